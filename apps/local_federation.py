@@ -1,6 +1,8 @@
-"""A federation on this machine without Docker: Flower's SuperLink, SuperNodes and SuperExecs.
+"""A federation on this machine without Docker: Flower's SuperLink, SuperNodes and
+SuperExecs.
 
-With TLS, node keys and SuperExec secrets; docs/deployment.md is about several machines::
+With TLS, node keys and SuperExec secrets; docs/deployment.md is about several
+machines::
 
     make certs NODES=3
     python apps/local_federation.py --nodes 3                   # until Ctrl-C
@@ -18,45 +20,92 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from fedbn_flwr.engines.flower_run import Process, Scalar, flower_environment, stream, toml_pairs
+from fedbn_flwr.engines.flower_run import (
+    Process,
+    Scalar,
+    flower_environment,
+    stream,
+    toml_pairs,
+)
 from fedbn_flwr.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class LocalFederation:
-    """The processes of a federation, with the keys in ``certs``; node K has port ``port + K``."""
+    """The processes of a federation, with the keys in ``certs``; node K has port
+    ``port + K``.
+    """
 
-    def __init__(self, folder: Path, certs: Path, nodes: int, port: int, configs: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, certs: Path, nodes: int, port: int, configs: Sequence[str]
+    ) -> None:
         self.folder, self.certs = folder, certs = folder.absolute(), certs.absolute()
         self.nodes, self.port = nodes, port
         self.environment = flower_environment(self.folder / "flwr")
         self.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.05"  # seconds
         self.processes: dict[str, Process] = {}
-        link = ["flower-superlink", "--enable-supernode-auth", f"--database={folder}/superlink.db"]
+        link = [
+            "flower-superlink",
+            "--enable-supernode-auth",
+            f"--database={folder}/superlink.db",
+        ]
         self.commands = {"superlink": [*link, *self._api("superlink", port)]}
         self.commands["superexec-serverapp"] = self._superexec("serverapp", port)
         for n in range(1, nodes + 1):
-            share = f"partition-id={n - 1} num-partitions={nodes} state-dir='{self.folder}/node-{n}'"
-            self.commands[f"supernode-{n}"] = self._supernode(n, configs[n - 1] if configs else share)
-            self.commands[f"superexec-clientapp-{n}"] = self._superexec(f"clientapp-{n}", port + n)
+            share = (
+                f"partition-id={n - 1} num-partitions={nodes}"
+                f" state-dir='{self.folder}/node-{n}'"
+            )
+            self.commands[f"supernode-{n}"] = self._supernode(
+                n, configs[n - 1] if configs else share
+            )
+            self.commands[f"superexec-clientapp-{n}"] = self._superexec(
+                f"clientapp-{n}", port + n
+            )
 
     def _supernode(self, node: int, config: str) -> list[str]:
-        command = [sys.executable, f"{ROOT}/docker/flower-supernode", "--node-config", config]
-        command += [f"--superlink=127.0.0.1:{self.port}", f"--root-certificates={self.certs}/cli/ca.crt"]
+        command = [
+            sys.executable,
+            f"{ROOT}/docker/flower-supernode",
+            "--node-config",
+            config,
+        ]
+        command += [
+            f"--superlink=127.0.0.1:{self.port}",
+            f"--root-certificates={self.certs}/cli/ca.crt",
+        ]
         command += [f"--auth-supernode-private-key={self.certs}/node-{node}/node.key"]
         return [*command, *self._api(f"node-{node}", self.port + node)]
 
     def _superexec(self, role: str, port: int) -> list[str]:
-        command = [sys.executable, f"{ROOT}/docker/superexec.py", f"--runtime-api-address=127.0.0.1:{port}"]
+        command = [
+            sys.executable,
+            f"{ROOT}/docker/superexec.py",
+            f"--runtime-api-address=127.0.0.1:{port}",
+        ]
         command += [f"--root-certificates={self.certs}/{role}/ca.crt"]
-        return [*command, f"--superexec-auth-secret-file={self.certs}/{role}/superexec.secret"]
+        return [
+            *command,
+            f"--superexec-auth-secret-file={self.certs}/{role}/superexec.secret",
+        ]
 
     def _api(self, role: str, port: int) -> list[str]:
         certs = self.certs / role
-        api = ["--host=127.0.0.1", f"--port={port}", f"--ssl-ca-certfile={certs}/ca.crt"]
-        api += [f"--ssl-certfile={certs}/server.crt", f"--ssl-keyfile={certs}/server.key"]
-        return [*api, "--isolation=process", f"--superexec-auth-secret-file={certs}/superexec.secret"]
+        api = [
+            "--host=127.0.0.1",
+            f"--port={port}",
+            f"--ssl-ca-certfile={certs}/ca.crt",
+        ]
+        api += [
+            f"--ssl-certfile={certs}/server.crt",
+            f"--ssl-keyfile={certs}/server.key",
+        ]
+        return [
+            *api,
+            "--isolation=process",
+            f"--superexec-auth-secret-file={certs}/superexec.secret",
+        ]
 
     def start(self) -> None:
         """Start all processes with a new database, each after those that it needs."""
@@ -65,10 +114,21 @@ class LocalFederation:
             old.unlink()
         ca = self.certs / "cli/ca.crt"
         connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{ca}"\n'
-        (self.folder / "flwr/config.toml").write_text(f"[superlink.federation]\n{connection}")
-        self.launch("superlink").wait_healthy(f"https://127.0.0.1:{self.port}/health", ca)
-        register = [sys.executable, f"{ROOT}/docker/register.py", "federation", f"{self.certs}/cli"]
-        subprocess.run(register, env=self.environment, stdout=subprocess.DEVNULL, check=True)
+        (self.folder / "flwr/config.toml").write_text(
+            f"[superlink.federation]\n{connection}"
+        )
+        self.launch("superlink").wait_healthy(
+            f"https://127.0.0.1:{self.port}/health", ca
+        )
+        register = [
+            sys.executable,
+            f"{ROOT}/docker/register.py",
+            "federation",
+            f"{self.certs}/cli",
+        ]
+        subprocess.run(
+            register, env=self.environment, stdout=subprocess.DEVNULL, check=True
+        )
         self.launch("superexec-serverapp")
         for node in range(1, self.nodes + 1):
             supernode = self.launch(f"supernode-{node}")
@@ -78,20 +138,36 @@ class LocalFederation:
     def launch(self, name: str) -> Process:
         """Start one process; its log is ``NAME.log``."""
         log = self.folder / f"{name}.log"
-        self.processes[name] = Process(self.commands[name], self.environment, log, self.folder)
+        self.processes[name] = Process(
+            self.commands[name], self.environment, log, self.folder
+        )
         return self.processes[name]
 
     def restart_dead(self) -> list[str]:
-        """Start the processes again that have ended, as Docker does, and return their names."""
-        dead = [name for name, process in self.processes.items() if process.code is not None]
+        """Start the processes again that have ended, as Docker does, and return their
+        names.
+        """
+        dead = [
+            name for name, process in self.processes.items() if process.code is not None
+        ]
         for name in dead:
             self.launch(name)
         return dead
 
     def run(self, run_config: Mapping[str, Scalar], app: Path = ROOT) -> None:
-        """Run an app and wait for its end; an EngineError with its log unless it completes."""
-        command = [sys.executable, f"{ROOT}/docker/run.py", str(app), "federation", "--stream"]
-        log = stream([*command, "--run-config", toml_pairs(run_config)], self.environment, None)
+        """Run an app and wait for its end; an EngineError with its log unless it
+        completes.
+        """
+        command = [
+            sys.executable,
+            f"{ROOT}/docker/run.py",
+            str(app),
+            "federation",
+            "--stream",
+        ]
+        log = stream(
+            [*command, "--run-config", toml_pairs(run_config)], self.environment, None
+        )
         if not log[-1].endswith(": finished:completed"):
             raise EngineError("\n".join(log))
 
@@ -104,17 +180,30 @@ class LocalFederation:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="a federation on this machine, until Ctrl-C")
+    parser = argparse.ArgumentParser(
+        description="a federation on this machine, until Ctrl-C"
+    )
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default="runs/federation", help="for state and logs")
-    parser.add_argument("--certs", type=Path, default="certs", help="what `make certs` has written")
-    parser.add_argument("--port", type=int, default=8000, help="the SuperLink's; node K's is K more")
-    parser.add_argument("--node-config", dest="configs", action="append", help="once a node")
+    parser.add_argument(
+        "--folder", type=Path, default="runs/federation", help="for state and logs"
+    )
+    parser.add_argument(
+        "--certs", type=Path, default="certs", help="what `make certs` has written"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="the SuperLink's; node K's is K more"
+    )
+    parser.add_argument(
+        "--node-config", dest="configs", action="append", help="once a node"
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     federation = LocalFederation(**vars(parser.parse_args()))
     with suppress(KeyboardInterrupt), closing(federation):
         federation.start()
-        print(f"{federation.nodes} nodes are up; FLWR_HOME={federation.folder}/flwr", flush=True)
+        print(
+            f"{federation.nodes} nodes are up; FLWR_HOME={federation.folder}/flwr",
+            flush=True,
+        )
         while True:
             time.sleep(1)
             federation.restart_dead()

@@ -1,13 +1,16 @@
-"""What it costs to average the replies of a round, beside Flower's own function and beside bare sums in torch.
+"""What it costs to average the replies of a round, beside Flower's own function and
+beside bare sums in torch.
 
     python benchmarks/aggregation.py                              # 20 replies of torchvision's resnet18
     python benchmarks/aggregation.py --model mlp --repeats 51     # small ones: what a reply costs at least
     python benchmarks/aggregation.py --model cnn --replies 50
 
-Ours is all that the server does: read the arrays, check names, shapes, dtypes, finite values and variances, add up in
-float64, and write the mean. ``aggregate_arrayrecords`` adds up in float32 and checks nothing. Torch's sums stand for
-what the memory allows: views of the arrays, nothing read, checked or written. All take turns, on one thread; medians
-are shown. Memory is the peak of the process above the replies, in one further turn.
+Ours is all that the server does: read the arrays, check names, shapes, dtypes, finite
+values and variances, add up in float64, and write the mean. ``aggregate_arrayrecords``
+adds up in float32 and checks nothing. Torch's sums stand for what the memory allows:
+views of the arrays, nothing read, checked or written. All take turns, on one thread;
+medians are shown. Memory is the peak of the process above the replies, in one further
+turn.
 """
 
 from __future__ import annotations
@@ -50,15 +53,29 @@ def mlp() -> nn.Module:
 
 def cnn() -> nn.Module:
     """Return two convolutions and two linear layers: 1.2 million parameters."""
-    features = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*features, nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10))
+    features = [
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]
+    return nn.Sequential(
+        *features, nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": tv.resnet18, "mlp": mlp, "cnn": cnn}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": tv.resnet18,
+    "mlp": mlp,
+    "cnn": cnn,
+}
 
 
 class Round:
-    """The replies of a round, and the ways to average them; each returns the seconds of its stages.
+    """The replies of a round, and the ways to average them; each returns the seconds of
+    its stages.
 
     Args:
         model: the model that all clients train.
@@ -84,8 +101,13 @@ class Round:
         marks.append(time.perf_counter())
         to_record(mean)
         marks.append(time.perf_counter())
-        stages = zip(("decode", "check", "average", "encode"), marks[1:], marks[:-1], strict=True)
-        return {**{f"{OURS}: {name}": end - start for name, end, start in stages}, OURS: marks[-1] - marks[0]}
+        stages = zip(
+            ("decode", "check", "average", "encode"), marks[1:], marks[:-1], strict=True
+        )
+        return {
+            **{f"{OURS}: {name}": end - start for name, end, start in stages},
+            OURS: marks[-1] - marks[0],
+        }
 
     def flowers(self) -> dict[str, float]:
         """Average as Flower's FedAvg does."""
@@ -96,26 +118,45 @@ class Round:
     def torchs(self, dtype: torch.dtype) -> dict[str, float]:
         """Add the floating entries up in a dtype with ``add_``."""
         start = time.perf_counter()
-        states = [tensors(views(reply.array_records["arrays"])) for reply in self.replies]
-        sums = {name: torch.zeros(x.shape, dtype=dtype) for name, x in states[0].items() if x.is_floating_point()}
+        states = [
+            tensors(views(reply.array_records["arrays"])) for reply in self.replies
+        ]
+        sums = {
+            name: torch.zeros(x.shape, dtype=dtype)
+            for name, x in states[0].items()
+            if x.is_floating_point()
+        }
         for share, state in zip(to_shares(self.weights), states, strict=True):
             for name, total in sums.items():
                 total.add_(state[name], alpha=share)
-        return {f"add_ in {str(dtype).removeprefix('torch.')}": time.perf_counter() - start}
+        return {
+            f"add_ in {str(dtype).removeprefix('torch.')}": time.perf_counter() - start
+        }
 
 
 def _reply(state: dict[str, torch.Tensor], client: int) -> RecordDict:
     """Return a reply as a client of Flower makes it, with values of its own."""
     generator = torch.Generator().manual_seed(client)
     own = {
-        name: value + torch.rand(value.shape, generator=generator) if value.is_floating_point() else value + client
+        name: (
+            value + torch.rand(value.shape, generator=generator)
+            if value.is_floating_point()
+            else value + client
+        )
         for name, value in state.items()
     }
-    return RecordDict({"arrays": ArrayRecord(own), "metrics": MetricRecord({"num-examples": 1 + client})})
+    return RecordDict(
+        {
+            "arrays": ArrayRecord(own),
+            "metrics": MetricRecord({"num-examples": 1 + client}),
+        }
+    )
 
 
 def peak_megabytes(work: Callable[[], Any]) -> float:
-    """Return how much memory the work takes at most beside what the process has; NaN where the system does not tell."""
+    """Return how much memory the work takes at most beside what the process has; NaN
+    where the system does not tell.
+    """
     try:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -136,7 +177,9 @@ def main(
     model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "resnet18",
     replies: Annotated[int, typer.Option(min=1, help="replies to average")] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="turns of each way")] = 7,
-    write: Annotated[Path | None, typer.Option(help="a page with the block 'aggregation'")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="a page with the block 'aggregation'")
+    ] = None,
 ) -> None:
     """Compare the server's averaging with Flower's and with bare sums."""
     if model not in MODELS:
@@ -158,13 +201,22 @@ def main(
     peaks = {name: f"{peak_megabytes(way):.0f}" for name, way in ways.items()}
     medians = {name: statistics.median(measured) for name, measured in times.items()}
     rows = [
-        [name, f"{seconds * 1e3:.2f}", f"{seconds / replies * 1e6:.0f}", f"{seconds / medians[FLOWER]:.2f}"]
+        [
+            name,
+            f"{seconds * 1e3:.2f}",
+            f"{seconds / replies * 1e6:.0f}",
+            f"{seconds / medians[FLOWER]:.2f}",
+        ]
         for name, seconds in medians.items()
     ]
     found = table(
-        ["", "ms", "us a reply", f"times {FLOWER}", "peak extra MB"], [[*row, peaks.get(row[0], "")] for row in rows]
+        ["", "ms", "us a reply", f"times {FLOWER}", "peak extra MB"],
+        [[*row, peaks.get(row[0], "")] for row in rows],
     )
-    note = f"{replies} replies of {model}, {work.megabytes:.1f} MB each; medians of {repeats} turns. {facts()}"
+    note = (
+        f"{replies} replies of {model}, {work.megabytes:.1f} MB each; medians of"
+        f" {repeats} turns. {facts()}"
+    )
     text = f"{found}\n\n{note}"
     print(text)
     if write is not None:

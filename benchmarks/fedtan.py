@@ -6,12 +6,14 @@
     python benchmarks/fedtan.py --repetitions 0 --floor 2         # two nodes: exchanges by messages, empty queries
     python benchmarks/fedtan.py --data-dir DIR --reference REPO   # also two rounds of the authors' script
 
-ResNet-20, five clients, E = 5 steps on batches of 128 a round; random images of CIFAR-10's shape, or CIFAR-10 itself
-(``--data-dir``: the folder that holds ``cifar-10-batches-py``). All that is compared takes turns, and medians are
-shown. Bare torch: the round's 25 steps with their batches, no federation, on all cores, the fastest of three ways.
-``--reference``: a working copy of github.com/wangyanmeng/FedTAN, which reads CIFAR-10 from ``--data-dir``; it takes
-minutes, so FedTAN's rounds right before and right after it stand beside it, whatever else the machine does by then;
-the script's are in float32, ours in float32 and once more under bfloat16 autocast (``amp=true``).
+ResNet-20, five clients, E = 5 steps on batches of 128 a round; random images of
+CIFAR-10's shape, or CIFAR-10 itself (``--data-dir``: the folder that holds
+``cifar-10-batches-py``). All that is compared takes turns, and medians are shown. Bare
+torch: the round's 25 steps with their batches, no federation, on all cores, the fastest
+of three ways. ``--reference``: a working copy of github.com/wangyanmeng/FedTAN, which
+reads CIFAR-10 from ``--data-dir``; it takes minutes, so FedTAN's rounds right before
+and right after it stand beside it, whatever else the machine does by then; the script's
+are in float32, ours in float32 and once more under bfloat16 autocast (``amp=true``).
 """
 
 from __future__ import annotations
@@ -38,7 +40,16 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 import typer
-from fedtan_work import CLIENTS, NOTHING, PARTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
+from fedtan_work import (
+    CLIENTS,
+    NOTHING,
+    PARTS,
+    STEPS,
+    bare_steps,
+    make_client_app,
+    make_strategy,
+    round_seconds,
+)
 from measure import facts, flower_project, table, write_block
 
 from apps.local_federation import LocalFederation
@@ -73,17 +84,25 @@ clients = 5
 """
 
 Runs = Mapping[str, tuple[str, str, int]]
-"""Name of a measurement to strategy, carrier of FedTAN's exchanges, and rounds (0: the first alone)."""
+"""Name of a measurement to strategy, carrier of FedTAN's exchanges, and rounds (0: the
+first alone).
+"""
 
 
 def in_process(name: str, rounds: int, data_dir: str, amp: bool = False) -> list[float]:
-    """Return the seconds of each round on a worker process for each core, one torch thread a client."""
-    with InProcessGrid(make_client_app(data_dir, amp), CLIENTS, workers=os.cpu_count() or 1) as grid:
+    """Return the seconds of each round on a worker process for each core, one torch
+    thread a client.
+    """
+    with InProcessGrid(
+        make_client_app(data_dir, amp), CLIENTS, workers=os.cpu_count() or 1
+    ) as grid:
         return round_seconds(make_strategy(name), grid, rounds)
 
 
 def bare(pool: Executor, workers: int, threads: int, data_dir: str) -> float:
-    """Return the seconds of the round's 25 steps, dealt out to the workers as evenly as can be."""
+    """Return the seconds of the round's 25 steps, dealt out to the workers as evenly as
+    can be.
+    """
     shares = [WORK // workers + (i < WORK % workers) for i in range(workers)]
     start = time.perf_counter()
     futures = [pool.submit(bare_steps, n, threads, data_dir) for n in shares]
@@ -104,22 +123,35 @@ def side_by_side(repetitions: int, rounds: int, data_dir: str) -> Times:
         ways: Mapping[str, Callable[[], list[float]]] = {
             "in process, FedAvg": lambda: in_process("fedavg", rounds, data_dir),
             "in process, FedTAN": lambda: in_process("fedtan", rounds, data_dir),
-            f"bare torch, one process, {cores} torch threads": lambda: [bare(one, 1, cores, data_dir)],
-            f"bare torch, {cores} processes, one torch thread each": lambda: [bare(many, cores, 1, data_dir)],
-            f"bare torch, {cores} threads, one torch thread each": lambda: [bare(threads, cores, 1, data_dir)],
+            f"bare torch, one process, {cores} torch threads": lambda: [
+                bare(one, 1, cores, data_dir)
+            ],
+            f"bare torch, {cores} processes, one torch thread each": lambda: [
+                bare(many, cores, 1, data_dir)
+            ],
+            f"bare torch, {cores} threads, one torch thread each": lambda: [
+                bare(threads, cores, 1, data_dir)
+            ],
         }
         for pool, workers in ((one, 1), (many, cores), (threads, cores)):
-            list(pool.map(bare_steps, [1] * workers, [1] * workers))  # the workers start and import torch
+            # the workers start and import torch
+            list(pool.map(bare_steps, [1] * workers, [1] * workers))
         for turn in range(repetitions):
             order = list(ways)[:: 1 if turn % 2 == 0 else -1]
             for name in order:
                 times.setdefault(name, []).extend(way_times := ways[name]())
-                print(f"{name}: {statistics.median(way_times):.2f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: {statistics.median(way_times):.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return times
 
 
 def in_ray(rounds: int, data_dir: str) -> Times:
-    """Measure FedAvg, FedTAN by channel and FedTAN by messages in Ray, each with five actors."""
+    """Measure FedAvg, FedTAN by channel and FedTAN by messages in Ray, each with five
+    actors.
+    """
     runs: Runs = {
         "Ray, FedAvg": ("fedavg", "", rounds),
         "Ray, FedTAN by channel": ("fedtan", "channel", rounds),
@@ -137,12 +169,17 @@ def in_ray(rounds: int, data_dir: str) -> Times:
     return timed_runs(runs, run, data_dir)
 
 
-def in_network(rounds: int, data_dir: str, nodes: int = CLIENTS, only_messages: bool = False) -> tuple[Times, Floor]:
-    """Measure FedAvg, FedTAN by channel and one round of FedTAN by messages over SuperNodes on loopback.
+def in_network(
+    rounds: int, data_dir: str, nodes: int = CLIENTS, only_messages: bool = False
+) -> tuple[Times, Floor]:
+    """Measure FedAvg, FedTAN by channel and one round of FedTAN by messages over
+    SuperNodes on loopback.
 
-    TLS, node keys and secrets are on, for the channel too. By messages the round is the run's first, with the query:
-    one exchange more of 58. Before every third exchange the same nodes and the same app answer an empty query, which
-    is what Flower alone takes; the round's seconds are without these. ``only_messages``: that alone, in 2L+1 exchanges.
+    TLS, node keys and secrets are on, for the channel too. By messages the round is the
+    run's first, with the query: one exchange more of 58. Before every third exchange
+    the same nodes and the same app answer an empty query, which is what Flower alone
+    takes; the round's seconds are without these. ``only_messages``: that alone, in 2L+1
+    exchanges.
     """
     runs: Runs = {
         "network, FedAvg": ("fedavg", "", rounds),
@@ -152,19 +189,33 @@ def in_network(rounds: int, data_dir: str, nodes: int = CLIENTS, only_messages: 
     if only_messages:
         runs = dict(list(runs.items())[-1:])
     floor: Floor = {}
-    with tempfile.TemporaryDirectory(prefix="fedtan-benchmark-") as name, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="fedtan-benchmark-") as name,
+        ExitStack() as stack,
+    ):
         certs = Path(name) / "certs"
         make_certificates(certs, nodes)
-        deployment = stack.enter_context(closing(LocalFederation(Path(name) / "net", certs, nodes, _PORT, ())))
+        deployment = stack.enter_context(
+            closing(LocalFederation(Path(name) / "net", certs, nodes, _PORT, ()))
+        )
         deployment.start()
-        channel: dict[str, Scalar] = {"bind": f"127.0.0.1:{_PORT + 100}", "tls-dir": str(certs / "channel")}
+        channel: dict[str, Scalar] = {
+            "bind": f"127.0.0.1:{_PORT + 100}",
+            "tls-dir": str(certs / "channel"),
+        }
 
         def run(app: Path, config: Mapping[str, Scalar]) -> None:
             by_messages = config["exchange"] == "messages"
             own = {"clients": nodes, "exchanges": "2L+1" if only_messages else "3L+1"}
-            deployment.run({**config, **channel, **own, "floor": _EVERY if by_messages else 0}, app)
+            deployment.run(
+                {**config, **channel, **own, "floor": _EVERY if by_messages else 0}, app
+            )
             if by_messages:
-                floor.update(json.loads(Path(str(config["times"])).with_suffix(".floor").read_text()))
+                floor.update(
+                    json.loads(
+                        Path(str(config["times"])).with_suffix(".floor").read_text()
+                    )
+                )
 
         stack.enter_context(restarting(deployment))
         return timed_runs(runs, run, data_dir), floor
@@ -174,7 +225,8 @@ def in_network(rounds: int, data_dir: str, nodes: int = CLIENTS, only_messages: 
 def restarting(deployment: LocalFederation) -> Iterator[None]:
     """Start processes again that end, as the compose file's restart policy does.
 
-    The SuperExec ends where the SuperLink answers 500, and that it does where its database stays locked for 5 seconds.
+    The SuperExec ends where the SuperLink answers 500, and that it does where its
+    database stays locked for 5 seconds.
     """
     over = threading.Event()
 
@@ -191,7 +243,9 @@ def restarting(deployment: LocalFederation) -> Iterator[None]:
         thread.join()
 
 
-def timed_runs(runs: Runs, run: Callable[[Path, Mapping[str, Scalar]], None], data_dir: str) -> Times:
+def timed_runs(
+    runs: Runs, run: Callable[[Path, Mapping[str, Scalar]], None], data_dir: str
+) -> Times:
     """Return the seconds of the rounds of each run of the benchmark's Flower app."""
     times: Times = {}
     with tempfile.TemporaryDirectory(prefix="fedtan-benchmark-") as folder:
@@ -200,20 +254,36 @@ def timed_runs(runs: Runs, run: Callable[[Path, Mapping[str, Scalar]], None], da
         shutil.copy(Path(__file__).with_name("fedtan_work.py"), app)
         (app / "benchmark_app.py").write_text(_APP.format(data_dir=data_dir))
         (app / "pyproject.toml").write_text(
-            flower_project("fedtan-benchmark", "benchmark_app", "benchmark_app", _CONFIG)
+            flower_project(
+                "fedtan-benchmark", "benchmark_app", "benchmark_app", _CONFIG
+            )
         )
         for name, (strategy, exchange, count) in runs.items():
             found.unlink(missing_ok=True)
-            run(app, {"strategy": strategy, "exchange": exchange, "rounds": count, "times": str(found)})
+            run(
+                app,
+                {
+                    "strategy": strategy,
+                    "exchange": exchange,
+                    "rounds": count,
+                    "times": str(found),
+                },
+            )
             times[name] = json.loads(found.read_text())
-            print(f"{name}: {statistics.median(times[name]):.2f} s", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {statistics.median(times[name]):.2f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return times
 
 
 def authors_rounds(repository: Path, data_dir: str, rounds: int = 2) -> list[float]:
-    """Return the seconds of the first rounds of the authors' script, read off its progress bar.
+    """Return the seconds of the first rounds of the authors' script, read off its
+    progress bar.
 
-    It runs in a copy of the repository and is ended after the last round; evaluation before round 1 is not counted.
+    It runs in a copy of the repository and is ended after the last round; evaluation
+    before round 1 is not counted.
 
     Raises:
         RuntimeError: it ended before; with the last lines of its log.
@@ -222,8 +292,19 @@ def authors_rounds(repository: Path, data_dir: str, rounds: int = 2) -> list[flo
         copy = Path(folder) / "repository"
         shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git", "data"))
         (copy / "data").symlink_to(Path(data_dir).resolve())
-        command = [sys.executable, "FedTAN.py", "--epochs", str(rounds), "--momentum", "0", "--weight_decay", "0"]
-        process = subprocess.Popen(command, cwd=copy, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        command = [
+            sys.executable,
+            "FedTAN.py",
+            "--epochs",
+            str(rounds),
+            "--momentum",
+            "0",
+            "--weight_decay",
+            "0",
+        ]
+        process = subprocess.Popen(
+            command, cwd=copy, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         try:
             seen: dict[int, float] = {}
             tail = ""
@@ -233,7 +314,10 @@ def authors_rounds(repository: Path, data_dir: str, rounds: int = 2) -> list[flo
                     seen.setdefault(int(done), time.perf_counter())
                 if rounds in seen:
                     return [seen[i + 1] - seen[i] for i in range(rounds)]
-            raise RuntimeError(f"the authors' script ended after {len(seen)} marks of {rounds + 1}:\n{tail}")
+            raise RuntimeError(
+                f"the authors' script ended after {len(seen)} marks of"
+                f" {rounds + 1}:\n{tail}"
+            )
         finally:
             process.kill()
             process.wait()
@@ -250,42 +334,86 @@ def ratios(times: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     found: dict[str, tuple[float, str]] = {}
     if "in process, FedTAN" in times:
         tan, average = times["in process, FedTAN"], times["in process, FedAvg"]
-        floor = min(seconds for name, seconds in times.items() if name.startswith("bare"))
+        floor = min(
+            seconds for name, seconds in times.items() if name.startswith("bare")
+        )
         found["in process: FedTAN / FedAvg"] = (tan / average, "<= 1.10")
         found["bare torch / in process FedTAN"] = (floor / tan, ">= 0.85")
         found["bare torch / in process FedAvg"] = (floor / average, "")
     if "Ray, FedAvg" in times:
         ray = times["Ray, FedAvg"]
-        found["Ray: FedTAN by channel / FedAvg"] = (times["Ray, FedTAN by channel"] / ray, "<= 1.5")
-        found["Ray: FedTAN by messages / FedAvg"] = (times["Ray, FedTAN by messages"] / ray, "")
+        found["Ray: FedTAN by channel / FedAvg"] = (
+            times["Ray, FedTAN by channel"] / ray,
+            "<= 1.5",
+        )
+        found["Ray: FedTAN by messages / FedAvg"] = (
+            times["Ray, FedTAN by messages"] / ray,
+            "",
+        )
     if "an empty query, median" in times:
         ratio = times["an exchange of FedTAN, median"] / times["an empty query, median"]
-        found["network: FedTAN's exchange by messages / an empty query"] = (ratio, "<= 1.2")
+        found["network: FedTAN's exchange by messages / an empty query"] = (
+            ratio,
+            "<= 1.2",
+        )
     if "network, FedAvg" in times:
         channel = times["network, FedTAN by channel"]
-        found["network: FedTAN by channel / FedAvg"] = (channel / times["network, FedAvg"], "<= 2")
-        found["network: FedTAN by messages / by channel"] = (times["network, FedTAN by messages"] / channel, ">= 20")
+        found["network: FedTAN by channel / FedAvg"] = (
+            channel / times["network, FedAvg"],
+            "<= 2",
+        )
+        found["network: FedTAN by messages / by channel"] = (
+            times["network, FedTAN by messages"] / channel,
+            ">= 20",
+        )
     if "the authors' script" in times:
         for name, target in (("FedTAN", ">= 25"), ("FedTAN in bfloat16", "")):
-            ratio = times["the authors' script"] / times[f"in process, {name}, around it"]
+            ratio = (
+                times["the authors' script"] / times[f"in process, {name}, around it"]
+            )
             found[f"the authors' script / in process {name}"] = (ratio, target)
     return found
 
 
 def main(
-    repetitions: Annotated[int, typer.Option(min=0, help="turns of everything in process and bare")] = 5,
+    repetitions: Annotated[
+        int, typer.Option(min=0, help="turns of everything in process and bare")
+    ] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="rounds timed in each turn")] = 2,
-    data_dir: Annotated[str, typer.Option(help="folder with cifar-10-batches-py; random images without it")] = "",
+    data_dir: Annotated[
+        str,
+        typer.Option(help="folder with cifar-10-batches-py; random images without it"),
+    ] = "",
     ray: Annotated[bool, typer.Option(help="also in Flower's Ray simulation")] = False,
-    network: Annotated[bool, typer.Option(help="also over 5 SuperNodes on loopback; many minutes")] = False,
-    floor: Annotated[int, typer.Option(min=0, help="SuperNodes for exchanges by messages beside empty queries")] = 0,
-    reference: Annotated[str, typer.Option(help="a working copy of the authors' repository; needs --data-dir")] = "",
-    out: Annotated[Path, typer.Option(help="where the figures go, as JSON")] = Path("runs/benchmark-fedtan.json"),
-    write: Annotated[Path | None, typer.Option(help="a page with the block 'fedtan'")] = None,
+    network: Annotated[
+        bool, typer.Option(help="also over 5 SuperNodes on loopback; many minutes")
+    ] = False,
+    floor: Annotated[
+        int,
+        typer.Option(
+            min=0, help="SuperNodes for exchanges by messages beside empty queries"
+        ),
+    ] = 0,
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="a working copy of the authors' repository; needs --data-dir"
+        ),
+    ] = "",
+    out: Annotated[Path, typer.Option(help="where the figures go, as JSON")] = Path(
+        "runs/benchmark-fedtan.json"
+    ),
+    write: Annotated[
+        Path | None, typer.Option(help="a page with the block 'fedtan'")
+    ] = None,
 ) -> None:
-    """Measure FedTAN against FedAvg and bare torch; on request in Ray, over a network, against the authors' script."""
+    """Measure FedTAN against FedAvg and bare torch; on request in Ray, over a network,
+    against the authors' script.
+    """
     if reference and not data_dir:
-        raise typer.BadParameter("--reference needs --data-dir: the authors' script trains on CIFAR-10")
+        raise typer.BadParameter(
+            "--reference needs --data-dir: the authors' script trains on CIFAR-10"
+        )
     logging.getLogger("flwr").setLevel(logging.WARNING)
     data_dir = str(Path(data_dir).resolve()) if data_dir else ""
     times = side_by_side(repetitions, rounds, data_dir) if repetitions else {}
@@ -293,12 +421,23 @@ def main(
         times |= in_ray(rounds * 2, data_dir)
     parts: dict[str, list[list[float]]] = {}
     if network or floor:
-        network_times, measured = in_network(rounds, data_dir, floor or CLIENTS, floor > 0)
+        network_times, measured = in_network(
+            rounds, data_dir, floor or CLIENTS, floor > 0
+        )
         times |= network_times
-        for name, kind in (("an exchange of FedTAN, median", EXCHANGE_QUERY), ("an empty query, median", NOTHING)):
-            times[name], parts[name] = measured["seconds"][kind], measured["parts"][kind]
+        for name, kind in (
+            ("an exchange of FedTAN, median", EXCHANGE_QUERY),
+            ("an empty query, median", NOTHING),
+        ):
+            times[name], parts[name] = (
+                measured["seconds"][kind],
+                measured["parts"][kind],
+            )
     if reference:
-        around = {"in process, FedTAN, around it": False, "in process, FedTAN in bfloat16, around it": True}
+        around = {
+            "in process, FedTAN, around it": False,
+            "in process, FedTAN in bfloat16, around it": True,
+        }
         for name, amp in around.items():
             times[name] = in_process("fedtan", rounds, data_dir, amp)
         times["the authors' script"] = authors_rounds(Path(reference), data_dir)
@@ -308,24 +447,45 @@ def main(
     found = ratios(medians)
     seconds_table = table(
         ["one round", "seconds", "measured"],
-        [[name, f"{seconds:.3f}", str(len(times[name]))] for name, seconds in medians.items()],
+        [
+            [name, f"{seconds:.3f}", str(len(times[name]))]
+            for name, seconds in medians.items()
+        ],
     )
     ratio_table = table(
-        ["ratio", "measured", "target"], [[name, f"{ratio:.2f}", target] for name, (ratio, target) in found.items()]
+        ["ratio", "measured", "target"],
+        [[name, f"{ratio:.2f}", target] for name, (ratio, target) in found.items()],
     )
     note = f"ResNet-20, {CLIENTS} clients, E = {STEPS}; medians. {facts()}"
     text = f"{seconds_table}\n\n{ratio_table}\n\n{note}"
     if parts:
         medians_of_parts = []
         for name, rows in parts.items():
-            medians_of_parts.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*rows, strict=True))])
-        text += "\n\n" + table(["of one reply, seconds, medians", *PARTS], medians_of_parts)
+            medians_of_parts.append(
+                [
+                    name,
+                    *(
+                        f"{statistics.median(column):.2f}"
+                        for column in zip(*rows, strict=True)
+                    ),
+                ]
+            )
+        text += "\n\n" + table(
+            ["of one reply, seconds, medians", *PARTS], medians_of_parts
+        )
     print(text)
-    figures = {name: {"ratio": ratio, "target": target} for name, (ratio, target) in found.items()}
+    figures = {
+        name: {"ratio": ratio, "target": target}
+        for name, (ratio, target) in found.items()
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
     partial.write_text(
-        json.dumps({"machine": facts(), "seconds": times, "ratios": figures, "parts": parts}, indent=2) + "\n"
+        json.dumps(
+            {"machine": facts(), "seconds": times, "ratios": figures, "parts": parts},
+            indent=2,
+        )
+        + "\n"
     )
     os.replace(partial, out)
     if write is not None:

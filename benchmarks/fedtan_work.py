@@ -1,4 +1,6 @@
-"""The work of ``fedtan.py``: ResNet-20, five clients, five steps on batches of 128; in process and as a Flower app."""
+"""The work of ``fedtan.py``: ResNet-20, five clients, five steps on batches of 128; in
+process and as a Flower app.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,23 @@ from fedbn_flwr.transport.polling_grid import PollingGrid
 
 CLIENTS, STEPS, BATCH = 5, 5, 128
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
-TRAINING = LocalTraining(learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=BATCH)
+TRAINING = LocalTraining(
+    learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=BATCH
+)
 
 
 def make_model() -> nn.Module:
     """Return ResNet-20 for CIFAR-10, as the package's own clients have it."""
-    return set_memory_format(build_model("resnet20", num_classes=10, channels=3, size=32))
+    return set_memory_format(
+        build_model("resnet20", num_classes=10, channels=3, size=32)
+    )
 
 
 @cache
 def samples(data_dir: str) -> Samples:
-    """Return CIFAR-10's training images from torchvision's folder, or random bytes of the same kind where it is ""."""
+    """Return CIFAR-10's training images from torchvision's folder, or random bytes of
+    the same kind where it is "".
+    """
     if data_dir:
         from torchvision.datasets import CIFAR10
 
@@ -50,14 +58,18 @@ def samples(data_dir: str) -> Samples:
         pixels = torch.from_numpy(np.ascontiguousarray(real.data.transpose(0, 3, 1, 2)))
         return Samples(pixels, torch.tensor(real.targets, dtype=torch.int64))
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (2000 * CLIENTS, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    pixels = torch.randint(
+        256, (2000 * CLIENTS, 3, 32, 32), dtype=torch.uint8, generator=generator
+    )
     return Samples(pixels, torch.randint(10, (len(pixels),), generator=generator))
 
 
 def view(partition_id: int, data_dir: str) -> Subset:
     """Return one client's data: every fifth image."""
     every = samples(data_dir)
-    return Subset(every, torch.arange(partition_id, len(every), CLIENTS), mean=MEAN, std=STD)
+    return Subset(
+        every, torch.arange(partition_id, len(every), CLIENTS), mean=MEAN, std=STD
+    )
 
 
 def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
@@ -65,7 +77,8 @@ def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
     training = replace(TRAINING, amp=amp)
 
     def client_fn(context: Context) -> TorchClient:
-        torch.set_num_threads(1)  # over a network every client has a process, and they share the cores
+        # over a network every client has a process, and they share the cores
+        torch.set_num_threads(1)
         data = view(int(context.node_config["partition-id"]), data_dir)
         return TorchClient(make_model, data, data, training, context=context)
 
@@ -79,30 +92,50 @@ def make_client_app(data_dir: str, amp: bool = False) -> ClientApp:
 
 
 NOTHING, STAMP = "query.nothing", "benchmark-stamp"
-PARTS = ("until a process starts", "start and imports", "the app's work", "until the reply is there")
+PARTS = (
+    "until a process starts",
+    "start and imports",
+    "the app's work",
+    "until the reply is there",
+)
 
 
-def stamp(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Add to the reply of an exchange, or of an empty query, when this process began, and the app's work."""
+def stamp(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """Add to the reply of an exchange, or of an empty query, when this process began,
+    and the app's work.
+    """
     entered = time.time()
     reply = call_next(message, context)
-    if message.metadata.message_type in (EXCHANGE_QUERY, NOTHING) and reply.has_content():
-        reply.content[STAMP] = MetricRecord({"began": process_began(), "entered": entered, "left": time.time()})
+    if (
+        message.metadata.message_type in (EXCHANGE_QUERY, NOTHING)
+        and reply.has_content()
+    ):
+        reply.content[STAMP] = MetricRecord(
+            {"began": process_began(), "entered": entered, "left": time.time()}
+        )
     return reply
 
 
 def process_began() -> float:
-    """Return when this process was started, in seconds of ``time.time()``, to a hundredth."""
+    """Return when this process was started, in seconds of ``time.time()``, to a
+    hundredth.
+    """
     ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf(
+        "SC_CLK_TCK"
+    )
     return time.time() - since_boot
 
 
 class FloorGrid(PollingGrid):
-    """A grid that sends an empty query to the same nodes before every n-th exchange, times both and writes the times.
+    """A grid that sends an empty query to the same nodes before every n-th exchange,
+    times both and writes the times.
 
     Attributes:
-        seconds: message type -> the seconds from pushing the messages to the last reply.
+        seconds: message type -> the seconds from pushing the messages to the last
+            reply.
         parts: message type -> the seconds of ``PARTS`` of each reply.
     """
 
@@ -119,7 +152,11 @@ class FloorGrid(PollingGrid):
             self._exchanges += 1
             if self._exchanges % self._every == 0:
                 nodes = [message.metadata.dst_node_id for message in batch]
-                list(self.send_and_receive([Message(RecordDict(), node, NOTHING) for node in nodes]))
+                list(
+                    self.send_and_receive(
+                        [Message(RecordDict(), node, NOTHING) for node in nodes]
+                    )
+                )
         self._left, self._pushed = len(batch), time.time()
         return super().push_messages(batch)
 
@@ -130,28 +167,41 @@ class FloorGrid(PollingGrid):
             now = time.time()
             if reply.has_content() and STAMP in reply.content.metric_records:
                 own = reply.content.metric_records[STAMP]
-                moments = [self._pushed, *(float(own[key]) for key in ("began", "entered", "left")), now]  # type: ignore[arg-type]
-                self.parts[kind].append([after - before for before, after in pairwise(moments)])
+                moments = [self._pushed]
+                for key in ("began", "entered", "left"):
+                    moments.append(float(own[key]))  # type: ignore[arg-type]
+                moments.append(now)
+                self.parts[kind].append(
+                    [after - before for before, after in pairwise(moments)]
+                )
             if self._left == 0:
                 self.seconds[kind].append(now - self._pushed)
-                self._out.write_text(json.dumps({"seconds": self.seconds, "parts": self.parts}))
+                self._out.write_text(
+                    json.dumps({"seconds": self.seconds, "parts": self.parts})
+                )
             yield reply
 
 
 def make_strategy(name: str, clients: int = CLIENTS, **settings: Any) -> Strategy:
     """Return a strategy over all clients, without evaluation."""
     return STRATEGIES[name](
-        fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients, min_replies=clients, **settings
+        fraction_evaluate=0.0,
+        min_train_nodes=clients,
+        min_available_nodes=clients,
+        min_replies=clients,
+        **settings,
     )
 
 
 def round_seconds(strategy: Strategy, grid: Grid, rounds: int) -> list[float]:
-    """Run rounds and return the seconds each took, without the first, which also gets to know the nodes.
+    """Run rounds and return the seconds each took, without the first, which also gets
+    to know the nodes.
 
     With ``rounds`` = 0 the first alone is run and counted.
 
     Raises:
-        RuntimeError: a client was refused: the figures would not be those of the whole work.
+        RuntimeError: a client was refused: the figures would not be those of the whole
+            work.
     """
     times: list[float] = []
 
@@ -159,11 +209,18 @@ def round_seconds(strategy: Strategy, grid: Grid, rounds: int) -> list[float]:
         times.append(time.perf_counter())
 
     strategy.start(
-        grid=grid, initial_arrays=to_record(make_model().state_dict()), num_rounds=rounds + 1, evaluate_fn=note
+        grid=grid,
+        initial_arrays=to_record(make_model().state_dict()),
+        num_rounds=rounds + 1,
+        evaluate_fn=note,
     )
-    if refused := [reason for report in strategy.reports for reason in report.rejected.values()]:
+    if refused := [
+        reason for report in strategy.reports for reason in report.rejected.values()
+    ]:
         raise RuntimeError(f"a client was refused: {refused[0]}")
-    return [after - before for before, after in pairwise(times[1:] if rounds else times)]
+    return [
+        after - before for before, after in pairwise(times[1:] if rounds else times)
+    ]
 
 
 def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
@@ -173,7 +230,9 @@ def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
-        inputs, targets = data.batch(torch.randint(len(data), (BATCH,), generator=generator))
+        inputs, targets = data.batch(
+            torch.randint(len(data), (BATCH,), generator=generator)
+        )
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -183,8 +242,9 @@ def bare_steps(count: int, threads: int, data_dir: str = "") -> int:
 def make_server_app() -> ServerApp:
     """Return a ServerApp that times a strategy.
 
-    Run config: ``strategy``, ``exchange`` and ``exchanges``, ``bind`` and ``tls-dir`` of the channel, ``clients``,
-    ``rounds``, ``times``, ``floor`` (an empty query before every n-th exchange; 0: none).
+    Run config: ``strategy``, ``exchange`` and ``exchanges``, ``bind`` and ``tls-dir``
+    of the channel, ``clients``, ``rounds``, ``times``, ``floor`` (an empty query before
+    every n-th exchange; 0: none).
     """
     app = ServerApp()
 
@@ -194,10 +254,13 @@ def make_server_app() -> ServerApp:
         settings = {}
         if config["exchange"]:
             names = {"fedtan_transport": "exchange", "fedtan_exchanges": "exchanges"}
-            if config["exchange"] == "channel":  # by messages these are refused, as they have no effect
+            # by messages these are refused, as they have no effect
+            if config["exchange"] == "channel":
                 names |= {"fedtan_bind": "bind", "fedtan_tls_dir": "tls-dir"}
             settings = {field: str(config[key]) for field, key in names.items()}
-        strategy = make_strategy(str(config["strategy"]), int(config["clients"]), **settings)
+        strategy = make_strategy(
+            str(config["strategy"]), int(config["clients"]), **settings
+        )
         times = Path(str(config["times"]))
         if every := int(config["floor"]):
             grid = FloorGrid(grid, every, times.with_suffix(".floor"))

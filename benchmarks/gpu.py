@@ -1,11 +1,12 @@
-"""A round of this package on a GPU, beside the bare torch loop on the same images: steps per second of all clients.
+"""A round of this package on a GPU, beside the bare torch loop on the same images:
+steps per second of all clients.
 
     python benchmarks/gpu.py                              # a few minutes
     python benchmarks/gpu.py --write docs/performance.md  # the table into the page, between <!-- gpu --> marks
     python benchmarks/gpu.py --device cpu --steps 3       # tries the program
 
-ResNet-20, random images of CIFAR-10's shape that lie on the device, SGD without momentum. A ratio
-is that of medians to the bare loop of the same batch size.
+ResNet-20, random images of CIFAR-10's shape that lie on the device, SGD without
+momentum. A ratio is that of medians to the bare loop of the same batch size.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ DIFFERENT_BATCHES = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """What is timed: where, on which batches, how many steps a round and how many rounds."""
+    """What is timed: where, on which batches, how many steps a round and how many
+    rounds.
+    """
 
     device: torch.device
     batch_size: int
@@ -59,13 +62,19 @@ class Images:
     def __init__(self, setting: Setting, client: int) -> None:
         generator = torch.Generator().manual_seed(client)
         count = DIFFERENT_BATCHES * setting.batch_size
-        self.inputs = torch.randn(count, 3, 32, 32, generator=generator).to(setting.device)
-        self.targets = torch.randint(10, (count,), generator=generator).to(setting.device)
+        self.inputs = torch.randn(count, 3, 32, 32, generator=generator).to(
+            setting.device
+        )
+        self.targets = torch.randint(10, (count,), generator=generator).to(
+            setting.device
+        )
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the images and targets at these positions."""
         positions = positions.to(self.targets.device)
         return self.inputs[positions], self.targets[positions]
@@ -84,7 +93,9 @@ def wait(device: torch.device) -> None:
 
 
 def bare(setting: Setting, images: list[Images], amp: bool) -> float:
-    """Return the steps per second of the loop that people write without a framework, one client after the other."""
+    """Return the steps per second of the loop that people write without a framework,
+    one client after the other.
+    """
     seconds = []
     for _ in range(1 + setting.rounds):  # the first warms up
         began = time.perf_counter()
@@ -95,8 +106,14 @@ def bare(setting: Setting, images: list[Images], amp: bool) -> float:
                 first = step % DIFFERENT_BATCHES * setting.batch_size
                 chosen = slice(first, first + setting.batch_size)
                 optimizer.zero_grad()
-                with torch.autocast(setting.device.type, torch.bfloat16) if amp else nullcontext():
-                    loss = functional.cross_entropy(model(data.inputs[chosen]), data.targets[chosen])
+                with (
+                    torch.autocast(setting.device.type, torch.bfloat16)
+                    if amp
+                    else nullcontext()
+                ):
+                    loss = functional.cross_entropy(
+                        model(data.inputs[chosen]), data.targets[chosen]
+                    )
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         wait(setting.device)
@@ -105,16 +122,27 @@ def bare(setting: Setting, images: list[Images], amp: bool) -> float:
 
 
 def rounds_of(
-    setting: Setting, images: list[Images], kind: type[FedAvg] | type[FedTAN], amp: bool, workers: int
+    setting: Setting,
+    images: list[Images],
+    kind: type[FedAvg] | type[FedTAN],
+    amp: bool,
+    workers: int,
 ) -> float:
-    """Return the steps per second of rounds of a strategy, with the clients in worker processes (0: in this one)."""
+    """Return the steps per second of rounds of a strategy, with the clients in worker
+    processes (0: in this one).
+    """
     training = LocalTraining(
-        learning_rate=LearningRate(RATE), local_steps=setting.steps, batch_size=setting.batch_size, amp=amp
+        learning_rate=LearningRate(RATE),
+        local_steps=setting.steps,
+        batch_size=setting.batch_size,
+        amp=amp,
     )
 
     def client_fn(context: Context) -> TorchClient:
         data = images[int(context.node_config["partition-id"])]
-        return TorchClient(start().to(setting.device), data, data, training, context=context)
+        return TorchClient(
+            start().to(setting.device), data, data, training, context=context
+        )
 
     ends: list[float] = []
     with InProcessGrid(client_app(client_fn), len(images), workers=workers) as grid:
@@ -130,16 +158,25 @@ def rounds_of(
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the program")] = "cuda",
-    steps: Annotated[int, typer.Option(min=1, help="steps of a client in a round")] = 30,
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:N, or cpu to try the program")
+    ] = "cuda",
+    steps: Annotated[
+        int, typer.Option(min=1, help="steps of a client in a round")
+    ] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="timed rounds of each way")] = 5,
-    write: Annotated[Path | None, typer.Option(help="a page with the marks <!-- gpu --> and <!-- /gpu -->")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="a page with the marks <!-- gpu --> and <!-- /gpu -->"),
+    ] = None,
 ) -> None:
     """Time rounds on a GPU."""
     where = torch.device(device)
     torch.set_num_threads(1)  # as a client has it
     if where.type == "cuda" and not torch.cuda.is_available():
-        message = "there is no CUDA device here; --device cpu --steps 3 tries the program"
+        message = (
+            "there is no CUDA device here; --device cpu --steps 3 tries the program"
+        )
         raise typer.BadParameter(message, param_hint="--device")
     lines = ["| way | batch | steps/s | / bare |", "|---|---:|---:|---:|"]
     for batch_size in BATCHES:
@@ -147,15 +184,39 @@ def main(
         images = [Images(setting, client) for client in range(CLIENTS)]
         found = {"bare torch loop": bare(setting, images, amp=False)}
         found["bare torch loop, bf16"] = bare(setting, images, amp=True)
-        found["FedAvg, in the process"] = rounds_of(setting, images, FedAvg, amp=False, workers=0)
-        found["FedAvg, in the process, bf16"] = rounds_of(setting, images, FedAvg, amp=True, workers=0)
-        found["FedAvg, 2 workers"] = rounds_of(setting, images, FedAvg, amp=False, workers=2)
-        found["FedTAN, in the process"] = rounds_of(setting, images, FedTAN, amp=False, workers=0)
+        found["FedAvg, in the process"] = rounds_of(
+            setting, images, FedAvg, amp=False, workers=0
+        )
+        found["FedAvg, in the process, bf16"] = rounds_of(
+            setting, images, FedAvg, amp=True, workers=0
+        )
+        found["FedAvg, 2 workers"] = rounds_of(
+            setting, images, FedAvg, amp=False, workers=2
+        )
+        found["FedTAN, in the process"] = rounds_of(
+            setting, images, FedTAN, amp=False, workers=0
+        )
         for name, rate in found.items():
-            lines.append(f"| {name} | {batch_size} | {rate:.1f} | {rate / found['bare torch loop']:.2f} |")
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor() or platform.machine()
-    about = f"{name}, {os.cpu_count()} CPU cores, torch {torch.__version__}, commit {commit() or 'unknown'}."
-    text = "\n".join([*lines, "", f"{CLIENTS} clients, medians of {rounds} rounds of {steps} steps. {about}"])
+            lines.append(
+                f"| {name} | {batch_size} | {rate:.1f} |"
+                f" {rate / found['bare torch loop']:.2f} |"
+            )
+    name = (
+        torch.cuda.get_device_name(where)
+        if where.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    about = (
+        f"{name}, {os.cpu_count()} CPU cores, torch {torch.__version__}, commit"
+        f" {commit() or 'unknown'}."
+    )
+    text = "\n".join(
+        [
+            *lines,
+            "",
+            f"{CLIENTS} clients, medians of {rounds} rounds of {steps} steps. {about}",
+        ]
+    )
     print(text)
     if write:
         write_block(write, "gpu", text)

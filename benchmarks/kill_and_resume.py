@@ -1,15 +1,18 @@
-"""Kill runs by SIGKILL at random moments, resume them, and compare the final SHA-256 with the uninterrupted run's.
+"""Kill runs by SIGKILL at random moments, resume them, and compare the final SHA-256
+with the uninterrupted run's.
 
     python benchmarks/kill_and_resume.py                          # in process: 20 kills of each of the four methods
     python benchmarks/kill_and_resume.py --engine simulation      # in Flower's Ray simulation
     python benchmarks/kill_and_resume.py --methods mtfl+fedadam   # methods in one run, see COMBINED
 
-Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of the run, as a power cut does,
-at a moment drawn from the seed: one in eight while it starts, the others in the first half of its rounds' time. Worker
-processes end by themselves as soon as the command is killed. Then the run is resumed, and killed again, until the kills
-are used up and the last run has ended. After every kill its folder is read as a user would: whole JSON lines,
-checkpoints and client files whose SHA-256 fits, and nothing half written under a name that is read. The table is
-printed as Markdown; the exit code is 1 where a hash differs.
+Each run has 40 rounds on scikit-learn's digits, 3 clients. A kill hits all processes of
+the run, as a power cut does, at a moment drawn from the seed: one in eight while it
+starts, the others in the first half of its rounds' time. Worker processes end by
+themselves as soon as the command is killed. Then the run is resumed, and killed again,
+until the kills are used up and the last run has ended. After every kill its folder is
+read as a user would: whole JSON lines, checkpoints and client files whose SHA-256 fits,
+and nothing half written under a name that is read. The table is printed as Markdown;
+the exit code is 1 where a hash differs.
 """
 
 from __future__ import annotations
@@ -41,20 +44,35 @@ COMBINED = {
     "mtfl+fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "fedbn+fedavgm": {"strategy": "fedbn", "server-step": "fedavgm"},
 }
-SETTINGS = {"num-clients": 3, "local-steps": 2, "batch-size": 16, "learning-rate": 0.2, "eval-every": 10}
+SETTINGS = {
+    "num-clients": 3,
+    "local-steps": 2,
+    "batch-size": 16,
+    "learning-rate": 0.2,
+    "eval-every": 10,
+}
 Engine = Literal["in-process", "simulation"]
 
 
 def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> None:
     """One command, in a process of its own: begin the run, or go on with it."""
-    os.environ |= {MARK: out.name, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    os.environ |= {
+        MARK: out.name,
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
     logging.getLogger("flwr").setLevel(logging.ERROR)
     run(Config.make({**settings, "resume": True}), out, engine, workers=workers)
 
 
-def begin(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> BaseProcess:
-    context = multiprocessing.get_context("forkserver")  # imports torch and Flower once, not for every command
-    context.set_forkserver_preload(["fedbn_flwr.lab.runs.run", "fedbn_flwr.lab.output.curves"])
+def begin(
+    settings: dict[str, Any], out: Path, engine: Engine, workers: int
+) -> BaseProcess:
+    # imports torch and Flower once, not for every command
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["fedbn_flwr.lab.runs.run", "fedbn_flwr.lab.output.curves"]
+    )
     process = context.Process(target=work, args=(settings, out, engine, workers))
     process.start()
     return process
@@ -83,14 +101,17 @@ def check_folder(out: Path) -> None:
 
 
 def wait(process: BaseProcess, out: Path, draw: random.Random, seconds: float) -> None:
-    """Wait for the moment to kill a run whose rounds take ``seconds``; less where it ends before."""
+    """Wait for the moment to kill a run whose rounds take ``seconds``; less where it
+    ends before.
+    """
     before = changed(out / "config.yaml")
     if draw.random() < 1 / 8:
         process.join(draw.uniform(0, 2))
         return
     while process.exitcode is None and changed(out / "config.yaml") == before:
         process.join(0.002)
-    history = changed(out / "metrics.jsonl")  # cut back by now; its next line is this process's first round
+    # cut back by now; its next line is this process's first round
+    history = changed(out / "metrics.jsonl")
     while process.exitcode is None and changed(out / "metrics.jsonl") == history:
         process.join(0.002)
     process.join(draw.uniform(0, seconds / 2))
@@ -109,9 +130,17 @@ def finish(process: BaseProcess, out: Path) -> dict[str, Any]:
 
 
 def torment(
-    method: str, settings: dict[str, Any], folder: Path, engine: Engine, workers: int, kills: int, draw: random.Random
+    method: str,
+    settings: dict[str, Any],
+    folder: Path,
+    engine: Engine,
+    workers: int,
+    kills: int,
+    draw: random.Random,
 ) -> bool:
-    """Kill and resume runs until ``kills`` are used up; print the row; return whether every hash was the same."""
+    """Kill and resume runs until ``kills`` are used up; print the row; return whether
+    every hash was the same.
+    """
     whole = folder / method
     expected = finish(begin(settings, whole, engine, workers), whole)["sha256"]
     seconds = sum(line["seconds"] for line in read_metrics(whole / "metrics.jsonl")[1:])
@@ -130,19 +159,37 @@ def torment(
             if not ended:
                 kill(process, out.name)
                 done += 1
-                stand = [int(path.stem.split("-")[1]) for path in (out / "checkpoint").glob("round-*.safetensors")]
-                again += len(read_metrics(out / "metrics.jsonl")) - max(stand, default=0)
+                stand = [
+                    int(path.stem.split("-")[1])
+                    for path in (out / "checkpoint").glob("round-*.safetensors")
+                ]
+                again += len(read_metrics(out / "metrics.jsonl")) - max(
+                    stand, default=0
+                )
             check_folder(out)
         hashes.append(finish(process, out)["sha256"])
     same = set(hashes) == {expected}
-    cells = (method, engine, done, resumed, len(hashes), again, "yes" if same else "NO", expected[:16])
+    cells = (
+        method,
+        engine,
+        done,
+        resumed,
+        len(hashes),
+        again,
+        "yes" if same else "NO",
+        expected[:16],
+    )
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     return same
 
 
 def main(
-    engine: Annotated[str, typer.Option(help="in-process or simulation")] = "in-process",
-    workers: Annotated[int, typer.Option(help="worker processes of the engine in-process", min=0)] = 2,
+    engine: Annotated[
+        str, typer.Option(help="in-process or simulation")
+    ] = "in-process",
+    workers: Annotated[
+        int, typer.Option(help="worker processes of the engine in-process", min=0)
+    ] = 2,
     methods: Annotated[str, typer.Option(help="comma list")] = ",".join(METHODS),
     kills: Annotated[int, typer.Option(help="per method")] = 20,
     rounds: Annotated[int, typer.Option(help="of a run")] = 40,
@@ -150,10 +197,14 @@ def main(
     seed: Annotated[int, typer.Option(help="of the moments")] = 0,
 ) -> None:
     chosen: Engine = "simulation" if engine == "simulation" else "in-process"
-    print("| method | engine | kills | resumed from a checkpoint | runs ended | rounds done again | same | SHA-256 |")
+    print(
+        "| method | engine | kills | resumed from a checkpoint | runs ended | rounds"
+        " done again | same | SHA-256 |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     common = {**SETTINGS, "num-server-rounds": rounds, "checkpoint-every": every}
-    with tempfile.TemporaryDirectory(prefix="kill-", dir="/tmp") as folder:  # short: Ray's sockets lie below
+    # short: Ray's sockets lie below
+    with tempfile.TemporaryDirectory(prefix="kill-", dir="/tmp") as folder:
         same = [
             torment(
                 m,

@@ -1,10 +1,12 @@
-"""What masked sums cost: seconds and bytes of a round with masks and without, side by side.
+"""What masked sums cost: seconds and bytes of a round with masks and without, side by
+side.
 
     python benchmarks/masked.py   # ResNet-20, 5 and 10 clients, 1 minute
 
-Clients run in this process, one after the other, on one thread; each trains one step on four images, so that what is
-seen is the masks. Rounds with masks and without take turns; medians are shown. Bytes up are those of all arrays and of
-the masks' keys and shares that one client sends in a round.
+Clients run in this process, one after the other, on one thread; each trains one step on
+four images, so that what is seen is the masks. Rounds with masks and without take
+turns; medians are shown. Bytes up are those of all arrays and of the masks' keys and
+shares that one client sends in a round.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the images at these positions, and their classes."""
         return self.inputs[positions], self.targets[positions]
 
@@ -57,16 +61,32 @@ class CountingGrid(InProcessGrid):
         """Return the replies that are ready."""
         replies = super().pull_messages(*args, **kwargs)
         for content in (reply.content for reply in replies if reply.has_content()):
-            self.up += sum(len(array.data) for record in content.array_records.values() for array in record.values())
-            lists: list[Any] = [v for record in content.config_records.values() for v in record.values()]
-            self.up += sum(len(part) for v in lists if isinstance(v, list) for part in v if isinstance(part, bytes))
+            self.up += sum(
+                len(array.data)
+                for record in content.array_records.values()
+                for array in record.values()
+            )
+            lists: list[Any] = [
+                v for record in content.config_records.values() for v in record.values()
+            ]
+            self.up += sum(
+                len(part)
+                for v in lists
+                if isinstance(v, list)
+                for part in v
+                if isinstance(part, bytes)
+            )
         return replies
 
 
 def measure(method: str, num_clients: int, masked: bool) -> tuple[float, float]:
     """Return the seconds of a round, and the bytes that a client sends in it."""
-    model = functools.partial(build_model, "resnet20", num_classes=10, channels=3, size=32)
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0, local_steps=1)
+    model = functools.partial(
+        build_model, "resnet20", num_classes=10, channels=3, size=32
+    )
+    training = LocalTraining(
+        learning_rate=LearningRate(0.1), batch_size=0, local_steps=1
+    )
 
     def client_fn(context: Context) -> TorchClient:
         return TorchClient(model, data, data, training, context=context)
@@ -81,12 +101,18 @@ def measure(method: str, num_clients: int, masked: bool) -> tuple[float, float]:
         strategy.start(grid, ArrayRecord(model().state_dict()), num_rounds=1)
         seconds = time.perf_counter() - began
     (report,) = strategy.reports
-    exchanged = (report.train.up / num_clients - 4 * 271098 * (1 + masked)) if method == "fedtan" else 0.0
+    exchanged = (
+        (report.train.up / num_clients - 4 * 271098 * (1 + masked))
+        if method == "fedtan"
+        else 0.0
+    )
     return seconds, grid.up / num_clients + exchanged
 
 
 def main(
-    clients: Annotated[list[int] | None, typer.Option(help="clients of a round")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(help="clients of a round")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="rounds of each kind")] = 3,
 ) -> None:
     """Print the table."""
@@ -99,11 +125,28 @@ def main(
             for _ in range(repeats):
                 for masked in found:
                     found[masked].append(measure(method, count, masked))
-            plain, ours = (statistics.median(seconds for seconds, _ in found[masked]) for masked in (False, True))
+            plain, ours = (
+                statistics.median(seconds for seconds, _ in found[masked])
+                for masked in (False, True)
+            )
             (_, before), (_, after) = found[False][0], found[True][0]
-            row = [method, str(count), f"{plain:.2f}", f"{ours:.2f}", f"{(ours - plain) / count:.3f}"]
+            row = [
+                method,
+                str(count),
+                f"{plain:.2f}",
+                f"{ours:.2f}",
+                f"{(ours - plain) / count:.3f}",
+            ]
             rows.append([*row, f"{before / 1e6:.2f}", f"{after / 1e6:.2f}"])
-    head = ["method", "clients", "s plain", "s masked", "s more per client", "MB up plain", "MB up masked"]
+    head = [
+        "method",
+        "clients",
+        "s plain",
+        "s masked",
+        "s more per client",
+        "MB up plain",
+        "MB up masked",
+    ]
     print(table(head, rows))
 
 

@@ -1,4 +1,6 @@
-"""What the benchmarks share: turns, medians, machine and commit, tables in Markdown and their place on a page."""
+"""What the benchmarks share: turns, medians, machine and commit, tables in Markdown and
+their place on a page.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ clientapp = "{client}:client_app"
 
 
 def flower_project(name: str, server: str, client: str, config: str) -> str:
-    """Return the ``pyproject.toml`` of a Flower app: the modules of its two parts, and its config in TOML."""
-    return _PYPROJECT.format(name=name, server=server, client=client, config=config.strip())
+    """Return the ``pyproject.toml`` of a Flower app: the modules of its two parts, and
+    its config in TOML.
+    """
+    return _PYPROJECT.format(
+        name=name, server=server, client=client, config=config.strip()
+    )
 
 
 def in_turns(ways: Mapping[str, Callable[[], Sequence[float]]], turns: int) -> Numbers:
-    """Return what each way gives, over all turns; every other turn runs in reverse order.
+    """Return what each way gives, over all turns; every other turn runs in reverse
+    order.
 
     Load and temperature of the machine drift; in turns they meet all ways alike.
     """
@@ -54,7 +61,11 @@ def in_turns(ways: Mapping[str, Callable[[], Sequence[float]]], turns: int) -> N
         for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
             found[name] += ways[name]()
             middle = statistics.median(found[name]) if found[name] else float("nan")
-            print(f"turn {turn + 1} of {turns}, {name}: {middle:.3f}", file=sys.stderr, flush=True)
+            print(
+                f"turn {turn + 1} of {turns}, {name}: {middle:.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
@@ -75,17 +86,28 @@ def machine() -> str:
 
 
 def commit(folder: Path = ROOT) -> str:
-    """Return the commit of a checkout, short, with a note if files differ from it; "" where it is none.
+    """Return the commit of a checkout, short, with a note if files differ from it; ""
+    where it is none.
 
     A folder without git may name its commit in a file ``.commit``.
     """
     if (note := folder / ".commit").exists():
         return note.read_text().strip()[:7]
     git = ["git", "-C", str(folder)]
-    answer = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
+    answer = subprocess.run(
+        [*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
+    )
     if answer.returncode:
         return ""
-    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{PAGE}"]
+    status = [
+        *git,
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        f":!{PAGE}",
+    ]
     changed = subprocess.run(status, capture_output=True, text=True).stdout.strip()
     return answer.stdout.strip() + (" with changes" if changed else "")
 
@@ -102,7 +124,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with ``digits`` significant digits, without an exponent; "-" for None."""
+    """Return a number with ``digits`` significant digits, without an exponent; "-" for
+    None.
+    """
     if value is None or value != value:
         return "-"
     whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
@@ -118,15 +142,22 @@ def write_block(page: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     whole = page.read_text()
     if whole.count(begin) != 1 or whole.count(end) != 1:
-        raise ValueError(f"{page} needs the lines {begin.strip()} and {end}, once each, around the place of the table")
+        raise ValueError(
+            f"{page} needs the lines {begin.strip()} and {end}, once each, around the"
+            " place of the table"
+        )
     before, _, rest = whole.partition(begin)
     partial = page.with_name(page.name + ".partial")
-    partial.write_text(f"{before}{begin}\n{text.strip()}\n\n{end}{rest.partition(end)[2]}")
+    partial.write_text(
+        f"{before}{begin}\n{text.strip()}\n\n{end}{rest.partition(end)[2]}"
+    )
     os.replace(partial, page)
 
 
 MARK = "FEDBN_BENCHMARK"
-"""An environment variable of what a benchmark starts, by which all its processes are found."""
+"""An environment variable of what a benchmark starts, by which all its processes are
+found.
+"""
 
 
 def marked(name: str) -> list[int]:
@@ -134,7 +165,9 @@ def marked(name: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{MARK}={name}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and f"{MARK}={name}".encode() in (
+                entry / "environ"
+            ).read_bytes().split(b"\0"):
                 found.append(int(entry.name))
         except OSError:  # it ended meanwhile, or is not ours
             continue

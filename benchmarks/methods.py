@@ -1,9 +1,11 @@
-"""What a method, and a norm, cost beside FedAvg with BatchNorm: CPU seconds of a round, as ratios on the same steps.
+"""What a method, and a norm, cost beside FedAvg with BatchNorm: CPU seconds of a round,
+as ratios on the same steps.
 
     python benchmarks/methods.py --write docs/performance.md    # some eight minutes a turn on one core
 
-ResNet-20 on random images of CIFAR-10's size: five clients, each an epoch of 320 images in batches of 32, a thread. The
-methods take turns, and each round of a turn counts but the first, which FBN and HBN spend on their warm-up.
+ResNet-20 on random images of CIFAR-10's size: five clients, each an epoch of 320 images
+in batches of 32, a thread. The methods take turns, and each round of a turn counts but
+the first, which FBN and HBN spend on their warm-up.
 """
 
 from __future__ import annotations
@@ -36,16 +38,20 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.memory_format import set_memory_format
 
 IMAGES, BATCH, ROUNDS = 320, 32, 2
-TRAINING = LocalTraining(learning_rate=LearningRate(0.01), local_steps=IMAGES // BATCH, batch_size=BATCH)
+TRAINING = LocalTraining(
+    learning_rate=LearningRate(0.01), local_steps=IMAGES // BATCH, batch_size=BATCH
+)
 Way = tuple[str, str, dict[str, Any]]
 """Strategy, norm and settings."""
 WAYS: dict[str, Way] = {name: (name, "batch", {}) for name in STRATEGIES}
 WAYS["fedwon"] = ("fedwon", "wsconv", {})
-WAYS["fedtan2"] = ("fedtan2", "batch", {"fedtan_rounds": ROUNDS + 1})  # all rounds of this run
+# all rounds of this run
+WAYS["fedtan2"] = ("fedtan2", "batch", {"fedtan_rounds": ROUNDS + 1})
 WAYS["fedavg recalibrate"] = ("fedavg", "batch", {"recalibrate": True})
 WAYS["fbn fbn-measure=pass"] = ("fbn", "batch", {"fbn_measure": "pass"})
 WAYS |= {
-    f"fedavg norm={norm}": ("fedavg", norm, {}) for norm in ("group", "group+ws", "layer", "instance", "batch-renorm")
+    f"fedavg norm={norm}": ("fedavg", norm, {})
+    for norm in ("group", "group+ws", "layer", "instance", "batch-renorm")
 }
 
 
@@ -59,8 +65,12 @@ def clients(norm: str) -> ClientApp:
 
     def client_fn(context: Context) -> TorchClient:
         first = IMAGES * int(context.node_config["partition-id"])
-        data = Subset(samples(""), torch.arange(first, first + IMAGES), mean=MEAN, std=STD)
-        return TorchClient(partial(model_with, norm), data, data, TRAINING, context=context)
+        data = Subset(
+            samples(""), torch.arange(first, first + IMAGES), mean=MEAN, std=STD
+        )
+        return TorchClient(
+            partial(model_with, norm), data, data, TRAINING, context=context
+        )
 
     return client_app(client_fn)
 
@@ -74,30 +84,49 @@ def seconds(name: str, norm: str, settings: dict[str, Any]) -> list[float]:
 
     with InProcessGrid(clients(norm), CLIENTS) as grid:
         arrays = to_record(model_with(norm).state_dict())
-        strategy.start(grid=grid, initial_arrays=arrays, num_rounds=ROUNDS + 1, evaluate_fn=note)
-    if refused := [reason for report in strategy.reports for reason in report.rejected.values()]:
+        strategy.start(
+            grid=grid, initial_arrays=arrays, num_rounds=ROUNDS + 1, evaluate_fn=note
+        )
+    if refused := [
+        reason for report in strategy.reports for reason in report.rejected.values()
+    ]:
         raise RuntimeError(f"{name}: a client was refused: {refused[0]}")
     return [after - before for before, after in pairwise(times[1:])]
 
 
 def main(
     turns: Annotated[int, typer.Option(help="Turns of each method.")] = 5,
-    only: Annotated[str, typer.Option(help="Methods, by comma; FedAvg is always there.")] = "",
-    write: Annotated[Path | None, typer.Option(help="Page with a place for the table.")] = None,
+    only: Annotated[
+        str, typer.Option(help="Methods, by comma; FedAvg is always there.")
+    ] = "",
+    write: Annotated[
+        Path | None, typer.Option(help="Page with a place for the table.")
+    ] = None,
 ) -> None:
     """Time the methods in turn."""
     torch.set_num_threads(1)
     if unknown := {*filter(None, only.split(","))} - {*WAYS}:
-        raise typer.BadParameter(f"no such way: {', '.join(sorted(unknown))}. There are: {', '.join(WAYS)}.")
-    chosen = {name: way for name, way in WAYS.items() if not only or name in ("fedavg", *only.split(","))}
-    found = in_turns({name: partial(seconds, *way) for name, way in chosen.items()}, turns)
+        raise typer.BadParameter(
+            f"no such way: {', '.join(sorted(unknown))}. There are: {', '.join(WAYS)}."
+        )
+    chosen = {
+        name: way
+        for name, way in WAYS.items()
+        if not only or name in ("fedavg", *only.split(","))
+    }
+    found = in_turns(
+        {name: partial(seconds, *way) for name, way in chosen.items()}, turns
+    )
     medians = {name: statistics.median(values) for name, values in found.items()}
     rows = [
         [name, number(value), number(value / medians["fedavg"])]
         for name, value in sorted(medians.items(), key=lambda item: item[1])
     ]
     text = table(["method", "CPU seconds a round", "/ fedavg"], rows)
-    work = f"{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of {turns * ROUNDS} rounds."
+    work = (
+        f"{CLIENTS} clients x {IMAGES} images, batches of {BATCH}; medians of"
+        f" {turns * ROUNDS} rounds."
+    )
     text += f"\n\n{work} {facts()}"
     write_block(write, "methods", text) if write else print(text)
 

@@ -1,11 +1,13 @@
-"""What differential privacy costs in accuracy: with BatchNorm as Flower's wrapper treats it, as ours does, and without.
+"""What differential privacy costs in accuracy: with BatchNorm as Flower's wrapper
+treats it, as ours does, and without.
 
     python benchmarks/privacy.py --out runs/privacy                                  # digits, 25 minutes on one core
     python benchmarks/privacy.py --data-dir DIR --out runs/privacy --write docs/results/privacy.md   # and MNIST
 
-Ten clients, all in every round; client-level noise (``dp=server``). The clipping norm of each cell is the best of four
-on a seed of its own (9), on the test set; the cells are then run with three other seeds. The noise is new in every run.
-A run that is in OUT/runs.jsonl is not repeated.
+Ten clients, all in every round; client-level noise (``dp=server``). The clipping norm
+of each cell is the best of four on a seed of its own (9), on the test set; the cells
+are then run with three other seeds. The noise is new in every run. A run that is in
+OUT/runs.jsonl is not repeated.
 """
 
 from __future__ import annotations
@@ -50,14 +52,23 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "partition": "iid", "local-epochs": 2},
-    "MNIST": {"dataset": "mnist", "partition": "dirichlet", "partition-alpha": 1.0, "local-steps": 60},
+    "MNIST": {
+        "dataset": "mnist",
+        "partition": "dirichlet",
+        "partition-alpha": 1.0,
+        "local-steps": 60,
+    },
 }
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the results so far.")],
-    data_dir: Annotated[str, typer.Option(help="Folder with MNIST; without it digits alone.")] = "",
-    write: Annotated[Path | None, typer.Option(help="Page with places for the tables.")] = None,
+    data_dir: Annotated[
+        str, typer.Option(help="Folder with MNIST; without it digits alone.")
+    ] = "",
+    write: Annotated[
+        Path | None, typer.Option(help="Page with places for the tables.")
+    ] = None,
 ) -> None:
     """Run what is missing, and print the tables."""
     logging.disable(logging.CRITICAL)
@@ -69,15 +80,28 @@ def main(
             cells = [method]
             for noise in NOISES:
                 case = (name, data_dir, method, noise)
-                norm = max(NORMS, key=lambda norm: done.accuracy(*case, norm, TUNING_SEED)[0])
+                norm = max(
+                    NORMS, key=lambda norm: done.accuracy(*case, norm, TUNING_SEED)[0]
+                )
                 found = [done.accuracy(*case, norm, seed) for seed in SEEDS]
                 scores = [100 * accuracy for accuracy, _ in found]
-                cells.append(f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f} ({norm:g})")
+                cells.append(
+                    f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}"
+                    f" ({norm:g})"
+                )
                 if method != STOCK:
                     epsilons[noise] = f"{found[0][1]:.3g}" if found[0][1] else "none"
             rows.append(cells)
-        rows.append([f"epsilon at delta 1e-5, not of {STOCK}", *(epsilons[noise] for noise in NOISES)])
-        text = table(["accuracy, % (C)", *(f"z = {noise:g}" for noise in NOISES)], rows) + f"\n\n{facts()}"
+        rows.append(
+            [
+                f"epsilon at delta 1e-5, not of {STOCK}",
+                *(epsilons[noise] for noise in NOISES),
+            ]
+        )
+        text = (
+            table(["accuracy, % (C)", *(f"z = {noise:g}" for noise in NOISES)], rows)
+            + f"\n\n{facts()}"
+        )
         print(f"{name}\n\n{text}\n")
         if write:
             write_block(write, name, text)
@@ -89,36 +113,70 @@ class _Done:
     def __init__(self, file: Path) -> None:
         self._file = file
         lines = file.read_text().splitlines() if file.exists() else []
-        self._found = {tuple(line["case"]): (line["accuracy"], line["epsilon"]) for line in map(json.loads, lines)}
+        self._found = {
+            tuple(line["case"]): (line["accuracy"], line["epsilon"])
+            for line in map(json.loads, lines)
+        }
 
     def accuracy(
-        self, name: str, data_dir: str, method: str, noise: float, norm: float, seed: int
+        self,
+        name: str,
+        data_dir: str,
+        method: str,
+        noise: float,
+        norm: float,
+        seed: int,
     ) -> tuple[float, float | None]:
         """Return accuracy and epsilon of a run; do it if it is missing."""
         case = (name, method, noise, norm, seed)
         if case not in self._found:
             self._found[case] = _run(name, data_dir, method, noise, norm, seed)
-            line = {"case": case, "accuracy": self._found[case][0], "epsilon": self._found[case][1]}
+            line = {
+                "case": case,
+                "accuracy": self._found[case][0],
+                "epsilon": self._found[case][1],
+            }
             with self._file.open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
         return self._found[case]
 
 
-def _run(name: str, data_dir: str, method: str, noise: float, norm: float, seed: int) -> tuple[float, float | None]:
-    settings = {**DATA[name], "num-clients": CLIENTS, "num-server-rounds": ROUNDS, "seed": seed, "checkpoint-every": 0}
+def _run(
+    name: str, data_dir: str, method: str, noise: float, norm: float, seed: int
+) -> tuple[float, float | None]:
+    settings = {
+        **DATA[name],
+        "num-clients": CLIENTS,
+        "num-server-rounds": ROUNDS,
+        "seed": seed,
+        "checkpoint-every": 0,
+    }
     settings |= {"data-dir": data_dir} if name != "digits" else {}
     if method == STOCK:
         return _stock(settings, noise, norm), None
     if method == "FedBN":
         return _fedbn({**settings, **METHODS[method]}, noise, norm)
-    private = {"dp": "server", "dp-noise-multiplier": noise, "dp-clipping-norm": norm, "eval-every": ROUNDS}
+    private = {
+        "dp": "server",
+        "dp-noise-multiplier": noise,
+        "dp-clipping-norm": norm,
+        "eval-every": ROUNDS,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        summary = run(Config.make({**settings, **private, **METHODS[method]}), Path(folder) / "out", workers=0)
+        summary = run(
+            Config.make({**settings, **private, **METHODS[method]}),
+            Path(folder) / "out",
+            workers=0,
+        )
     return summary["final"][summary["headline"]], summary["privacy"].get("epsilon")
 
 
-def _fedbn(settings: Mapping[str, Any], noise: float, norm: float) -> tuple[float, float | None]:
-    """Return accuracy and epsilon of FedBN, whose clients test their own models: a protected run withholds that."""
+def _fedbn(
+    settings: Mapping[str, Any], noise: float, norm: float
+) -> tuple[float, float | None]:
+    """Return accuracy and epsilon of FedBN, whose clients test their own models: a
+    protected run withholds that.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = preflight(Config.make(settings), Path(folder) / "out").config
         model = make_model(config)
@@ -128,9 +186,13 @@ def _fedbn(settings: Mapping[str, Any], noise: float, norm: float) -> tuple[floa
         wrapper.privacy.publishes_metrics = True
         asked = ConfigRecord({TEST_SETS: OWN})
         app = client_app(client_fn)
-        with InProcessGrid(app, CLIENTS, run_config=config.to_mapping(), seed=config.seed) as grid:
+        with InProcessGrid(
+            app, CLIENTS, run_config=config.to_mapping(), seed=config.seed
+        ) as grid:
             arrays = to_record(model.state_dict())
-            result = wrapper.start(grid, arrays, ROUNDS, timeout=600, evaluate_config=asked)
+            result = wrapper.start(
+                grid, arrays, ROUNDS, timeout=600, evaluate_config=asked
+            )
     accuracy = result.evaluate_metrics_clientapp[ROUNDS][f"{OWN}-accuracy"]
     return float(accuracy), wrapper.privacy.outcome()["privacy"].get("epsilon")  # type: ignore[arg-type]
 
@@ -143,12 +205,21 @@ def _stock(settings: Mapping[str, Any], noise: float, norm: float) -> float:
         initialise(model, config)
         strategy = make_strategy(config, model, CLIENTS)
         strategy.fraction_evaluate = 0.0
-        wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, noise, norm, CLIENTS)
+        wrapper = DifferentialPrivacyServerSideFixedClipping(
+            strategy, noise, norm, CLIENTS
+        )
         app = client_app(client_fn)
-        with InProcessGrid(app, CLIENTS, run_config=config.to_mapping(), seed=config.seed) as grid:
-            result = wrapper.start(grid, to_record(model.state_dict()), ROUNDS, timeout=600)
+        with InProcessGrid(
+            app, CLIENTS, run_config=config.to_mapping(), seed=config.seed
+        ) as grid:
+            result = wrapper.start(
+                grid, to_record(model.state_dict()), ROUNDS, timeout=600
+            )
         load_state(model, tensors(from_record(result.arrays)))
-        return float(evaluate(model, partitioned_data(config, CLIENTS).test_view()).accuracy or 0.0)
+        return float(
+            evaluate(model, partitioned_data(config, CLIENTS).test_view()).accuracy
+            or 0.0
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Which files of the package a round enters: the process that ``reading.py`` starts in a checkout.
+"""Which files of the package a round enters: the process that ``reading.py`` starts in
+a checkout.
 
-It does ``fedbn-flwr run`` with FedAvg on the digits, 5 clients in one process, and notes the file of
-every function that is entered from the second ``configure_train`` to the third, in any thread. The
-last line that it prints has them, as JSON.
+It does ``fedbn-flwr run`` with FedAvg on the digits, 5 clients in one process, and
+notes the file of every function that is entered from the second ``configure_train`` to
+the third, in any thread. The last line that it prints has them, as JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ SETTINGS = "strategy=fedavg dataset=digits num-clients=5 num-server-rounds=3"
 
 
 def trace(root: Path) -> list[str]:
-    """Do the run of this checkout; return the files of the package that its second round enters."""
-    script = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]["fedbn-flwr"]
+    """Do the run of this checkout; return the files of the package that its second
+    round enters.
+    """
+    script = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"][
+        "fedbn-flwr"
+    ]
     module, _, attribute = script.partition(":")
     command = getattr(importlib.import_module(module), attribute)
     strategy: Any = importlib.import_module("fedbn_flwr.strategies").FedAvg
@@ -55,7 +60,9 @@ def trace(root: Path) -> list[str]:
             if end.code:
                 raise
     sys.setprofile(None)
-    return sorted(path for path in entered if path.startswith(f"{root / 'fedbn_flwr'}{os.sep}"))
+    return sorted(
+        path for path in entered if path.startswith(f"{root / 'fedbn_flwr'}{os.sep}")
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Flower's server optimizers on a model with BatchNorm, beside this package's: the lowest running variance, and NaN.
+"""Flower's server optimizers on a model with BatchNorm, beside this package's: the
+lowest running variance, and NaN.
 
     python benchmarks/server_optimizers.py
 
-Two clients, whose inputs are small (deviation 0.05 and 0.15), so that running variances fall from their initial 1; an
-MLP with one BN layer, 5 full-batch steps a round, 20 rounds, seed 0. Both sides drive the same client app.
+Two clients, whose inputs are small (deviation 0.05 and 0.15), so that running variances
+fall from their initial 1; an MLP with one BN layer, 5 full-batch steps a round, 20
+rounds, seed 0. Both sides drive the same client app.
 """
 
 from __future__ import annotations
@@ -50,13 +52,17 @@ class Points:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         return self.inputs[positions], self.targets[positions]
 
 
 @dataclass
 class Outcome:
-    """What became of a run: per round, the lowest running variance and the test loss of the global model."""
+    """What became of a run: per round, the lowest running variance and the test loss of
+    the global model.
+    """
 
     variances: list[float]
     losses: list[float]
@@ -77,13 +83,19 @@ def model() -> nn.Module:
     """Return the MLP, the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+        return nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)
+        )
 
 
-def measure(make: Callable[..., Any], settings: Mapping[str, float], rounds: int = 20) -> Outcome:
+def measure(
+    make: Callable[..., Any], settings: Mapping[str, float], rounds: int = 20
+) -> Outcome:
     """Run a strategy of either side on the toy."""
     data = [Points(client) for client in range(len(DEVIATIONS))]
-    training = LocalTraining(learning_rate=LearningRate(0.5), batch_size=0, local_steps=5)
+    training = LocalTraining(
+        learning_rate=LearningRate(0.5), batch_size=0, local_steps=5
+    )
     outcome = Outcome([], [], math.nan)
 
     def client_fn(context: Context) -> TorchClient:
@@ -92,7 +104,10 @@ def measure(make: Callable[..., Any], settings: Mapping[str, float], rounds: int
 
     def look(_: int, arrays: ArrayRecord) -> MetricRecord:
         net = model()
-        state = {name: value.to(net.state_dict()[name].dtype) for name, value in tensors(from_record(arrays)).items()}
+        state = {
+            name: value.to(net.state_dict()[name].dtype)
+            for name, value in tensors(from_record(arrays)).items()
+        }
         net.load_state_dict(state)
         results = [evaluate(net, own) for own in data]
         outcome.variances.append(float(state["1.running_var"].min()))
@@ -102,7 +117,10 @@ def measure(make: Callable[..., Any], settings: Mapping[str, float], rounds: int
 
     with InProcessGrid(client_app(client_fn), len(data)) as grid:
         make(fraction_evaluate=0.0, **settings).start(
-            grid=grid, initial_arrays=to_record(model().state_dict()), num_rounds=rounds, evaluate_fn=look
+            grid=grid,
+            initial_arrays=to_record(model().state_dict()),
+            num_rounds=rounds,
+            evaluate_fn=look,
         )
     return outcome
 
@@ -111,14 +129,35 @@ def main() -> None:
     """Print the table."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    table = Table("strategy", "settings", "lowest running_var", "negative in", "NaN in", "accuracy after, %")
+    table = Table(
+        "strategy",
+        "settings",
+        "lowest running_var",
+        "negative in",
+        "NaN in",
+        "accuracy after, %",
+    )
     for name, settings in SETTINGS.items():
         for owner, module in (("Flower", flower), ("ours", strategies)):
             outcome = measure(getattr(module, name), settings)
-            negative, nan = (f"round {r}" if r else "never" for r in (outcome.first_negative, outcome.first_nan))
-            accuracy = "-" if math.isnan(outcome.losses[-1]) else f"{100 * outcome.accuracy:.1f}"
+            negative, nan = (
+                f"round {r}" if r else "never"
+                for r in (outcome.first_negative, outcome.first_nan)
+            )
+            accuracy = (
+                "-"
+                if math.isnan(outcome.losses[-1])
+                else f"{100 * outcome.accuracy:.1f}"
+            )
             shown = ", ".join(f"{key} {value}" for key, value in settings.items())
-            table.add_row(f"{name} ({owner})", shown, f"{min(outcome.variances):.4f}", negative, nan, accuracy)
+            table.add_row(
+                f"{name} ({owner})",
+                shown,
+                f"{min(outcome.variances):.4f}",
+                negative,
+                nan,
+                accuracy,
+            )
     Console(width=120).print(table)
 
 

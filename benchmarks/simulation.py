@@ -1,25 +1,30 @@
-"""Simulation on the CPU beside the bare torch loop and other packages, as ratios measured in turns.
+"""Simulation on the CPU beside the bare torch loop and other packages, as ratios
+measured in turns.
 
     python benchmarks/simulation.py                                       # random images, packages that are installed
     python benchmarks/simulation.py --data-dir DIR                        # CIFAR-10 and MNIST in torchvision's folders
     python benchmarks/simulation.py --peer-python PYTHON --peers DIR      # all peers
     python benchmarks/simulation.py --only fedbn --turns 1 --rounds 2     # a quick look
 
-Settings: ``SETTINGS`` in ``peers/work.py``, each contender's own in its file in ``peers``. All do the same number of
-steps on the same images with plain SGD in float32, each process with one torch thread. A contender runs in fresh
-processes, in turns with the others, and times its rounds itself without the first; shown are medians over all rounds of
-all turns. CPU seconds count every process of the contender, Ray's own too; memory is the sum of what its processes need
-at their highest (shared pages once). Accuracies are those after the timed rounds of the first turn, on 2000 test
-images; with FedBN the mean over the clients, each with its own BN entries.
+Settings: ``SETTINGS`` in ``peers/work.py``, each contender's own in its file in
+``peers``. All do the same number of steps on the same images with plain SGD in float32,
+each process with one torch thread. A contender runs in fresh processes, in turns with
+the others, and times its rounds itself without the first; shown are medians over all
+rounds of all turns. CPU seconds count every process of the contender, Ray's own too;
+memory is the sum of what its processes need at their highest (shared pages once).
+Accuracies are those after the timed rounds of the first turn, on 2000 test images; with
+FedBN the mean over the clients, each with its own BN entries.
 
-Peers that are packages: pip install pfl==0.6.0 fluke-fl==0.8.1, best in an environment of their own whose interpreter
-is ``--peer-python``. Peers that are none: checkouts of github.com/TsingZ0/PFLlib and github.com/KarhouTam/FL-bench,
-folders PFLlib and FL-bench in the folder ``--peers`` (with their requirements in the same environment). A peer that is
-not there is named as missing.
+Peers that are packages: pip install pfl==0.6.0 fluke-fl==0.8.1, best in an environment
+of their own whose interpreter is ``--peer-python``. Peers that are none: checkouts of
+github.com/TsingZ0/PFLlib and github.com/KarhouTam/FL-bench, folders PFLlib and FL-bench
+in the folder ``--peers`` (with their requirements in the same environment). A peer that
+is not there is named as missing.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -58,7 +63,8 @@ class Contender:
         module: the module in ``peers``.
         workers: see ``Job``.
         variant: see ``Job``.
-        package: distribution and version that it needs in the peers' environment; "": this package's own environment.
+        package: distribution and version that it needs in the peers' environment; "":
+            this package's own environment.
         imports: a module that tells whether the package is there.
         checkout: its folder in ``--peers``, and the repository to have there.
         launcher: arguments of the interpreter before the module.
@@ -79,7 +85,9 @@ def ours(workers: int, variant: str = "") -> Contender:
     if variant == "ray":
         return Contender(f"fedbn-flwr, Ray, {workers} actors", "ours", workers, variant)
     where = f"{workers} worker{'s' * (workers > 1)}" if workers else "in the process"
-    return Contender(f"fedbn-flwr, {where}{variant and ', ' + variant}", "ours", workers, variant)
+    return Contender(
+        f"fedbn-flwr, {where}{variant and ', ' + variant}", "ours", workers, variant
+    )
 
 
 FLOWER = Contender("Flower's own strategy and client, Ray, 2 actors", "flower", 2)
@@ -91,7 +99,9 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
         Contender(BARE, "bare"),
         Contender(f"{BARE}, 2 processes", "bare", 2),
         Contender("pfl-research", "pfl_research", 1, "", *PFL),
-        Contender("pfl-research, 2 processes", "pfl_research", 2, "", *PFL, launcher=TORCHRUN),
+        Contender(
+            "pfl-research, 2 processes", "pfl_research", 2, "", *PFL, launcher=TORCHRUN
+        ),
         FLOWER,
         *OURS,
         ours(0, "bf16"),
@@ -100,8 +110,24 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
         Contender(BARE, "bare"),
         Contender(f"{BARE}, 2 processes", "bare", 2),
         Contender("fluke", "fluke_fl", 1, "", "fluke-fl==0.8.1", "fluke"),
-        Contender("PFLlib", "pfllib", 1, "", "", "h5py", ("PFLlib", "github.com/TsingZ0/PFLlib")),
-        Contender("FL-bench", "fl_bench", 1, "", "", "hydra", ("FL-bench", "github.com/KarhouTam/FL-bench")),
+        Contender(
+            "PFLlib",
+            "pfllib",
+            1,
+            "",
+            "",
+            "h5py",
+            ("PFLlib", "github.com/TsingZ0/PFLlib"),
+        ),
+        Contender(
+            "FL-bench",
+            "fl_bench",
+            1,
+            "",
+            "",
+            "hydra",
+            ("FL-bench", "github.com/KarhouTam/FL-bench"),
+        ),
         FLOWER,
         *OURS,
     ),
@@ -117,10 +143,15 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
         )
         for name in ("resnet20-20", "resnet20-128")
     },
-    **{name: (Contender(BARE, "bare"), ours(0)) for name in ("evaluation-mlp", "evaluation-lenet")},
+    **{
+        name: (Contender(BARE, "bare"), ours(0))
+        for name in ("evaluation-mlp", "evaluation-lenet")
+    },
 }
 
-IN_PROCESS, TWO_WORKERS, IN_RAY = (contender.name for contender in (ours(0), ours(2), ours(2, "ray")))
+IN_PROCESS, TWO_WORKERS, IN_RAY = (
+    contender.name for contender in (ours(0), ours(2), ours(2, "ray"))
+)
 TARGETS: tuple[tuple[str, str, str, str], ...] = (
     ("cifar10", IN_PROCESS, BARE, "<= 0.98"),
     ("cifar10", TWO_WORKERS, "pfl-research, 2 processes", "<= 0.95"),
@@ -144,17 +175,25 @@ TARGETS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def prepare(folder: Path, data_dir: str, settings: Sequence[Setting]) -> None:
-    """Write the images of the settings: as bytes for this package, as normalised float32 for all others."""
+    """Write the images of the settings: as bytes for this package, as normalised
+    float32 for all others.
+    """
     for name, size, channels in (("cifar10", 32, 3), ("mnist", 28, 1)):
         place = folder / name
-        needed = max((work.clients * work.examples for work in settings if work.dataset == name), default=0)
+        needed = max(
+            (work.clients * work.examples for work in settings if work.dataset == name),
+            default=0,
+        )
         if not needed:
             continue
         place.mkdir()
         if data_dir:
             dataset = load_dataset(name, data_dir)
             parts = {"train": dataset.train, "test": dataset.test}
-            whole = {part: samples.take(torch.arange(len(samples))) for part, samples in parts.items()}
+            whole = {
+                part: samples.take(torch.arange(len(samples)))
+                for part, samples in parts.items()
+            }
             pixels = {part: inputs for part, (inputs, _) in whole.items()}
             targets = {part: classes for part, (_, classes) in whole.items()}
             mean, std = dataset.mean, dataset.std
@@ -163,19 +202,29 @@ def prepare(folder: Path, data_dir: str, settings: Sequence[Setting]) -> None:
             counts = {"train": needed, "test": 10_000}
             shape = (channels, size, size)
             pixels = {
-                part: torch.randint(256, (n, *shape), dtype=torch.uint8, generator=generator)
+                part: torch.randint(
+                    256, (n, *shape), dtype=torch.uint8, generator=generator
+                )
                 for part, n in counts.items()
             }
-            targets = {part: torch.randint(10, (n,), generator=generator) for part, n in counts.items()}
+            targets = {
+                part: torch.randint(10, (n,), generator=generator)
+                for part, n in counts.items()
+            }
             mean, std = (0.5,) * channels, (0.29,) * channels
         (place / "norm.json").write_text(json.dumps({"mean": mean, "std": std}))
         for part, images in pixels.items():
-            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+            order = torch.randperm(
+                len(images), generator=torch.Generator().manual_seed(0)
+            )
             order = order[:needed] if part == "train" else order
             chosen = images[order]
             scaled = chosen.float().div_(255).sub_(torch.tensor(mean).view(-1, 1, 1))
             np.save(place / f"{part}-pixels.npy", chosen.numpy())
-            np.save(place / f"{part}-inputs.npy", scaled.div_(torch.tensor(std).view(-1, 1, 1)).numpy())
+            np.save(
+                place / f"{part}-inputs.npy",
+                scaled.div_(torch.tensor(std).view(-1, 1, 1)).numpy(),
+            )
             np.save(place / f"{part}-targets.npy", targets[part][order].numpy())
 
 
@@ -203,12 +252,22 @@ class Course:
         """Raise Missing unless the contender can run."""
         name, repository = contender.checkout
         if name and not (self.peers and (Path(self.peers) / name).is_dir()):
-            raise Missing(f"needs a checkout of {repository} as the folder {name} in the folder given by --peers")
+            raise Missing(
+                f"needs a checkout of {repository} as the folder {name} in the folder"
+                " given by --peers"
+            )
         if contender.imports:
             command = [self.peer_python, "-c", f"import {contender.imports}"]
             if subprocess.run(command, capture_output=True).returncode:
-                remedy = f"pip install {contender.package}" if contender.package else f"{repository}'s requirements"
-                raise Missing(f"{contender.imports} is not installed for {Path(self.peer_python).name}: {remedy}")
+                remedy = (
+                    f"pip install {contender.package}"
+                    if contender.package
+                    else f"{repository}'s requirements"
+                )
+                raise Missing(
+                    f"{contender.imports} is not installed for"
+                    f" {Path(self.peer_python).name}: {remedy}"
+                )
 
     def run(self, contender: Contender, setting: str) -> dict[str, Any]:
         """Run a contender in fresh processes and return its result.
@@ -218,24 +277,57 @@ class Course:
         """
         out = self.folder / "result.json"
         out.unlink(missing_ok=True)
-        checkout = str(Path(self.peers) / contender.checkout[0]) if contender.checkout[0] else ""
+        checkout = (
+            str(Path(self.peers) / contender.checkout[0])
+            if contender.checkout[0]
+            else ""
+        )
         rounds = SETTINGS[setting].times * self.rounds
-        job = Job(setting, str(self.folder), str(out), rounds, contender.workers, contender.variant, checkout)
+        job = Job(
+            setting,
+            str(self.folder),
+            str(out),
+            rounds,
+            contender.workers,
+            contender.variant,
+            checkout,
+        )
         python = self.peer_python if contender.imports else sys.executable
         path = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(part for part in path if part),
             MARK: uuid.uuid4().hex,
-            **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            **{"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+            **{
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+            **{
+                "FLWR_TELEMETRY_ENABLED": "0",
+                "FLWR_DISABLE_UPDATE_CHECK": "1",
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
         }
-        command = [python, *contender.launcher, "-m", f"peers.{contender.module}", json.dumps(asdict(job))]
-        done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True)
+        command = [
+            python,
+            *contender.launcher,
+            "-m",
+            f"peers.{contender.module}",
+            json.dumps(asdict(job)),
+        ]
+        done = subprocess.run(
+            command, env=environment, cwd=self.folder, capture_output=True, text=True
+        )
         if not out.exists():
-            raise RuntimeError(f"{contender.name} failed in {setting}:\n{(done.stdout + done.stderr)[-4000:]}")
+            raise RuntimeError(
+                f"{contender.name} failed in"
+                f" {setting}:\n{(done.stdout + done.stderr)[-4000:]}"
+            )
         found: dict[str, Any] = json.loads(out.read_text())
-        found["version"] = found["version"] or f"{contender.checkout[0]} {commit(Path(checkout))}"
+        found["version"] = (
+            found["version"] or f"{contender.checkout[0]} {commit(Path(checkout))}"
+        )
         return found
 
 
@@ -259,10 +351,16 @@ class Figures:
         return statistics.median(found) if found and None not in found else None
 
     def data(self, note: str, real_data: bool) -> dict[str, Any]:
-        """Return what the page needs of the setting, and how it was measured; see ``docs/performance.yaml``."""
+        """Return what the page needs of the setting, and how it was measured; see
+        ``docs/performance.yaml``.
+        """
         rows = {}
         for name, results in self.results.items():
-            figures = {"seconds": "seconds", "cpu-seconds": "cpu_seconds", "memory": "memory"}
+            figures = {
+                "seconds": "seconds",
+                "cpu-seconds": "cpu_seconds",
+                "memory": "memory",
+            }
             rows[name] = {
                 "version": results[0]["version"],
                 **{key: _rounded(self.median(name, of)) for key, of in figures.items()},
@@ -272,9 +370,18 @@ class Figures:
         for one, other in itertools.product(CONTENDERS[self.setting], repeat=2):
             if same_means(one, other):
                 compared.setdefault(one.name, []).append(other.name)
-        ratios = [[name, against, target] for setting, name, against, target in TARGETS if setting == self.setting]
+        ratios = [
+            [name, against, target]
+            for setting, name, against, target in TARGETS
+            if setting == self.setting
+        ]
         title = SETTINGS[self.setting].title
-        found = {"rows": rows, "missing": self.missing, "ratios": ratios, "compared": compared}
+        found = {
+            "rows": rows,
+            "missing": self.missing,
+            "ratios": ratios,
+            "compared": compared,
+        }
         return {"title": title, **found, "note": note}
 
 
@@ -300,19 +407,25 @@ def measure(setting: str, course: Course, turns: int) -> Figures:
         seconds: list[float] = result["seconds"]
         return seconds
 
-    in_turns({f"{setting}: {one.name}": lambda one=one: way(one) for one in present}, turns)  # type: ignore[misc]
+    ways = {f"{setting}: {one.name}": functools.partial(way, one) for one in present}
+    in_turns(ways, turns)
     order = [contender.name for contender in present]
     figures.results = {name: figures.results[name] for name in order}
     return figures
 
 
 def same_means(one: Contender, other: Contender) -> bool:
-    """Return whether a row of this package and one of another have the same processes to work with."""
+    """Return whether a row of this package and one of another have the same processes
+    to work with.
+    """
     if one.module != "ours" or other.module == "ours":
         return False
     if one.variant == "ray":
         return other.module == "flower"
-    return one.variant == other.variant and (one.workers, other.workers) in ((0, 1), (2, 2))
+    return one.variant == other.variant and (one.workers, other.workers) in (
+        (0, 1),
+        (2, 2),
+    )
 
 
 def _is_named(name: str, parts: Sequence[str]) -> bool:
@@ -320,45 +433,95 @@ def _is_named(name: str, parts: Sequence[str]) -> bool:
 
 
 def main(
-    turns: Annotated[int, typer.Option(min=1, help="turns; each runs every contender once")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="rounds timed in a turn, more where they are short")] = 4,
-    only: Annotated[list[str] | None, typer.Option(help=f"settings: {', '.join(SETTINGS)}; default: all")] = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="only rows whose name contains this; default: all")
+    turns: Annotated[
+        int, typer.Option(min=1, help="turns; each runs every contender once")
+    ] = 5,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="rounds timed in a turn, more where they are short"),
+    ] = 4,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help=f"settings: {', '.join(SETTINGS)}; default: all"),
     ] = None,
-    data_dir: Annotated[str, typer.Option(help="folder with cifar-10-batches-py and MNIST; else random images")] = "",
-    peer_python: Annotated[str, typer.Option(help="interpreter that has the peers' packages")] = sys.executable,
-    peers: Annotated[str, typer.Option(help="folder with the checkouts of peers that are no packages")] = "",
-    out: Annotated[Path, typer.Option(help="where all figures go, as JSON")] = Path("runs/benchmark-simulation.json"),
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="only rows whose name contains this; default: all"),
+    ] = None,
+    data_dir: Annotated[
+        str,
+        typer.Option(
+            help="folder with cifar-10-batches-py and MNIST; else random images"
+        ),
+    ] = "",
+    peer_python: Annotated[
+        str, typer.Option(help="interpreter that has the peers' packages")
+    ] = sys.executable,
+    peers: Annotated[
+        str,
+        typer.Option(help="folder with the checkouts of peers that are no packages"),
+    ] = "",
+    out: Annotated[Path, typer.Option(help="where all figures go, as JSON")] = Path(
+        "runs/benchmark-simulation.json"
+    ),
     write: Annotated[
-        Path | None, typer.Option(help="docs/performance.yaml: the settings that were measured are replaced there")
+        Path | None,
+        typer.Option(
+            help=(
+                "docs/performance.yaml: the settings that were measured are replaced"
+                " there"
+            )
+        ),
     ] = None,
 ) -> None:
     """Measure this package beside the bare torch loop and other packages."""
     names = only or list(SETTINGS)
     if unknown := [name for name in names if name not in SETTINGS]:
-        raise typer.BadParameter(f"unknown setting {unknown[0]!r}; known: {', '.join(SETTINGS)}")
+        raise typer.BadParameter(
+            f"unknown setting {unknown[0]!r}; known: {', '.join(SETTINGS)}"
+        )
     found = {}
     with tempfile.TemporaryDirectory(prefix="simulation-benchmark-") as folder:
         prepare(Path(folder), data_dir, [SETTINGS[name] for name in names])
-        course = Course(Path(folder), peer_python, str(Path(peers).resolve()) if peers else "", rounds)
+        course = Course(
+            Path(folder),
+            peer_python,
+            str(Path(peers).resolve()) if peers else "",
+            rounds,
+        )
         for name in names:
             if contender:
-                CONTENDERS[name] = tuple(one for one in CONTENDERS[name] if _is_named(one.name, contender))
+                CONTENDERS[name] = tuple(
+                    one for one in CONTENDERS[name] if _is_named(one.name, contender)
+                )
             found[name] = measure(name, course, turns)
-    images = "CIFAR-10 and MNIST" if data_dir else "random images: accuracies say nothing"
+    images = (
+        "CIFAR-10 and MNIST" if data_dir else "random images: accuracies say nothing"
+    )
     settings = {}
     for name, one in found.items():
-        note = f"{facts()} {turns} turn{'s' * (turns > 1)} of {SETTINGS[name].times * rounds} rounds; {images}."
+        note = (
+            f"{facts()} {turns} turn{'s' * (turns > 1)} of"
+            f" {SETTINGS[name].times * rounds} rounds; {images}."
+        )
         settings[name] = one.data(note, bool(data_dir))
     if write is not None and write.exists():
-        settings = yaml.safe_load(write.read_text(encoding="utf-8"))["settings"] | settings
-    text = _HEAD + yaml.safe_dump({"settings": settings}, sort_keys=False, allow_unicode=True, width=1000)
+        settings = (
+            yaml.safe_load(write.read_text(encoding="utf-8"))["settings"] | settings
+        )
+    text = _HEAD + yaml.safe_dump(
+        {"settings": settings}, sort_keys=False, allow_unicode=True, width=1000
+    )
     print(text)
-    figures = {name: {"results": one.results, "missing": one.missing} for name, one in found.items()}
+    figures = {
+        name: {"results": one.results, "missing": one.missing}
+        for name, one in found.items()
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps({"facts": facts(), "figures": figures}, indent=2) + "\n")
+    partial.write_text(
+        json.dumps({"facts": facts(), "figures": figures}, indent=2) + "\n"
+    )
     os.replace(partial, out)
     if write is not None:
         write.write_text(text)

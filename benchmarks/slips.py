@@ -1,13 +1,17 @@
-"""Make one slip at a time in a copy of the code, run the tests that should notice, and say killed or survived.
+"""Make one slip at a time in a copy of the code, run the tests that should notice, and
+say killed or survived.
 
     python benchmarks/slips.py              # all slips of slips.yaml
     python benchmarks/slips.py -k fbn       # those whose name has "fbn"
 
-A slip replaces one text by another: a dropped line, a wrong default, a negated condition, a forgotten reset. Its old
-text is looked up in all files of its folder, because code moves. Exactly one place must have it; else the slip is
-reported as not found or ambiguous, and its text must be brought up to date. The tests are first run without a slip.
+A slip replaces one text by another: a dropped line, a wrong default, a negated
+condition, a forgotten reset. Its old text is looked up in all files of its folder,
+because code moves. Exactly one place must have it; else the slip is reported as not
+found or ambiguous, and its text must be brought up to date. The tests are first run
+without a slip.
 
-Each run of tests is a fork of this process, which has imported torch and Flower once and nothing of the package.
+Each run of tests is a fork of this process, which has imported torch and Flower once
+and nothing of the package.
 """
 
 from __future__ import annotations
@@ -37,7 +41,15 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("slips.yaml")
-COPIED = ("fedbn_flwr", "tests", "apps", "benchmarks", "docs", "studies", "pyproject.toml")
+COPIED = (
+    "fedbn_flwr",
+    "tests",
+    "apps",
+    "benchmarks",
+    "docs",
+    "studies",
+    "pyproject.toml",
+)
 TIMEOUT = 600.0  # seconds; a slip may make a test wait for ever
 GREEN, RED = 0, 1  # exit statuses of pytest; others mean that it ran no test
 
@@ -71,10 +83,14 @@ class Slip:
             NotUniqueError: the old text is not in exactly one place.
         """
         files = sorted((root / self.folder).rglob("*.py")) or [root / self.folder]
-        texts = {file: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+        texts = {
+            file: file.read_text(encoding="utf-8") for file in files if file.is_file()
+        }
         count = sum(text.count(self.old) for text in texts.values())
         if count != 1:
-            raise NotUniqueError("not found" if count == 0 else f"ambiguous: {count} places")
+            raise NotUniqueError(
+                "not found" if count == 0 else f"ambiguous: {count} places"
+            )
         return next((file, text) for file, text in texts.items() if self.old in text)
 
     @contextmanager
@@ -91,7 +107,10 @@ class Slip:
 def read_slips(words: str = "") -> list[Slip]:
     """Return the slips of the list whose name has these words."""
     entries = yaml.safe_load(LIST.read_text(encoding="utf-8"))
-    slips = [Slip(**{**entry, "old": _text(entry["old"]), "new": _text(entry["new"])}) for entry in entries]
+    slips = [
+        Slip(**{**entry, "old": _text(entry["old"]), "new": _text(entry["new"])})
+        for entry in entries
+    ]
     return [slip for slip in slips if words in slip.name]
 
 
@@ -103,14 +122,19 @@ def _text(text: str) -> str:
 def run_tests(root: Path, tests: str) -> tuple[int, str]:
     """Return pytest's exit status, and the end of what it printed."""
     printed = root / "printed.txt"
-    process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=(root, tests, printed))
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_pytest, args=(root, tests, printed)
+    )
     process.start()
     process.join(TIMEOUT)
     if process.is_alive():
         process.kill()
         process.join()
         return RED, f"no end within {TIMEOUT:g} s"
-    return process.exitcode or GREEN, printed.read_text(encoding="utf-8", errors="replace")[-2000:]
+    return (
+        process.exitcode or GREEN,
+        printed.read_text(encoding="utf-8", errors="replace")[-2000:],
+    )
 
 
 def _run_pytest(root: Path, tests: str, printed: Path) -> None:
@@ -121,7 +145,9 @@ def _run_pytest(root: Path, tests: str, printed: Path) -> None:
     sys.path.insert(0, str(root))
     sys.dont_write_bytecode = True
     os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
-    sys.exit(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)])))
+    sys.exit(
+        int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]))
+    )
 
 
 def judged(slip: Slip, root: Path) -> str:
@@ -132,15 +158,24 @@ def judged(slip: Slip, root: Path) -> str:
     except NotUniqueError as error:
         return str(error)
     if status not in (GREEN, RED):
-        return f"no verdict, pytest ended with status {status}:\n{textwrap.indent(said, '    ')}"
+        return (
+            "no verdict, pytest ended with status"
+            f" {status}:\n{textwrap.indent(said, '    ')}"
+        )
     return "killed" if status == RED else "survived"
 
 
 def main(
-    words: Annotated[str, typer.Option("-k", help="Slips whose name has these words.")] = "",
-    check: Annotated[bool, typer.Option(help="Run the tests without a slip first.")] = True,
+    words: Annotated[
+        str, typer.Option("-k", help="Slips whose name has these words.")
+    ] = "",
+    check: Annotated[
+        bool, typer.Option(help="Run the tests without a slip first.")
+    ] = True,
 ) -> None:
-    """Make the slips one after the other; the exit status is 1 unless the tests notice all of them."""
+    """Make the slips one after the other; the exit status is 1 unless the tests notice
+    all of them.
+    """
     torch.set_num_threads(1)  # threads do not outlive a fork
     slips = read_slips(words)
     with tempfile.TemporaryDirectory(prefix="slips-") as folder:
@@ -148,13 +183,20 @@ def main(
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source,
+                    root / name,
+                    symlinks=True,
+                    ignore=shutil.ignore_patterns("__pycache__"),
+                )
             else:
                 shutil.copy(source, root)
         for tests in dict.fromkeys(slip.tests for slip in slips) if check else ():
             status, said = run_tests(root, tests)
             if status != GREEN:
-                raise typer.BadParameter(f"the tests fail without a slip: {tests}\n{said}")
+                raise typer.BadParameter(
+                    f"the tests fail without a slip: {tests}\n{said}"
+                )
         verdicts = []
         for slip in slips:
             verdicts.append(judged(slip, root))

@@ -1,17 +1,20 @@
-"""Models of other packages under four methods: does a run equal plain torch, or is it refused in words?
+"""Models of other packages under four methods: does a run equal plain torch, or is it
+refused in words?
 
     python benchmarks/strangers.py                          # 40 models in five ways; hours on one core
     python benchmarks/strangers.py --models 5 --way plain   # the five smallest, as they come; a minute
     python benchmarks/strangers.py --only resnet18
 
-The models are the smallest of torchvision, and of timm where it is importable, that have BatchNorm. Each runs as it
-comes (`plain`), with its BatchNorm in eval mode (`eval`), with the names of DataParallel (`wrapped`), compiled
-(`compiled`; the first three with Inductor, too), and with the old weight_norm on one layer (`weight-norm`). A run has
-two rounds of one step on batches of 4 images, with three clients, in float64. Dropout and stochastic depth are off, so
-that there is something to compare with: the same rounds written out in plain torch.
+The models are the smallest of torchvision, and of timm where it is importable, that
+have BatchNorm. Each runs as it comes (`plain`), with its BatchNorm in eval mode
+(`eval`), with the names of DataParallel (`wrapped`), compiled (`compiled`; the first
+three with Inductor, too), and with the old weight_norm on one layer (`weight-norm`). A
+run has two rounds of one step on batches of 4 images, with three clients, in float64.
+Dropout and stochastic depth are off, so that there is something to compare with: the
+same rounds written out in plain torch.
 
-A line for each model, way and method: `equal` with the largest relative difference, `refused` with the sentence, or
-`WRONG` or `TRACEBACK`, with which the exit code is 1.
+A line for each model, way and method: `equal` with the largest relative difference,
+`refused` with the sentence, or `WRONG` or `TRACEBACK`, with which the exit code is 1.
 """
 
 from __future__ import annotations
@@ -52,28 +55,38 @@ METHODS: dict[str, Callable[[], Strategy]] = {
 WAYS = ("plain", "eval", "wrapped", "compiled", "inductor", "weight-norm")
 NUM_INDUCTOR = 3
 _OF_TIMM = (
-    "test_byobnet test_efficientnet test_resnet lcnet_035 lcnet_050 mobilenetv3_small_050 mobilenetv3_small_075 "
-    "tinynet_e mobilenetv2_035 mnasnet_small semnasnet_050 regnetx_002 regnety_002 ghostnet_050 repghostnet_050 "
-    "mobilenetv4_conv_small_035 dla46x_c dla46_c efficientvit_m0 starnet_s050 levit_128s resnet10t hardcorenas_a "
-    "spnasnet_100 fbnetc_100 mobileone_s0"
+    "test_byobnet test_efficientnet test_resnet lcnet_035 lcnet_050"
+    " mobilenetv3_small_050 mobilenetv3_small_075 tinynet_e mobilenetv2_035"
+    " mnasnet_small semnasnet_050 regnetx_002 regnety_002 ghostnet_050 repghostnet_050"
+    " mobilenetv4_conv_small_035 dla46x_c dla46_c efficientvit_m0 starnet_s050"
+    " levit_128s resnet10t hardcorenas_a spnasnet_100 fbnetc_100 mobileone_s0"
 )
 TIMM = tuple(_OF_TIMM.split())
-"""Small networks of timm with BatchNorm; to build all of timm takes longer than to run these."""
+"""Small networks of timm with BatchNorm; to build all of timm takes longer than to run
+these.
+"""
 
 Build = Callable[[], nn.Module]
 State = dict[str, Tensor]
 
 
 class Line(NamedTuple):
-    """The outcome of a run: "equal", "refused", "WRONG" or "TRACEBACK", and a number or a sentence."""
+    """The outcome of a run: "equal", "refused", "WRONG" or "TRACEBACK", and a number or
+    a sentence.
+    """
 
     verdict: str
     what: str
 
 
 def strangers(number: int = 40) -> list[str]:
-    """Return the names of the smallest models, as ``torchvision:NAME`` and ``timm:NAME``."""
-    names = [f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models)]
+    """Return the names of the smallest models, as ``torchvision:NAME`` and
+    ``timm:NAME``.
+    """
+    names = [
+        f"torchvision:{name}"
+        for name in torchvision.models.list_models(module=torchvision.models)
+    ]
     if importlib.util.find_spec("timm"):
         names += [f"timm:{name}" for name in TIMM]
     sizes = {name: size for name in names if (size := _size(name))}
@@ -81,7 +94,9 @@ def strangers(number: int = 40) -> list[str]:
 
 
 def _size(name: str) -> int:
-    """Return the number of a model's parameters; 0 if it has no BatchNorm or cannot be built for a few classes."""
+    """Return the number of a model's parameters; 0 if it has no BatchNorm or cannot be
+    built for a few classes.
+    """
     try:
         with torch.device("meta"):
             model = _made(name)
@@ -103,7 +118,9 @@ def _made(name: str) -> nn.Module:
 
 
 def built(name: str, way: str) -> nn.Module:
-    """Return a model in float64, without a wrapper and without what is drawn at random in training."""
+    """Return a model in float64, without a wrapper and without what is drawn at random
+    in training.
+    """
     torch.manual_seed(0)
     model = _made(name).double()
     for module in model.modules():
@@ -111,7 +128,11 @@ def built(name: str, way: str) -> nn.Module:
             if isinstance(vars(module).get(leaf), float):
                 setattr(module, leaf, 0.0)
     if way == "weight-norm":
-        layer = next(m for m in reversed(list(model.modules())) if isinstance(m, (nn.Conv2d, nn.Linear)))
+        layer = next(
+            m
+            for m in reversed(list(model.modules()))
+            if isinstance(m, (nn.Conv2d, nn.Linear))
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the old function is deprecated
             nn.utils.weight_norm(layer)
@@ -127,7 +148,9 @@ def _dressed(model: nn.Module, way: str) -> nn.Module:
     if way == "wrapped":
         return nn.DataParallel(model)
     if way in ("compiled", "inductor"):
-        return torch.compile(model, backend="eager" if way == "compiled" else "inductor")  # type: ignore[return-value]
+        return torch.compile(
+            model, backend="eager" if way == "compiled" else "inductor"
+        )  # type: ignore[return-value]
     return model
 
 
@@ -136,7 +159,10 @@ def batches(size: int) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     shape = (BATCH, 3, size, size)
     return [
-        (torch.randn(shape, generator=draw, dtype=torch.float64) + k, torch.randint(CLASSES, (BATCH,), generator=draw))
+        (
+            torch.randn(shape, generator=draw, dtype=torch.float64) + k,
+            torch.randint(CLASSES, (BATCH,), generator=draw),
+        )
         for k in range(CLIENTS)
     ]
 
@@ -144,11 +170,19 @@ def batches(size: int) -> list[tuple[Tensor, Tensor]]:
 def by_this_package(name: str, way: str, method: str, size: int) -> State:
     """Return the final state under the names of the bare model."""
     data = [TensorDataset(*batch) for batch in batches(size)]
-    settings = LocalTraining(learning_rate=LearningRate(RATE), batch_size=0, local_steps=1)
+    settings = LocalTraining(
+        learning_rate=LearningRate(RATE), batch_size=0, local_steps=1
+    )
 
     def client_fn(context: Context) -> TorchClient:
         mine = data[int(context.node_config["partition-id"])]
-        return TorchClient(lambda: _dressed(built(name, way), way), mine, mine, settings, context=context)
+        return TorchClient(
+            lambda: _dressed(built(name, way), way),
+            mine,
+            mine,
+            settings,
+            context=context,
+        )
 
     start = built(name, way)
     sent = nn.DataParallel(start) if way == "wrapped" else start
@@ -157,15 +191,22 @@ def by_this_package(name: str, way: str, method: str, size: int) -> State:
     with InProcessGrid(client_app(client_fn), num_nodes=CLIENTS) as grid:
         arrays = to_record(sent.state_dict())
         result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=ROUNDS)
-    return {name.removeprefix("module."): value for name, value in tensors(from_record(result.arrays)).items()}
+    return {
+        name.removeprefix("module."): value
+        for name, value in tensors(from_record(result.arrays)).items()
+    }
 
 
 def by_torch(name: str, way: str, method: str, size: int) -> State:
-    """Return the final state of the same rounds in plain torch; under FedBN without the parts that clients keep."""
+    """Return the final state of the same rounds in plain torch; under FedBN without the
+    parts that clients keep.
+    """
     data = batches(size)
     model = built(name, way)
     state = _copied(model)
-    norm = {entry for layer in split_state(model).layers for entry in layer.entries.values()}
+    norm = {
+        entry for layer in split_state(model).layers for entry in layer.entries.values()
+    }
     kept: list[State] = [{} for _ in data]
     for number in range(ROUNDS):
         if method == "fedtan":  # one step on the union of the batches
@@ -173,18 +214,30 @@ def by_torch(name: str, way: str, method: str, size: int) -> State:
             state = _step(model, state, union, way == "eval")
             continue
         frozen = way == "eval" or (method == "fixbn" and number > 0)
-        states = [_step(model, {**state, **own}, batch, frozen) for own, batch in zip(kept, data, strict=True)]
+        states = [
+            _step(model, {**state, **own}, batch, frozen)
+            for own, batch in zip(kept, data, strict=True)
+        ]
         if method == "fedbn":
             kept = [{entry: one[entry] for entry in norm} for one in states]
-        state = {entry: torch.stack([one[entry] for one in states]).sum(0) / CLIENTS for entry in state}
-    return {entry: value for entry, value in state.items() if not (method == "fedbn" and entry in norm)}
+        state = {
+            entry: torch.stack([one[entry] for one in states]).sum(0) / CLIENTS
+            for entry in state
+        }
+    return {
+        entry: value
+        for entry, value in state.items()
+        if not (method == "fedbn" and entry in norm)
+    }
 
 
 def _copied(model: nn.Module) -> State:
     return {entry: value.clone() for entry, value in model.state_dict().items()}
 
 
-def _step(model: nn.Module, state: State, batch: tuple[Tensor, Tensor], frozen: bool) -> State:
+def _step(
+    model: nn.Module, state: State, batch: tuple[Tensor, Tensor], frozen: bool
+) -> State:
     whole = model.state_dict()  # with the versions of its layers, by which some load
     whole.update(state)
     model.load_state_dict(whole)
@@ -208,9 +261,13 @@ def compared(name: str, way: str, method: str, size: int = 64) -> Line:
     try:
         found = by_this_package(name, way, method, size)
     except FedBNError as error:
-        return Line("refused", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        return Line(
+            "refused", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        )
     except Exception as error:
-        return Line("TRACEBACK", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        return Line(
+            "TRACEBACK", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        )
     if not wanted:
         return Line("refused", failure)
     floats = [entry for entry, value in wanted.items() if value.is_floating_point()]
@@ -225,10 +282,16 @@ def compared(name: str, way: str, method: str, size: int = 64) -> Line:
 def _difference(found: Tensor, wanted: Tensor) -> float:
     if not torch.isfinite(found).all():
         return float("inf")
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3)) if wanted.numel() else 0.0
+    return (
+        float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-3))
+        if wanted.numel()
+        else 0.0
+    )
 
 
-def lines(names: list[str], ways: list[str], size: int) -> Iterator[tuple[str, str, str, Line]]:
+def lines(
+    names: list[str], ways: list[str], size: int
+) -> Iterator[tuple[str, str, str, Line]]:
     """Yield the outcome of every model, way and method."""
     for index, name in enumerate(names):
         for way in ways:
@@ -239,8 +302,12 @@ def lines(names: list[str], ways: list[str], size: int) -> Iterator[tuple[str, s
 
 
 def main(
-    models: Annotated[int, typer.Option(help="How many models, the smallest first.")] = 40,
-    way: Annotated[list[str] | None, typer.Option(help="One of the ways; all by default.")] = None,
+    models: Annotated[
+        int, typer.Option(help="How many models, the smallest first.")
+    ] = 40,
+    way: Annotated[
+        list[str] | None, typer.Option(help="One of the ways; all by default.")
+    ] = None,
     only: Annotated[str, typer.Option(help="Models with this in their names.")] = "",
     size: Annotated[int, typer.Option(help="Pixels of an image, 32 to 64.")] = 64,
 ) -> None:
@@ -251,7 +318,10 @@ def main(
     counts: dict[str, int] = {}
     for name, one_way, method, line in lines(names, way or list(WAYS), size):
         counts[line.verdict] = counts.get(line.verdict, 0) + 1
-        print(f"{name:36} {one_way:12} {method:7} {line.verdict:9} {line.what}", flush=True)
+        print(
+            f"{name:36} {one_way:12} {method:7} {line.verdict:9} {line.what}",
+            flush=True,
+        )
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     raise typer.Exit(int(any(verdict.isupper() for verdict in counts)))
 

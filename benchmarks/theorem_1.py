@@ -1,20 +1,25 @@
-"""FedTAN's Theorem 1 in a run: B_i, V_i and the gradient over the rounds, for iid data, Dirichlet(0.1) and two classes.
+"""FedTAN's Theorem 1 in a run: B_i, V_i and the gradient over the rounds, for iid data,
+Dirichlet(0.1) and two classes.
 
     python benchmarks/theorem_1.py --data-dir DIR --out docs/results/theorem-1
 
-Theorem 1 (arXiv:2301.02982, eq. (12)) bounds the mean over the rounds of ||grad F||^2 by terms that vanish with the
-number of steps, and by 6 sum p_i B_i^2, which does not. FedAvg with BatchNorm trains the setting of
-``studies/fedtan-figure-6.yaml``; in some rounds ``deviations`` gives, at the model that the round starts with,
-sum p_i B_i^2, sum p_i V_i^2 and ||grad F||^2, the last one as sum p_i ||g_i||^2 - sum p_i V_i^2. The paper takes all
-data of a client; here ``--examples`` of them, drawn once, stand for D_i. Written are ``OUT.csv`` and ``OUT.svg``.
+Theorem 1 (arXiv:2301.02982, eq. (12)) bounds the mean over the rounds of ||grad F||^2
+by terms that vanish with the number of steps, and by 6 sum p_i B_i^2, which does not.
+FedAvg with BatchNorm trains the setting of ``studies/fedtan-figure-6.yaml``; in some
+rounds ``deviations`` gives, at the model that the round starts with, sum p_i B_i^2, sum
+p_i V_i^2 and ||grad F||^2, the last one as sum p_i ||g_i||^2 - sum p_i V_i^2. The paper
+takes all data of a client; here ``--examples`` of them, drawn once, stand for D_i.
+Written are ``OUT.csv`` and ``OUT.svg``.
 
-B_i = || g_i(S_i, dS_i) - g_i(S, dS) ||, the norm over all trainable parameters, in one step from the same weights.
-g_i is the gradient of client i's own batch loss. S_i are the statistics of its batch, and dS_i the gradients through
-them, as in plain training; S and dS are those of all batches together, as in FedTAN's synchronised step (``sync``) with
-weights p_i in proportion to the batch sizes. Without BatchNorm B_i is 0; with equal data it is the noise of a batch.
+B_i = || g_i(S_i, dS_i) - g_i(S, dS) ||, the norm over all trainable parameters, in one
+step from the same weights. g_i is the gradient of client i's own batch loss. S_i are
+the statistics of its batch, and dS_i the gradients through them, as in plain training;
+S and dS are those of all batches together, as in FedTAN's synchronised step (``sync``)
+with weights p_i in proportion to the batch sizes. Without BatchNorm B_i is 0; with
+equal data it is the noise of a batch.
 
-V_i = || g_i(S, dS) - G ||, G = sum p_j g_j(S, dS), the gradient of all batches together. So sum p_i V_i^2 + ||G||^2 =
-sum p_i ||g_i(S, dS)||^2.
+V_i = || g_i(S, dS) - G ||, G = sum p_j g_j(S, dS), the gradient of all batches
+together. So sum p_i V_i^2 + ||G||^2 = sum p_i ||g_i(S, dS)||^2.
 """
 
 from __future__ import annotations
@@ -44,7 +49,10 @@ from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.doctor.mismatch import default_loss
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    PartitionedData,
+    partitioned_data,
+)
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import from_record, tensors, to_record
@@ -87,20 +95,27 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Deviation:
-    """The gradient deviation of one client: B_i, the norm of its synchronised gradient, and V_i."""
+    """The gradient deviation of one client: B_i, the norm of its synchronised gradient,
+    and V_i.
+    """
 
     absolute: float
     norm: float
     heterogeneity: float
 
 
-def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Deviation]:
-    """Return the deviation of each client, given a batch (inputs, targets) of each; the model does not change.
+def deviations(
+    model: nn.Module, batches: Sequence[Batch], loss: Loss
+) -> list[Deviation]:
+    """Return the deviation of each client, given a batch (inputs, targets) of each; the
+    model does not change.
 
-    BatchNorm is in train mode unless its training holds it in eval mode, all other layers (dropout) in eval mode.
+    BatchNorm is in train mode unless its training holds it in eval mode, all other
+    layers (dropout) in eval mode.
 
     Raises:
-        NormLayerError: a layer cannot be synchronised, a batch is too small for it, or the clients call other layers.
+        NormLayerError: a layer cannot be synchronised, a batch is too small for it, or
+            the clients call other layers.
     """
     with threads(1):
         local = [_gradient(_training_copy(model), batch, loss) for batch in batches]
@@ -108,7 +123,11 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
     sizes = torch.tensor([len(inputs) for inputs, _ in batches], dtype=torch.float64)
     union = sizes / sizes.sum() @ torch.stack(together)
     return [
-        Deviation(float((alone - shared).norm()), float(shared.norm()), float((shared - union).norm()))
+        Deviation(
+            float((alone - shared).norm()),
+            float(shared.norm()),
+            float((shared - union).norm()),
+        )
         for alone, shared in zip(local, together, strict=True)
     ]
 
@@ -121,18 +140,29 @@ def _training_copy(model: nn.Module) -> nn.Module:
 
 
 def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
-    """Return the gradient of the batch's loss with respect to all trainable parameters, float64 (P,)."""
+    """Return the gradient of the batch's loss with respect to all trainable parameters,
+    float64 (P,).
+    """
     inputs, targets = batch
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():  # the caller may be in torch.no_grad()
         outputs = outputs_of(model, inputs_for(model)(inputs))
-        gradients = torch.autograd.grad(loss(outputs, targets.to(outputs.device)), trained, allow_unused=True)
-    flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, gradients, strict=True)]
+        gradients = torch.autograd.grad(
+            loss(outputs, targets.to(outputs.device)), trained, allow_unused=True
+        )
+    flat = [
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(trained, gradients, strict=True)
+    ]
     return torch.cat([g.flatten().double().cpu() for g in flat])
 
 
-def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
-    """Return each client's gradient with the statistics of all batches; the clients run in threads, in step."""
+def _synchronised_gradients(
+    model: nn.Module, batches: Sequence[Batch], loss: Loss
+) -> list[Tensor]:
+    """Return each client's gradient with the statistics of all batches; the clients run
+    in threads, in step.
+    """
     sizes = [len(inputs) for inputs, _ in batches]
     sent: dict[int, tuple[str, Tensor]] = {}
     barrier = threading.Barrier(len(batches))
@@ -140,11 +170,13 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
     def gather(client: int, tag: str, tensor: Tensor) -> list[Tensor]:
         sent[client] = tag, tensor
         barrier.wait()  # all have sent
-        tags, tensors = zip(*(sent[index] for index in range(len(batches))), strict=True)
+        tags, tensors = zip(
+            *(sent[index] for index in range(len(batches))), strict=True
+        )
         if len({*tags}) > 1:
             raise NormLayerError(
-                f"the clients' exchanges differ: {', '.join(sorted({*tags}))}. The model must call the same BatchNorm "
-                "layers for every batch."
+                f"the clients' exchanges differ: {', '.join(sorted({*tags}))}. The"
+                " model must call the same BatchNorm layers for every batch."
             )
         barrier.wait()  # all have read
         return list(tensors)
@@ -155,9 +187,12 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
     def run(client: int) -> Tensor:
         try:
             working, size = _training_copy(model), sizes[client]
-            with synchronised(working, reducer(client), batch_size=size, union_batch_size=sum(sizes)):
+            with synchronised(
+                working, reducer(client), batch_size=size, union_batch_size=sum(sizes)
+            ):
                 gradient = _gradient(working, batches[client], loss)
-            gather(client, "end", gradient)  # so nobody waits for a client that calls fewer layers
+            # so nobody waits for a client that calls fewer layers
+            gather(client, "end", gradient)
             return gradient
         except BaseException:
             barrier.abort()  # the others must not wait
@@ -173,10 +208,14 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
 
 
 def terms(model: nn.Module, batches: list[Batch]) -> tuple[float, float, float]:
-    """Return sum p_i B_i^2, sum p_i V_i^2 and ||grad F||^2 of the batches, F the loss of all of them together."""
+    """Return sum p_i B_i^2, sum p_i V_i^2 and ||grad F||^2 of the batches, F the loss
+    of all of them together.
+    """
     total = sum(len(inputs) for inputs, _ in batches)
     b = v = norms = 0.0
-    for batch, found in zip(batches, deviations(model, batches, default_loss), strict=True):
+    for batch, found in zip(
+        batches, deviations(model, batches, default_loss), strict=True
+    ):
         p = len(batch[0]) / total
         b += p * found.absolute**2
         v += p * found.heterogeneity**2
@@ -184,35 +223,64 @@ def terms(model: nn.Module, batches: list[Batch]) -> tuple[float, float, float]:
     return b, v, norms - v
 
 
-def run(config: Config, data: PartitionedData, split: str, examples: int, rounds: frozenset[int]) -> Iterator[Terms]:
+def run(
+    config: Config,
+    data: PartitionedData,
+    split: str,
+    examples: int,
+    rounds: frozenset[int],
+) -> Iterator[Terms]:
     """Train, and yield the terms after the named rounds; 0 is the start."""
     found: list[Terms] = []
     model = make_model(config)
     views = [data.train_view(client) for client in range(config.num_clients)]
     random = torch_generator(config.seed, "theorem-1")
-    batches = [view.batch(torch.randperm(len(view), generator=random)[:examples]) for view in views]
+    batches = [
+        view.batch(torch.randperm(len(view), generator=random)[:examples])
+        for view in views
+    ]
     test = data.test_view()
 
     def client_fn(context: Context) -> TorchClient:
         own = views[int(context.node_config["partition-id"])]
-        return TorchClient(make_model(config), own, {}, local_training(config), context=context, seed=config.seed)
+        return TorchClient(
+            make_model(config),
+            own,
+            {},
+            local_training(config),
+            context=context,
+            seed=config.seed,
+        )
 
     def measure(server_round: int, arrays: ArrayRecord) -> None:
         if server_round in rounds:
             model.load_state_dict(tensors(from_record(arrays)))
             accuracy = 100 * evaluate(model, test).accuracy
-            found.append(Terms(split, config.seed, server_round, *terms(model, batches), accuracy))
+            found.append(
+                Terms(
+                    split, config.seed, server_round, *terms(model, batches), accuracy
+                )
+            )
 
     strategy = make_strategy(config, model, config.num_clients)
     strategy.fraction_evaluate = 0.0
     start = to_record(model.state_dict())
-    with InProcessGrid(client_app(client_fn), config.num_clients, torch_threads=1) as grid:
-        strategy.start(grid=grid, initial_arrays=start, num_rounds=config.num_server_rounds, evaluate_fn=measure)
+    with InProcessGrid(
+        client_app(client_fn), config.num_clients, torch_threads=1
+    ) as grid:
+        strategy.start(
+            grid=grid,
+            initial_arrays=start,
+            num_rounds=config.num_server_rounds,
+            evaluate_fn=measure,
+        )
     yield from found
 
 
 def picture(rows: list[Terms], path: Path) -> None:
-    """Draw the three terms over the rounds, a panel for each split; the mean over the seeds."""
+    """Draw the three terms over the rounds, a panel for each split; the mean over the
+    seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,13 +289,19 @@ def picture(rows: list[Terms], path: Path) -> None:
 
     names = {"b": "6 sum p B²", "v": "sum p V²", "gradient": "||grad F||²"}
     splits = list(dict.fromkeys(row.split for row in rows))
-    figure, panels = pyplot.subplots(1, len(splits), figsize=(3.6 * len(splits), 3.2), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(splits), figsize=(3.6 * len(splits), 3.2), sharey=True, squeeze=False
+    )
     for panel, split in zip(panels[0], splits, strict=True):
         rounds = sorted({row.round for row in rows if row.split == split})
         for field, label in names.items():
             means = []
             for number in rounds:
-                values = [getattr(row, field) for row in rows if row.split == split and row.round == number]
+                values = [
+                    getattr(row, field)
+                    for row in rows
+                    if row.split == split and row.round == number
+                ]
                 means.append((6 if field == "b" else 1) * sum(values) / len(values))
             panel.plot(rounds, means, marker="o", markersize=3, label=label)
         panel.set(title=split, xlabel="round", xscale="symlog", yscale="log")
@@ -238,10 +312,14 @@ def picture(rows: list[Terms], path: Path) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="files to write, without their ending")],
-    data_dir: Annotated[str, typer.Option(help="folder with the data; not for dataset=digits")] = "",
+    data_dir: Annotated[
+        str, typer.Option(help="folder with the data; not for dataset=digits")
+    ] = "",
     dataset: Annotated[str, typer.Option()] = "mnist",
     seeds: Annotated[str, typer.Option(help="comma list")] = "0,1,2",
-    examples: Annotated[int, typer.Option(min=2, help="of each client, for the measures")] = 2000,
+    examples: Annotated[
+        int, typer.Option(min=2, help="of each client, for the measures")
+    ] = 2000,
     num_rounds: Annotated[int, typer.Option(min=1)] = 500,
 ) -> None:
     """Train all splits and seeds, and write the table and the picture after each."""
@@ -250,10 +328,17 @@ def main(
     rows: list[Terms] = []
     for seed in map(int, seeds.split(",")):
         for split, keys in SPLITS.items():
-            own: dict[str, Scalar] = {"dataset": dataset, "model": "mlp", "seed": seed, "num-server-rounds": num_rounds}
+            own: dict[str, Scalar] = {
+                "dataset": dataset,
+                "model": "mlp",
+                "seed": seed,
+                "num-server-rounds": num_rounds,
+            }
             config = Config.make({**SETTING, **own, **keys, "data-dir": data_dir})
             data = partitioned_data(config, config.num_clients)
-            for row in run(config, data, split, examples, frozenset(ROUNDS) | {num_rounds}):
+            for row in run(
+                config, data, split, examples, frozenset(ROUNDS) | {num_rounds}
+            ):
                 print(*row, flush=True)
                 rows.append(row)
             with out.with_suffix(".csv").open("w", newline="") as file:

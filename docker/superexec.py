@@ -1,14 +1,16 @@
-"""flower-superexec for the services of ``docker-compose.yml``: ``superexec.py ARGUMENTS``.
+"""flower-superexec for the services of ``docker-compose.yml``:
+``superexec.py ARGUMENTS``.
 
-Flower starts a process for every message and every run, by the name of a command, ``flwr-clientapp`` or
-``flwr-serverapp``. These names are found in ``starters`` first: the process is then a fork of one that has imported
-torch and Flower, which takes a new one seconds, and on a busy machine longer than Flower waits for it. It imports the
-app itself, from the run's bundle, and ends with its message or run as ever. Where no fork can be had, Flower's own
-command starts.
+Flower starts a process for every message and every run, by the name of a command,
+``flwr-clientapp`` or ``flwr-serverapp``. These names are found in ``starters`` first:
+the process is then a fork of one that has imported torch and Flower, which takes a new
+one seconds, and on a busy machine longer than Flower waits for it. It imports the app
+itself, from the run's bundle, and ends with its message or run as ever. Where no fork
+can be had, Flower's own command starts.
 
-SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows when they have ended. One that
-ends by itself, after a single request that timed out, leaves its apps at work: this process, and with it the container,
-ends after them.
+SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows
+when they have ended. One that ends by itself, after a single request that timed out,
+leaves its apps at work: this process, and with it the container, ends after them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,17 @@ from pathlib import Path
 
 COMMANDS = ("flwr-clientapp", "flwr-serverapp")
 # What each of them needs; an app imports the rest.
-PRELOADED = ("torch", "numpy.random", "safetensors.numpy", "flwr.clientapp", "flwr.serverapp")
+PRELOADED = (
+    "torch",
+    "numpy.random",
+    "safetensors.numpy",
+    "flwr.clientapp",
+    "flwr.serverapp",
+)
 SAVE_SECONDS = 15.0  # less than the stop_grace_period of docker-compose.yml
 BIN = Path(sys.executable).parent
-STARTERS = Path(__file__).parent / "starters"  # in the image: a container may not execute what it writes below /tmp
+# in the image: a container may not execute what it writes below /tmp
+STARTERS = Path(__file__).parent / "starters"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,11 +51,18 @@ def main(arguments: Sequence[str]) -> int:
     environment = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="superexec-"))
     door = folder / "door"
-    preloaded = start_preloaded(door)  # before the block below, whose end is not that of an app's process
-    environment |= {"SUPEREXEC_DOOR": str(door), "SUPEREXEC_BIN": str(BIN), "SUPEREXEC_PYTHON": sys.executable}
+    # before the block below, whose end is not that of an app's process
+    preloaded = start_preloaded(door)
+    environment |= {
+        "SUPEREXEC_DOOR": str(door),
+        "SUPEREXEC_BIN": str(BIN),
+        "SUPEREXEC_PYTHON": sys.executable,
+    }
     environment["PATH"] = f"{STARTERS}{os.pathsep}{environment['PATH']}"
     try:
-        superexec = subprocess.Popen([BIN / "flower-superexec", *arguments], env=environment)
+        superexec = subprocess.Popen(
+            [BIN / "flower-superexec", *arguments], env=environment
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: end(superexec, preloaded, number))
         code = superexec.wait()
@@ -58,7 +74,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def end(superexec: subprocess.Popen[bytes], preloaded: int, number: int) -> None:
-    """Send a signal to the apps, and to the SuperExec when they have ended or the time is over."""
+    """Send a signal to the apps, and to the SuperExec when they have ended or the time
+    is over.
+    """
     deadline = time.monotonic() + SAVE_SECONDS
     for app in children(superexec.pid, preloaded):
         os.kill(app, number)
@@ -81,7 +99,8 @@ def children(*parents: int) -> list[int]:
 
 
 def start_preloaded(path: Path) -> int:
-    """Start the process of which the apps' are forks, and return its id; it is asked by a socket at this path.
+    """Start the process of which the apps' are forks, and return its id; it is asked by
+    a socket at this path.
 
     It ends with this process, whatever the reason: the other end of a pipe closes then.
     """
@@ -106,18 +125,23 @@ def command_of_flower(name: str) -> Callable[[], object]:
 
 
 def serve(door: socket.socket, over: int) -> list[str]:
-    """Fork for each request; return its words in the fork, and never in this process, which ends with ``over``.
+    """Fork for each request; return its words in the fork, and never in this process,
+    which ends with ``over``.
 
-    An app ends when the process of ``--parent-pid`` has: the SuperExec for Flower, here the one that outlasts it.
+    An app ends when the process of ``--parent-pid`` has: the SuperExec for Flower, here
+    the one that outlasts it.
     """
     outlasts = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pipe says when it is over
+    # Ctrl-C reaches the whole group; the pipe says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for module in PRELOADED:
         importlib.import_module(module)
     for name in COMMANDS:
         command_of_flower(name)
-    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # no module of an app
+    sys.path[:] = [
+        path for path in sys.path if Path(path) != Path(__file__).parent
+    ]  # no module of an app
     gc.freeze()  # a fork need not copy what its garbage collection looks at
     while True:
         ready, _, _ = select.select([door, over], [], [])
@@ -127,7 +151,9 @@ def serve(door: socket.socket, over: int) -> list[str]:
         if (words := line.recv(1 << 16)) and os.fork() == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            sys.modules["numpy.random"].seed()  # as in a new process; Python's own generator does so by itself
+            sys.modules[
+                "numpy.random"
+            ].seed()  # as in a new process; Python's own generator does so by itself
             line.send(b"1")
             line.close()
             door.close()

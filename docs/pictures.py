@@ -1,6 +1,7 @@
 """Draws the site's pictures from the recorded results: ``python docs/pictures.py``.
 
-Each number is read from a table of a page of results, or from the figures of each round in a folder beside it.
+Each number is read from a table of a page of results, or from the figures of each round
+in a folder beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from doc_performance import ratios  # noqa: E402
 
 RESULTS = DOCS / "results"
 WIDTH = 5.2  # inches: on a phone of 390 pixels a label still has ten
-TEXT, LINE = "#7a828e", "#8a919c"  # legible on a white page and on a dark one: one picture serves both
+# legible on a white page and on a dark one: one picture serves both
+TEXT, LINE = (
+    "#7a828e",
+    "#8a919c",
+)
 GOOD, BAD, PLAIN, OTHER, MORE = "#4c6ef5", "#e8590c", "#868e96", "#0c8599", "#9c36b5"
 HOME_ROUND = 48_000  # where FedTAN was interrupted
 HOME = [  # label, file of results/fixbn-table-1, colour
@@ -32,7 +37,8 @@ HOME = [  # label, file of results/fixbn-table-1, colour
     ("FedTAN", "FedTAN", GOOD),
     ("one machine with BatchNorm", "centralized-BN", PLAIN),
 ]
-# A picture of curves: name, title, and the lines: file or its column, label, colour, style
+# A picture of curves: name, title, and the lines: file or its column, label,
+# colour, # style
 CURVES = [
     (
         "fixbn-table-4",
@@ -80,17 +86,23 @@ BEST = {"FedBN", "SiloBN"}  # the rows of FedWon's Table 1 that the finding is a
 
 
 def number(text: str) -> tuple[float, float]:
-    """Return mean and deviation of "68.82 ± 3.07 / 70.1"; the deviation is 0 where there is none."""
+    """Return mean and deviation of "68.82 ± 3.07 / 70.1"; the deviation is 0 where
+    there is none.
+    """
     found = re.match(r"([\d.]+)(?: ± ([\d.]+))?", text.strip())
     assert found is not None, text
     return float(found[1]), float(found[2] or 0)
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """Return the rows of the first table below a heading of a page of results; the first row is its head."""
+    """Return the rows of the first table below a heading of a page of results; the
+    first row is its head.
+    """
     text = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
     below = text.partition(f"# {heading}\n")[2]
-    lines = next(part for part in below.split("\n\n") if part.startswith("|")).splitlines()
+    lines = next(
+        part for part in below.split("\n\n") if part.startswith("|")
+    ).splitlines()
     rows = []
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -107,19 +119,38 @@ def save(figure: Any, path: Path) -> None:
 
 def axes(height: float) -> tuple[Any, Any]:
     """Return a figure and its axes in the colours of the pages."""
-    plt.rcParams.update({"svg.hashsalt": "fedbn-flwr", "svg.fonttype": "none", "font.size": 11})
+    plt.rcParams.update(
+        {"svg.hashsalt": "fedbn-flwr", "svg.fonttype": "none", "font.size": 11}
+    )
     plt.rcParams.update({"text.color": TEXT, "axes.labelcolor": TEXT})
-    plt.rcParams.update({"xtick.color": TEXT, "ytick.color": TEXT, "axes.edgecolor": LINE, "grid.color": LINE})
+    plt.rcParams.update(
+        {
+            "xtick.color": TEXT,
+            "ytick.color": TEXT,
+            "axes.edgecolor": LINE,
+            "grid.color": LINE,
+        }
+    )
     figure, ax = plt.subplots(figsize=(WIDTH, height))
     ax.spines[["top", "right"]].set_visible(False)
     return figure, ax
 
 
-def bars(rows: list[tuple[str, tuple[float, float], str]], path: Path, title: str) -> None:
+def bars(
+    rows: list[tuple[str, tuple[float, float], str]], path: Path, title: str
+) -> None:
     """Draw horizontal bars from 0 with their values, the first row on top."""
     figure, ax = axes(0.9 + 0.5 * len(rows))
     for place, (label, (mean, deviation), colour) in enumerate(reversed(rows)):
-        ax.barh(place, mean, xerr=deviation or None, color=colour, height=0.42, ecolor=LINE, capsize=3)
+        ax.barh(
+            place,
+            mean,
+            xerr=deviation or None,
+            color=colour,
+            height=0.42,
+            ecolor=LINE,
+            capsize=3,
+        )
         ax.text(1, place, f"{mean:.1f}", va="center", color="white", fontweight="bold")
         ax.text(0, place + 0.26, label, va="bottom")
     ax.set_yticks([])
@@ -130,10 +161,14 @@ def bars(rows: list[tuple[str, tuple[float, float], str]], path: Path, title: st
 
 
 def tests(name: str, line: str) -> tuple[list[int], list[float]]:
-    """Return the rounds with a test, and the test accuracies in per cent, of a line of a study."""
+    """Return the rounds with a test, and the test accuracies in per cent, of a line of
+    a study.
+    """
     folder = RESULTS / name
     shared = folder / "curves.csv"  # a file for all lines, or one for each
-    with (shared if shared.exists() else folder / f"{line}.csv").open(encoding="utf-8") as file:
+    with (shared if shared.exists() else folder / f"{line}.csv").open(
+        encoding="utf-8"
+    ) as file:
         rows = list(csv.DictReader(file))
     rounds, accuracies = [], []
     for row in rows:
@@ -168,14 +203,30 @@ def _over_rounds(ax: Any) -> None:
 def which_method() -> None:
     """Draw each method's accuracy in the five label-skewed settings, a setting a row."""
     head, *rows = table("../choose", "Ten methods with tuned rates")
-    styles = {"FedTAN": (GOOD, "o"), "FixBN": (OTHER, "D"), "GroupNorm": (MORE, "s"), "FedAvg+BN": (BAD, "X")}
+    styles = {
+        "FedTAN": (GOOD, "o"),
+        "FixBN": (OTHER, "D"),
+        "GroupNorm": (MORE, "s"),
+        "FedAvg+BN": (BAD, "X"),
+    }
     figure, ax = axes(3.2)
-    ordered = sorted(rows, key=lambda row: row[0] in styles)  # those with a name of their own on top
+    # those with a name of their own on top
+    ordered = sorted(rows, key=lambda row: row[0] in styles)
     for row in ordered:
         colour, marker = styles.get(row[0], (LINE, "|"))
-        points = [(number(cell)[0], -at) for at, cell in enumerate(row[1:]) if cell[0].isdigit()]
-        label = row[0] if row[0] in styles else ("the others" if row is ordered[0] else None)
-        ax.plot(*zip(*points, strict=True), marker, color=colour, label=label, markersize=7)
+        points = [
+            (number(cell)[0], -at)
+            for at, cell in enumerate(row[1:])
+            if cell[0].isdigit()
+        ]
+        label = (
+            row[0]
+            if row[0] in styles
+            else ("the others" if row is ordered[0] else None)
+        )
+        ax.plot(
+            *zip(*points, strict=True), marker, color=colour, label=label, markersize=7
+        )
     for at, setting in enumerate(head[1:]):
         ax.text(0, -at + 0.22, setting, va="bottom", fontsize=10)
         ax.axhline(-at, color=LINE, linewidth=0.5, alpha=0.5, zorder=0)
@@ -188,13 +239,25 @@ def which_method() -> None:
 
 
 def performance() -> None:
-    """Draw the ratios of ``performance.yaml``: what is faster to the left of 1, what is slower to the right."""
+    """Draw the ratios of ``performance.yaml``: what is faster to the left of 1, what is
+    slower to the right.
+    """
     data = yaml.safe_load((DOCS / "performance.yaml").read_text(encoding="utf-8"))
-    named = {"fedbn": "MLP, FedBN", "cifar10": "CNN, 1000 clients", "mlp-128": "MLP, batch 128"}
+    named = {
+        "fedbn": "MLP, FedBN",
+        "cifar10": "CNN, 1000 clients",
+        "mlp-128": "MLP, batch 128",
+    }
     named |= {"evaluation-mlp": "MLP, tests", "evaluation-lenet": "LeNet, tests"}
-    named |= {"resnet20-20": "ResNet-20, batch 20", "resnet20-128": "ResNet-20, batch 128"}
+    named |= {
+        "resnet20-20": "ResNet-20, batch 20",
+        "resnet20-128": "ResNet-20, batch 128",
+    }
     found = [
-        (f"{named[setting]}: {mine.removeprefix('fedbn-flwr, ')} / {theirs.replace(' strategy and client', '')}", ratio)
+        (
+            f"{named[setting]}: {mine.removeprefix('fedbn-flwr, ')} / {theirs.replace(' strategy and client', '')}",
+            ratio,
+        )
         for setting, mine, theirs, ratio, _, _ in ratios(data)
         if ratio is not None
     ]
@@ -202,8 +265,15 @@ def performance() -> None:
     figure, ax = axes(0.9 + 0.46 * len(found))
     for place, (label, ratio) in enumerate(found):
         colour = BAD if ratio > 1.05 else GOOD if ratio < 0.95 else PLAIN
-        ax.plot([1, ratio], [-place, -place], color=colour, linewidth=6, solid_capstyle="butt")
-        ax.plot([1, 1], [-place - 0.2, -place + 0.2], color=LINE, linewidth=1)  # not through the labels
+        ax.plot(
+            [1, ratio],
+            [-place, -place],
+            color=colour,
+            linewidth=6,
+            solid_capstyle="butt",
+        )
+        # not through the labels
+        ax.plot([1, 1], [-place - 0.2, -place + 0.2], color=LINE, linewidth=1)
         side = "left" if ratio >= 1 else "right"
         ax.annotate(
             f"{ratio:.2f}",
@@ -215,7 +285,14 @@ def performance() -> None:
             fontsize=9,
             fontweight="bold",
         )
-        ax.text(0, -place + 0.24, label, va="bottom", fontsize=9.5, transform=ax.get_yaxis_transform())
+        ax.text(
+            0,
+            -place + 0.24,
+            label,
+            va="bottom",
+            fontsize=9.5,
+            transform=ax.get_yaxis_transform(),
+        )
     ax.spines["left"].set_visible(False)
     ax.set_xscale("log")
     ax.set_xticks([0.5, 0.7, 1, 1.5, 2], ["0.5", "0.7", "1", "1.5", "2"])
@@ -223,7 +300,9 @@ def performance() -> None:
     ax.set_xlim(0.45, 2.2)
     ax.set_ylim(0.5 - len(found), 0.9)
     ax.set_yticks([])
-    ax.set_title("a round: faster than the other | slower", fontsize=11, fontweight="bold")
+    ax.set_title(
+        "a round: faster than the other | slower", fontsize=11, fontweight="bold"
+    )
     save(figure, DOCS / "images/performance.svg")
 
 
@@ -233,14 +312,22 @@ def main() -> None:
     for label, file, colour in HOME:
         rounds, accuracies = tests("fixbn-table-1", file)
         home.append((label, (accuracies[rounds.index(HOME_ROUND)], 0.0), colour))
-    bars(home, DOCS / "images/home.svg", "CIFAR-10, two classes a client, round 48,000:\ntest accuracy, %")
+    bars(
+        home,
+        DOCS / "images/home.svg",
+        "CIFAR-10, two classes a client, round 48,000:\ntest accuracy, %",
+    )
     for name, title, lines in CURVES:
         curves(name, title, lines)
     office = []
     for row in table("papers", "FedWon's Table 1"):
         if row[-1][0].isdigit():
             office.append((row[0], number(row[-1]), GOOD if row[0] in BEST else PLAIN))
-    bars(office, RESULTS / "fedwon-table-1-office-small.svg", "mean over four domains, 300 rounds, %")
+    bars(
+        office,
+        RESULTS / "fedwon-table-1-office-small.svg",
+        "mean over four domains, 300 rounds, %",
+    )
     which_method()
     performance()
 

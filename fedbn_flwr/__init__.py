@@ -48,7 +48,16 @@ _WHERE = {
     "to_legacy": "compat.legacy_strategy",
     "unwrap": "training.wrappers",
 }
-_ROOMS = ("batchnorm", "doctor", "errors", "mods", "norms", "privacy", "strategies", "training")
+_ROOMS = (
+    "batchnorm",
+    "doctor",
+    "errors",
+    "mods",
+    "norms",
+    "privacy",
+    "strategies",
+    "training",
+)
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package

@@ -1,4 +1,6 @@
-"""The default Flower app: a ServerApp and a ClientApp with all settings from the run config."""
+"""The default Flower app: a ServerApp and a ClientApp with all settings from the run
+config.
+"""
 
 from __future__ import annotations
 

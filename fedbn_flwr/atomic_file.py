@@ -11,9 +11,11 @@ __all__ = ["remove_leftovers", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
-    """Write a file in one step: write a temporary file in the same folder, sync it, rename it, and sync the folder.
+    """Write a file in one step: write a temporary file in the same folder, sync it,
+    rename it, and sync the folder.
 
-    The temporary file is locked while it is written, so that ``remove_leftovers`` leaves it alone.
+    The temporary file is locked while it is written, so that ``remove_leftovers``
+    leaves it alone.
 
     Args:
         path: the file.
@@ -50,7 +52,9 @@ def _open_locked(path: Path, mode: int) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote; a file that is locked stays."""
+    """Remove the temporary files of processes that were killed while they wrote; a file
+    that is locked stays.
+    """
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):  # it is locked, gone, or the file system has no locks
             handle = os.open(path, os.O_WRONLY)

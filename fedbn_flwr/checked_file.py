@@ -1,7 +1,8 @@
-"""Files that are complete or absent: written in one step, and checked with their own SHA-256 when they are read.
+"""Files that are complete or absent: written in one step, and checked with their own
+SHA-256 when they are read.
 
-A checked file is a safetensors file. Its metadata are ``about``, a JSON tree with the names of the arrays, and
-``sha256`` of this text and all arrays.
+A checked file is a safetensors file. Its metadata are ``about``, a JSON tree with the
+names of the arrays, and ``sha256`` of this text and all arrays.
 """
 
 from __future__ import annotations
@@ -21,17 +22,32 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import state_sha256
 
-__all__ = ["encode_safetensors", "read_checked", "remove_leftovers", "write_atomically", "write_checked"]
+__all__ = [
+    "encode_safetensors",
+    "read_checked",
+    "remove_leftovers",
+    "write_atomically",
+    "write_checked",
+]
 
-_ARRAY = "__array__"  # {"__array__": "model/fc.weight"} in the tree stands for that array
+# {"__array__": "model/fc.weight"} in the tree stands for that array
+_ARRAY = "__array__"
 
 
 def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
-    """Return a safetensors file whose bytes depend on the content alone: ``save`` puts the metadata in random order."""
-    data = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata=dict(metadata))
+    """Return a safetensors file whose bytes depend on the content alone: ``save`` puts
+    the metadata in random order.
+    """
+    data = save(
+        {name: np.asarray(array, order="C") for name, array in arrays.items()},
+        metadata=dict(metadata),
+    )
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    header = {"__metadata__": dict(sorted(metadata.items())), **{k: v for k, v in header.items() if k in arrays}}
+    header = {
+        "__metadata__": dict(sorted(metadata.items())),
+        **{k: v for k, v in header.items() if k in arrays},
+    }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text + data[start:]
@@ -46,11 +62,16 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
     arrays: dict[str, Array] = {}
     about = json.dumps(_take_out(content, "", arrays))
     content_sha256 = _sha256(about, arrays)
-    write_atomically(path, encode_safetensors(arrays, {"about": about, "sha256": content_sha256}), mode=0o600)
+    write_atomically(
+        path,
+        encode_safetensors(arrays, {"about": about, "sha256": content_sha256}),
+        mode=0o600,
+    )
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the tree of a checked file; arrays and their order are bit for bit the same, tuples become lists.
+    """Return the tree of a checked file; arrays and their order are bit for bit the
+    same, tuples become lists.
 
     Raises:
         StateError: the file is incomplete, was edited, or is not a checked file.
@@ -64,11 +85,13 @@ def read_checked(path: Path) -> dict[str, Any]:
         in_order: dict[str, Array] = {}
         content: dict[str, Any] = _put_back(tree, arrays, in_order)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise StateError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        raise StateError(
+            f"{path} cannot be read ({type(error).__name__}: {error})"
+        ) from error
     if _sha256(about, in_order) != expected or len(in_order) != len(arrays):
         raise StateError(
-            f"{path} is damaged or was edited: its SHA-256 does not match. Restore it from a copy, or delete it and "
-            "start from an earlier one"
+            f"{path} is damaged or was edited: its SHA-256 does not match. Restore it"
+            " from a copy, or delete it and start from an earlier one"
         )
     return content
 
@@ -79,21 +102,34 @@ def _sha256(about: str, arrays: State) -> str:
 
 def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     """Return the tree with names instead of arrays; put the arrays into ``arrays``."""
-    if value is None or isinstance(value, (bool, int, float, str)):  # np.float64 is a float, and JSON keeps its bits
+    # np.float64 is a float, and JSON keeps its bits
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {key: _take_out(item, f"{name}/{key}" if name else str(key), arrays) for key, item in value.items()}
+        return {
+            key: _take_out(item, f"{name}/{key}" if name else str(key), arrays)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_take_out(item, f"{name}/{index}", arrays) for index, item in enumerate(value)]
+        return [
+            _take_out(item, f"{name}/{index}", arrays)
+            for index, item in enumerate(value)
+        ]
     arrays[name] = np.asarray(value)
     return {_ARRAY: name}
 
 
 def _put_back(value: Any, arrays: State, in_order: dict[str, Array]) -> Any:
-    """Return the tree with its arrays; put them into ``in_order``, in the order of ``_take_out``."""
+    """Return the tree with its arrays; put them into ``in_order``, in the order of
+    ``_take_out``.
+    """
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             in_order[value[_ARRAY]] = arrays[value[_ARRAY]]
             return in_order[value[_ARRAY]]
         return {key: _put_back(item, arrays, in_order) for key, item in value.items()}
-    return [_put_back(item, arrays, in_order) for item in value] if isinstance(value, list) else value
+    return (
+        [_put_back(item, arrays, in_order) for item in value]
+        if isinstance(value, list)
+        else value
+    )

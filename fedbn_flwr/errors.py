@@ -1,7 +1,9 @@
-"""Errors of the package: each message names its subject, the value, the allowed values, and the remedy.
+"""Errors of the package: each message names its subject, the value, the allowed values,
+and the remedy.
 
-Each class has a ``code``, an instance may have a finer one. Code and tests decide by class and code, never by the words
-of a message. Flower sends a client's error as text alone, so a code on which the server acts stands in that text.
+Each class has a ``code``, an instance may have a finer one. Code and tests decide by
+class and code, never by the words of a message. Flower sends a client's error as text
+alone, so a code on which the server acts stands in that text.
 """
 
 from __future__ import annotations
@@ -48,21 +50,26 @@ NOT_FINITE = "not-finite"
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
-"""The code of an error of a node's data whose text is about the run's config, and has nothing of the data."""
+"""The code of an error of a node's data whose text is about the run's config, and has
+nothing of the data.
+"""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
 MOD_RAISED = "mod-raised"
 """The code of an exception of a mod of the app."""
 MOD_ON_QUERIES = (
-    "A mod of the whole app meets the strategies' queries, too, whose config lacks entries of training messages: "
-    "give it to the training function alone, @app.train(mods=[...]) or client_app(..., train_mods=[...]), or let it "
-    "return call_next(message, context) where message.metadata.message_type begins with 'query'."
+    "A mod of the whole app meets the strategies' queries, too, whose config lacks"
+    " entries of training messages: give it to the training function alone,"
+    " @app.train(mods=[...]) or client_app(..., train_mods=[...]), or let it return"
+    " call_next(message, context) where message.metadata.message_type begins with"
+    " 'query'."
 )
 """What to do with a mod that raises on a query."""
 _CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
 _IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, MOD_RAISED, _CLIENTS_CONFIG)
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
-# A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's or Ray's text names the class.
+# A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's
+# or # Ray's text names the class.
 _CONFIG_ERROR = re.compile(rf"\[{_CLIENTS_CONFIG}\] |\bConfigError(?:: |'>:<')")
 
 
@@ -88,7 +95,11 @@ class FedBNError(Exception):
     def reason(self) -> str:
         """The text with the code, if it is one on which the server acts."""
         text = str(self)
-        return coded(self.code, text) if self.code in _IN_TEXT and code_of(text) is None else text
+        return (
+            coded(self.code, text)
+            if self.code in _IN_TEXT and code_of(text) is None
+            else text
+        )
 
 
 class ConfigError(FedBNError, ValueError):
@@ -98,7 +109,9 @@ class ConfigError(FedBNError, ValueError):
 
 
 class NotResumableError(ConfigError):
-    """The folder of a run has no checkpoint with which the run could continue; it can only begin anew."""
+    """The folder of a run has no checkpoint with which the run could continue; it can
+    only begin anew.
+    """
 
     code = "not-resumable"
 
@@ -134,7 +147,9 @@ class ReplyError(FedBNError, ValueError):
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client part; if this is so on all clients, the run ends with this error."""
+    """A client's app lacks the method's client part; if this is so on all clients, the
+    run ends with this error.
+    """
 
     code = "client-part"
 
@@ -161,8 +176,9 @@ class RunFailedError(EngineError):
     """A run ended without a usable model.
 
     Attributes:
-        result: what the call would have returned: for ``start`` Flower's ``Result`` with the last global model, for
-            ``sweep`` the table; None if it is not known.
+        result: what the call would have returned: for ``start`` Flower's ``Result``
+            with the last global model, for ``sweep`` the table; None if it is not
+            known.
     """
 
     code = "run-failed"
@@ -187,21 +203,27 @@ class DivergedError(RunFailedError):
 
     code = "diverged"
 
-    def __init__(self, message: str, diverged_at: int | None = None, result: Any = None) -> None:
+    def __init__(
+        self, message: str, diverged_at: int | None = None, result: Any = None
+    ) -> None:
         super().__init__(message, result)
         self.diverged_at = diverged_at
 
 
 class NamedConfigErrors(ContextDecorator):
-    """Let the text of a ConfigError of the block say that it is one: Flower sends a client's error as text only.
+    """Let the text of a ConfigError of the block say that it is one: Flower sends a
+    client's error as text only.
 
-    It is also a decorator. It is a class because Ray must pickle it with the app, and cannot pickle a generator.
+    It is also a decorator. It is a class because Ray must pickle it with the app, and
+    cannot pickle a generator.
     """
 
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         """Raise the ConfigError with the code that stands in its text."""
         if isinstance(error, ConfigError) and error.code != _CLIENTS_CONFIG:
             raise ConfigError(coded(_CLIENTS_CONFIG, str(error))) from error
@@ -213,17 +235,22 @@ def coded(code: str, text: str) -> str:
 
 
 def split_code(reason: str) -> tuple[str | None, str]:
-    """Return the code in the text of an error, None without one, and the text without it."""
+    """Return the code in the text of an error, None without one, and the text without
+    it.
+    """
     return code_of(reason), _CODE.sub("", reason, count=1)
 
 
 def code_of(reason: str) -> str | None:
-    """Return the code in the text of an error, such as the reason of an error reply; None without one."""
+    """Return the code in the text of an error, such as the reason of an error reply;
+    None without one.
+    """
     return match[1] if (match := _CODE.search(reason)) else None
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
-    """Raise the ConfigError that all clients raised, if so: it would come again in every round.
+    """Raise the ConfigError that all clients raised, if so: it would come again in
+    every round.
 
     Args:
         reasons: the reasons of the error replies.
@@ -233,14 +260,24 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
     if len(reasons) != num_asked or len(texts) != 1:
         return
     if text := texts.pop():
-        who = f"All {num_asked} clients that were" if num_asked > 1 else "The client that was"
+        who = (
+            f"All {num_asked} clients that were"
+            if num_asked > 1
+            else "The client that was"
+        )
         raise ConfigError(f"{text}\n({who} asked raised this error.)")
 
 
 def _text_of_config_error(reason: str) -> str:
-    """Return the text of the ConfigError in a reason of Flower's; "" if it has another cause."""
+    """Return the text of the ConfigError in a reason of Flower's; "" if it has another
+    cause.
+    """
     _, *texts = _CONFIG_ERROR.split(reason)
-    return texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>") if texts else ""
+    return (
+        texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>")
+        if texts
+        else ""
+    )
 
 
 def install_extra(extra: str) -> str:
@@ -250,7 +287,8 @@ def install_extra(extra: str) -> str:
 
 @contextmanager
 def needs_package(package: str, what: str) -> Iterator[None]:
-    """Name the package, and what needs it, where an import in the block does not find it.
+    """Name the package, and what needs it, where an import in the block does not find
+    it.
 
     Raises:
         ConfigError: it is not installed.
@@ -259,13 +297,23 @@ def needs_package(package: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what} need the package {package}, which is not installed; pip install {package}"
+            f"{what} need the package {package}, which is not installed; pip install"
+            f" {package}"
         ) from error
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name, with the nearest allowed name as a suggestion."""
+    """Return the error for an unknown name, with the nearest allowed name as a
+    suggestion.
+    """
     names = sorted(allowed)
-    near = [name for name in difflib.get_close_matches(str(value), names, n=2) if name != value]
+    near = [
+        name
+        for name in difflib.get_close_matches(str(value), names, n=2)
+        if name != value
+    ]
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.", code="unknown-name")
+    return ConfigError(
+        f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.",
+        code="unknown-name",
+    )

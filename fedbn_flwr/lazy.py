@@ -1,4 +1,5 @@
-"""Names of a package whose modules are imported when they are used (PEP 562): a process pays for what it needs.
+"""Names of a package whose modules are imported when they are used (PEP 562): a process
+pays for what it needs.
 
 ::
 
@@ -18,7 +19,9 @@ from typing import Any
 __all__ = ["imported_when_used"]
 
 
-def imported_when_used(package: str, where: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def imported_when_used(
+    package: str, where: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of a package.
 
     Args:

@@ -1,4 +1,6 @@
-"""What this process may use of its machine, what the machine can do, and what memory and threads the process takes."""
+"""What this process may use of its machine, what the machine can do, and what memory
+and threads the process takes.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["begin_fork", "forking", "has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores", "threads"]
+__all__ = [
+    "begin_fork",
+    "forking",
+    "has_bfloat16",
+    "keep_freed_memory",
+    "memory_bytes",
+    "num_cores",
+    "threads",
+]
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy; a batch system or a container may leave it a part of them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may keep busy; a batch system or a container
+    may leave it a part of them.
+    """
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     for limit in _limits("cpu.max"):
         quota, _, period = limit.partition(" ")
         cores = min(cores, max(1, int(quota) // int(period)))
@@ -30,20 +46,30 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may have, in bytes: the machine's, or that of its container."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, _limits("memory.max"))])
+    """Return the memory that this process may have, in bytes: the machine's, or that of
+    its container.
+    """
+    return min(
+        [
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            *map(int, _limits("memory.max")),
+        ]
+    )
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device has instructions for bfloat16; without them it is emulated, several times slower.
+    """Return whether a device has instructions for bfloat16; without them it is
+    emulated, several times slower.
 
-    On a CPU torch's convolutions and matrix products then take loops of their own in place of oneDNN's kernels.
+    On a CPU torch's convolutions and matrix products then take loops of their own in
+    place of oneDNN's kernels.
     """
     import torch  # the command line, which also begins here, answers without it
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # a build without oneDNN has none
+    # a build without oneDNN has none
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return bool(supported and supported())
 
 
@@ -51,7 +77,8 @@ def has_bfloat16(device: torch.device) -> bool:
 def threads(count: int) -> Iterator[None]:
     """Let torch use so many threads in the block.
 
-    One is faster where operations are small and many, or where the caller has threads of its own.
+    One is faster where operations are small and many, or where the caller has threads
+    of its own.
     """
     import torch
 
@@ -65,12 +92,15 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Let the block fork this process, beside its threads; the fork calls ``begin_fork`` first."""
+    """Let the block fork this process, beside its threads; the fork calls
+    ``begin_fork`` first.
+    """
     collects = gc.isenabled()
     gc.disable()  # the fork, too, until it has begun
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            # of forks beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
         if collects:
@@ -80,20 +110,23 @@ def forking() -> Iterator[None]:
 def begin_fork() -> None:
     """Collect garbage in this process, a fork, but none that it has inherited.
 
-    To end a native object (a channel, a session) may need threads that its library has in the parent alone: a worker
-    was ended by SIGSEGV in a collection.
+    To end a native object (a channel, a session) may need threads that its library has
+    in the parent alone: a worker was ended by SIGSEGV in a collection.
     """
     gc.freeze()
     gc.enable()
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that it has freed, for its next tensors; for processes of this package only.
+    """Let this process keep the memory that it has freed, for its next tensors; for
+    processes of this package only.
 
-    A training step frees some hundred megabytes, and the next one needs them again. glibc gives them back to the system
-    in between, most of all in threads, which have pools of their own: getting them page by page takes up to a tenth of
-    a step's time. The process then holds the most that it has needed so far. Without effect under another C library,
-    and where the environment has such settings itself (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
+    A training step frees some hundred megabytes, and the next one needs them again.
+    glibc gives them back to the system in between, most of all in threads, which have
+    pools of their own: getting them page by page takes up to a tenth of a step's time.
+    The process then holds the most that it has needed so far. Without effect under
+    another C library, and where the environment has such settings itself
+    (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
@@ -104,16 +137,21 @@ def keep_freed_memory() -> None:
 
 
 def _limits(name: str) -> Iterator[str]:
-    """Yield a limit of this process's control group and of those above it (version 2), where there is one."""
+    """Yield a limit of this process's control group and of those above it (version 2),
+    where there is one.
+    """
     try:
-        group_line = next(line for line in _OWN.read_text().splitlines() if line.startswith("0::"))
+        group_line = next(
+            line for line in _OWN.read_text().splitlines() if line.startswith("0::")
+        )
     except (OSError, StopIteration):
         return
     group = _GROUPS / group_line.removeprefix("0::").strip("/")
     for folder in (group, *group.parents):
         try:
             limit = (folder / name).read_text().strip()
-        except OSError:  # the root has none; in a container the path may be that of the host
+        # the root has none; in a container the path may be that of the host
+        except OSError:
             limit = "max"
         if not limit.startswith("max"):
             yield limit

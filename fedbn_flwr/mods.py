@@ -1,4 +1,6 @@
-"""The client part for other people's apps, by the names that they import: ``from fedbn_flwr.mods import local_bn``."""
+"""The client part for other people's apps, by the names that they import:
+``from fedbn_flwr.mods import local_bn``.
+"""
 
 from __future__ import annotations
 
@@ -9,5 +11,13 @@ from fedbn_flwr.client.mod import local_bn
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.update_clipping import clipped_update
 
-__all__ = ["Hooks", "answer_query", "answer_statistics", "bn_rules", "clipped_update", "local_bn", "masked_update"]
+__all__ = [
+    "Hooks",
+    "answer_query",
+    "answer_statistics",
+    "bn_rules",
+    "clipped_update",
+    "local_bn",
+    "masked_update",
+]
 __all__ += ["packed"]

@@ -1,4 +1,6 @@
-"""A guard against lost speed that counts work, not seconds: messages, bytes, builds, passes, steps, copies."""
+"""A guard against lost speed that counts work, not seconds: messages, bytes, builds,
+passes, steps, copies.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         config = message.content.get("config")
         counted["configs"] += id(config) not in configs and config is not None
         configs[id(config)] = config
-        counted["bytes sent"] += sum(len(a.data) for r in message.content.array_records.values() for a in r.values())
+        counted["bytes sent"] += sum(
+            len(a.data)
+            for r in message.content.array_records.values()
+            for a in r.values()
+        )
         return real(message, *ids)
 
     monkeypatch.setattr(in_process, "stamped", stamped)
@@ -70,15 +76,23 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     [(FedAvg, 1, 0), (FedBN, 1, 5), (FedTAN, len(SIZES), 0)],
     ids=["FedAvg", "FedBN", "FedTAN"],
 )
-def test_a_run_does_no_more_work_than_it_must(points, mlp, count, method, builds: int, kept: int) -> None:
+def test_a_run_does_no_more_work_than_it_must(
+    points, mlp, count, method, builds: int, kept: int
+) -> None:
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=4)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=4
+    )
     passes: Counter[str] = Counter()
 
     def build() -> nn.Module:
         passes["builds"] += 1
         model = mlp()
-        model.register_forward_pre_hook(lambda module, args: passes.update(["training" if module.training else "test"]))
+        model.register_forward_pre_hook(
+            lambda module, args: passes.update(
+                ["training" if module.training else "test"]
+            )
+        )
         return model
 
     def client_fn(context: Context) -> TorchClient:
@@ -87,7 +101,10 @@ def test_a_run_does_no_more_work_than_it_must(points, mlp, count, method, builds
 
     initial = records.to_record(mlp().state_dict())
     count.clear()
-    app = client_app(client_fn, num_examples=lambda context: SIZES[context.node_config["partition-id"]])
+    app = client_app(
+        client_fn,
+        num_examples=lambda context: SIZES[context.node_config["partition-id"]],
+    )
     with InProcessGrid(app, len(SIZES)) as grid:
         method().start(grid=grid, initial_arrays=initial, num_rounds=ROUNDS)
     messages = ROUNDS * len(SIZES)
@@ -101,7 +118,9 @@ def test_a_run_does_no_more_work_than_it_must(points, mlp, count, method, builds
     assert passes["test"] == messages
     assert count["steps"] == messages * STEPS
     whole = sum(len(array.data) for array in initial.values())
-    own = sum(len(array.data) for name, array in initial.items() if name.startswith("1."))
+    own = sum(
+        len(array.data) for name, array in initial.items() if name.startswith("1.")
+    )
     first = len(SIZES) * whole  # FedBN's clients get the whole model once
     rest = (2 * messages - len(SIZES)) * (whole - (own if kept else 0))
     assert count["bytes sent"] == first + rest
@@ -114,20 +133,35 @@ _OF_MODULES = """
 parameters named_parameters buffers named_buffers modules named_modules children named_children
 state_dict train zero_grad
 """
-WALKS = {getattr(nn.Module, name).__code__ for name in _OF_MODULES.split()} | {layout._structure.__code__}
+WALKS = {getattr(nn.Module, name).__code__ for name in _OF_MODULES.split()} | {
+    layout._structure.__code__
+}
 
 
 def calls_and_walks(rounds: int, steps: int) -> tuple[int, int]:
-    """Return the Python calls, in all threads, of a run of FedBN, 20 clients; and the walks over a module tree."""
+    """Return the Python calls, in all threads, of a run of FedBN, 20 clients; and the
+    walks over a module tree.
+    """
     found: Counter[str] = Counter()
 
     def build() -> nn.Module:
-        first = OrderedDict(flat=nn.Flatten(), fc=nn.Linear(16, 5), bn=nn.BatchNorm1d(5), act=nn.ReLU())
-        return nn.Sequential(OrderedDict(base=nn.Sequential(first), head=nn.Linear(5, 3)))
+        first = OrderedDict(
+            flat=nn.Flatten(), fc=nn.Linear(16, 5), bn=nn.BatchNorm1d(5), act=nn.ReLU()
+        )
+        return nn.Sequential(
+            OrderedDict(base=nn.Sequential(first), head=nn.Linear(5, 3))
+        )
 
-    pixels = torch.randint(256, (160, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randint(
+        256,
+        (160, 1, 4, 4),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
     samples = Samples(pixels, torch.arange(160) % 3)
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=steps, batch_size=4)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_steps=steps, batch_size=4
+    )
 
     def client_fn(context: Context) -> TorchClient:
         first = 8 * int(context.node_config["partition-id"])
@@ -145,20 +179,28 @@ def calls_and_walks(rounds: int, steps: int) -> tuple[int, int]:
         threading.setprofile(note)
         sys.setprofile(note)
         try:
-            FedBN(fraction_evaluate=0.0).start(grid, records.to_record(build().state_dict()), num_rounds=rounds)
+            FedBN(fraction_evaluate=0.0).start(
+                grid, records.to_record(build().state_dict()), num_rounds=rounds
+            )
         finally:
             sys.setprofile(before)
             threading.setprofile(before)
     return found["calls"], found["walks"]
 
 
-def test_a_message_of_fedbn_takes_few_calls_and_walks_beside_its_steps(caplog: pytest.LogCaptureFixture) -> None:
-    """The later rounds of a run, the server's part too: calls of Python functions, walks over the model's modules."""
+def test_a_message_of_fedbn_takes_few_calls_and_walks_beside_its_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The later rounds of a run, the server's part too: calls of Python functions,
+    walks over the model's modules.
+    """
     caplog.set_level(logging.ERROR, "flwr")  # what the log's lines take is not counted
     calls_and_walks(1, 1)  # what is imported and found once
 
     def of_later_rounds(steps: int) -> tuple[int, int]:
-        (calls, walks), (more_calls, more_walks) = (calls_and_walks(rounds, steps) for rounds in (2, 5))
+        (calls, walks), (more_calls, more_walks) = (
+            calls_and_walks(rounds, steps) for rounds in (2, 5)
+        )
         return more_calls - calls, more_walks - walks
 
     (calls, walks), (with_step, _) = of_later_rounds(1), of_later_rounds(2)

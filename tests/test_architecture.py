@@ -1,4 +1,6 @@
-"""The layers of the package: each module is in one, and imports point one way, from tensors to the command line."""
+"""The layers of the package: each module is in one, and imports point one way, from
+tensors to the command line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ LEVELS = (
     ("client", "compat/legacy_strategy", "compat/secure_aggregation"),
     ("mods", "__init__"),
     # Up to here the core, from here the laboratory.
-    ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code", "lab/deployment", "lab/__init__"),
+    (
+        "lab/data",
+        "lab/models",
+        "lab/export",
+        "lab/files",
+        "lab/own_code",
+        "lab/deployment",
+        "lab/__init__",
+    ),
     ("lab/config",),
     ("lab/setup", "lab/early_stopping"),
     ("lab/partitioned",),
@@ -52,16 +62,29 @@ APART = (
     ("lab/data", "lab/export"),
     ("lab/models", "lab/export"),
     ("lab/runs", "lab/finished_runs"),
-    *((room, "lab/deployment") for room in ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code")),
+    *(
+        (room, "lab/deployment")
+        for room in (
+            "lab/data",
+            "lab/models",
+            "lab/export",
+            "lab/files",
+            "lab/own_code",
+        )
+    ),
 )
 """Rooms of one level that do not know each other."""
 
 
 def group_of(name: str) -> str | None:
-    """The layer of a module, given its dotted name below the package; None where it has none."""
+    """The layer of a module, given its dotted name below the package; None where it has
+    none.
+    """
     layers = [layer for level in LEVELS for layer in level]
     parts = name.split(".")
-    return next((layer for layer in ("/".join(parts[:2]), parts[0]) if layer in layers), None)
+    return next(
+        (layer for layer in ("/".join(parts[:2]), parts[0]) if layer in layers), None
+    )
 
 
 def modules() -> list[tuple[str | None, Path]]:
@@ -74,7 +97,9 @@ def modules() -> list[tuple[str | None, Path]]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module imported, line, whether it runs on import) of every import statement, in functions too."""
+    """Yield (module imported, line, whether it runs on import) of every import
+    statement, in functions too.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     lazy = {
         id(node)
@@ -101,7 +126,9 @@ def top(name: str) -> str:
 
 
 def test_every_module_has_a_room() -> None:
-    assert [str(path.relative_to(PACKAGE)) for layer, path in modules() if layer is None] == ["compat/__init__.py"]
+    assert [
+        str(path.relative_to(PACKAGE)) for layer, path in modules() if layer is None
+    ] == ["compat/__init__.py"]
 
 
 def test_torch_only_modules_do_not_know_flower() -> None:
@@ -109,7 +136,9 @@ def test_torch_only_modules_do_not_know_flower() -> None:
     for layer, path in modules():
         if layer in TORCH_ONLY:
             for name, line, eager in imports(path):
-                lazily_split = layer == "lab/data" and top(name) == "flwr_datasets" and not eager
+                lazily_split = (
+                    layer == "lab/data" and top(name) == "flwr_datasets" and not eager
+                )
                 if top(name) in ("flwr", "flwr_datasets", "ray") and not lazily_split:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []
@@ -123,7 +152,11 @@ def test_arrows() -> None:
             other = group_of(name.removeprefix("fedbn_flwr."))
             if layer is None or other is None or not name.startswith("fedbn_flwr."):
                 continue
-            if level[other] > level[layer] or (layer, other) in APART or (other, layer) in APART:
+            if (
+                level[other] > level[layer]
+                or (layer, other) in APART
+                or (other, layer) in APART
+            ):
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []
 
@@ -132,11 +165,15 @@ def test_strategies_are_papers_and_nothing_else() -> None:
     from fedbn_flwr.strategies import STRATEGIES
 
     files = {path.stem for path in (PACKAGE / "strategies").glob("*.py")} - {"__init__"}
-    assert files == {strategy.__module__.rsplit(".")[-1] for strategy in STRATEGIES.values()}
+    assert files == {
+        strategy.__module__.rsplit(".")[-1] for strategy in STRATEGIES.values()
+    }
 
 
 def test_no_module_imports_from_the_package_root() -> None:
-    """The root re-exports from the upper layers: importing it from below would be an arrow upwards."""
+    """The root re-exports from the upper layers: importing it from below would be an
+    arrow upwards.
+    """
     names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     for layer, path in modules():
         if layer != "__init__":

@@ -1,4 +1,6 @@
-"""The benchmarks' own arithmetic, their places on the page, and that they still run with this package."""
+"""The benchmarks' own arithmetic, their places on the page, and that they still run
+with this package.
+"""
 
 import re
 from pathlib import Path
@@ -15,18 +17,32 @@ def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     page.write_text("# Page\n<!-- a -->\nold\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\n")
     write_block(page, "a", "new\n")
     write_block(page, "a", "newer")
-    assert page.read_text() == "# Page\n<!-- a -->\n\nnewer\n\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\n"
+    assert (
+        page.read_text()
+        == "# Page\n<!-- a -->\n\nnewer\n\n<!-- /a -->\n<!-- b -->\n<!-- /b -->\n"
+    )
     with pytest.raises(ValueError, match="<!-- c -->"):
         write_block(page, "c", "")
 
 
 def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
-    target = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\nbench-peers:")[0]
-    programs = re.findall(r"benchmarks/(\w+)\.py --write docs/performance\.(?:md|yaml)", target)
+    target = (
+        (ROOT / "Makefile")
+        .read_text()
+        .partition("\nbench:")[2]
+        .partition("\nbench-peers:")[0]
+    )
+    programs = re.findall(
+        r"benchmarks/(\w+)\.py --write docs/performance\.(?:md|yaml)", target
+    )
     page = (ROOT / "docs/performance.md").read_text()
     assert {"simulation", "fedtan", "aggregation"} <= set(programs)
     for program in programs:
-        assert page.count(f"<!-- {program} -->\n") == page.count(f"<!-- /{program} -->\n") == 1, program
+        assert (
+            page.count(f"<!-- {program} -->\n")
+            == page.count(f"<!-- /{program} -->\n")
+            == 1
+        ), program
 
 
 @pytest.mark.parametrize("module", ["bare", "ours"])
@@ -38,7 +54,9 @@ def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
 
     prepare(tmp_path, "", [SETTINGS["mlp-128"]])
     clock = Clock(1)
-    reached = importlib.import_module(f"peers.{module}").main(Job("mlp-128", str(tmp_path), "", 1), clock)
+    reached = importlib.import_module(f"peers.{module}").main(
+        Job("mlp-128", str(tmp_path), "", 1), clock
+    )
     assert len(clock.seconds) == 1
     assert 0 < reached < 0.5  # random images
 
@@ -57,7 +75,9 @@ def test_each_slip_of_the_list_can_be_made() -> None:
 
 
 def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
-    """Of a network without BatchNorm: B is 0, and the other terms are those of plain gradients of uneven clients."""
+    """Of a network without BatchNorm: B is 0, and the other terms are those of plain
+    gradients of uneven clients.
+    """
     import torch
     from theorem_1 import terms
     from torch import nn
@@ -65,24 +85,41 @@ def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3)).double()
-    batches = [(torch.randn(size, 4, dtype=torch.float64), torch.randint(3, (size,))) for size in (6, 2)]
+    batches = [
+        (torch.randn(size, 4, dtype=torch.float64), torch.randint(3, (size,)))
+        for size in (6, 2)
+    ]
     b, v, gradient = terms(model, batches)
-    own = [torch.autograd.grad(functional.cross_entropy(model(x), y), [*model.parameters()]) for x, y in batches]
+    own = [
+        torch.autograd.grad(
+            functional.cross_entropy(model(x), y), [*model.parameters()]
+        )
+        for x, y in batches
+    ]
     flat = [torch.cat([part.flatten() for part in parts]) for parts in own]
     union = 0.75 * flat[0] + 0.25 * flat[1]
     assert b == pytest.approx(0, abs=1e-20)
-    assert v == pytest.approx(float(0.75 * (flat[0] - union).square().sum() + 0.25 * (flat[1] - union).square().sum()))
+    assert v == pytest.approx(
+        float(
+            0.75 * (flat[0] - union).square().sum()
+            + 0.25 * (flat[1] - union).square().sum()
+        )
+    )
     assert gradient == pytest.approx(float(union.square().sum()))
 
 
 def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> None:
-    """Deltas that fall for ten rounds and then swing by 0.1 around 1: a variance of 0.01."""
+    """Deltas that fall for ten rounds and then swing by 0.1 around 1: a variance of
+    0.01.
+    """
     from window_rule import calibrated, picked, variances
 
     deltas = [3 - 0.2 * k for k in range(10)] + [1.1, 0.9] * 15
     assert variances(deltas, 4)[4] == pytest.approx(0.05)  # 3.0, 2.8, 2.6, 2.4
     assert calibrated(deltas, 4) == pytest.approx(0.01)
-    assert picked(deltas, 4, 0.011) == 14, "the first window without a falling delta ends in round 14"
+    assert picked(deltas, 4, 0.011) == 14, (
+        "the first window without a falling delta ends in round 14"
+    )
     assert picked(deltas, 4, 0.001) is None
     with pytest.raises(ValueError, match="window of 30"):
         calibrated(deltas, 30)

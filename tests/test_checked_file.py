@@ -12,13 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_atomically, write_checked
+from fedbn_flwr.checked_file import (
+    read_checked,
+    remove_leftovers,
+    write_atomically,
+    write_checked,
+)
 from fedbn_flwr.errors import StateError
 
 TREE = {
     "round": 3,
-    "model": {"z": np.arange(6, dtype=np.float32).reshape(2, 3).T, "a": np.array(7), "empty": np.zeros((0, 2))},
-    "strategy": {"deltas": [0.1, float(np.float64(1) / 3)], "at": None, "variates": {}, "deep": [{"x": np.ones(2)}]},
+    "model": {
+        "z": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "a": np.array(7),
+        "empty": np.zeros((0, 2)),
+    },
+    "strategy": {
+        "deltas": [0.1, float(np.float64(1) / 3)],
+        "at": None,
+        "variates": {},
+        "deep": [{"x": np.ones(2)}],
+    },
 }
 
 
@@ -32,7 +46,10 @@ def test_a_tree_comes_back_bit_for_bit(path: Path) -> None:
     found = read_checked(path)
     assert list(found["model"]) == ["z", "a", "empty"], "in its order"
     for name, array in TREE["model"].items():
-        assert (found["model"][name].dtype, found["model"][name].shape) == (array.dtype, array.shape)
+        assert (found["model"][name].dtype, found["model"][name].shape) == (
+            array.dtype,
+            array.shape,
+        )
         assert found["model"][name].tolist() == array.tolist()
     assert found["strategy"]["deep"][0]["x"].tolist() == [1, 1]
     assert {k: v for k, v in found["strategy"].items() if k != "deep"} == {
@@ -77,7 +94,9 @@ def test_a_full_disk_does_not_change_the_file(path: Path, monkeypatch) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     write_atomically(tmp_path / "a", "whole")
     write_atomically(tmp_path / ".hidden", "whole")
     (tmp_path / ".a.123.tmp").write_text("ha")
@@ -85,8 +104,12 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".hidden", "a"]
 
 
-def test_the_temporary_file_of_a_process_that_writes_is_left_alone(tmp_path: Path, monkeypatch) -> None:
-    """Two clients with one state folder: one cleans up while the other is in the middle of a write."""
+def test_the_temporary_file_of_a_process_that_writes_is_left_alone(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Two clients with one state folder: one cleans up while the other is in the middle
+    of a write.
+    """
     sync = os.fsync
 
     def clean_up_and_sync(handle: int) -> None:
@@ -95,10 +118,14 @@ def test_the_temporary_file_of_a_process_that_writes_is_left_alone(tmp_path: Pat
 
     monkeypatch.setattr(os, "fsync", clean_up_and_sync)
     write_atomically(tmp_path / "a", "whole")
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("a", "whole")]
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [
+        ("a", "whole")
+    ]
 
 
-def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch
+) -> None:
     lock = fcntl.flock
 
     def late(handle: int, how: int) -> None:
@@ -108,11 +135,15 @@ def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(t
 
     monkeypatch.setattr(fcntl, "flock", late)
     write_atomically(tmp_path / "a", "whole", mode=0o600)
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("a", "whole")]
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [
+        ("a", "whole")
+    ]
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
 
 
-def test_files_are_written_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch) -> None:
+def test_files_are_written_where_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch
+) -> None:
     def none(handle: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -120,4 +151,7 @@ def test_files_are_written_where_the_file_system_has_no_locks(tmp_path: Path, mo
     write_atomically(tmp_path / "a", "whole")
     (tmp_path / ".a.123.tmp").write_text("ha")
     remove_leftovers(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a.123.tmp", "a"], "it may be another's"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        ".a.123.tmp",
+        "a",
+    ], "it may be another's"

@@ -1,4 +1,6 @@
-"""The core without the packages of the laboratory: flwr, torch, numpy, pydantic and safetensors are enough."""
+"""The core without the packages of the laboratory: flwr, torch, numpy, pydantic and
+safetensors are enough.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ STANDS_ON = {"flwr", "torch", "numpy", "pydantic", "safetensors"}
 BROUGHT = {
     "typing_extensions": "pydantic and torch bring it: TypeVar with a default",
     "grpc": "flwr brings it: FedTAN's channel",
-    "cryptography": "flwr brings it: masks, and noise whose generator cannot be guessed",
+    "cryptography": (
+        "flwr brings it: masks, and noise whose generator cannot be guessed"
+    ),
     "httpx": "flwr brings it: its errors, over a network",
     "click": "flwr brings it: errors of the arguments of its commands",
 }
@@ -37,7 +41,8 @@ WHERE_USED = {
 }
 """Imported inside a function, with an error that names the package."""
 
-# Blocks what none of the packages below brings, whoever asks, and what a module of ours asks for by name.
+# Blocks what none of the packages below brings, whoever asks, and what a module of
+# ours # asks for by name.
 BLOCK = """
 import builtins, sys
 
@@ -66,8 +71,9 @@ import__, builtins.__import__ = builtins.__import__, import_
 """
 
 
-# A project of Flower's with a training function of its own, and what FedBN, FixBN and FedTAN need at the client.
-# A project of Flower's with a training function of its own, and what FedBN, FixBN and FedTAN need at the client.
+# A project of Flower's with a training function of its own, and what FedBN, FixBN
+# and # FedTAN need at the client. A project of Flower's with a training function of its
+# own, # and what FedBN, FixBN and FedTAN need at the client.
 PLUG_IN = """
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -150,7 +156,9 @@ assert not [name for name in sys.modules if name.startswith("fedbn_flwr.lab")]
 
 @functools.cache
 def brought_by(*packages: str) -> frozenset[str]:
-    """The top-level modules of these packages and of all that they require, without their extras."""
+    """The top-level modules of these packages and of all that they require, without
+    their extras.
+    """
     distributions, left = set[str](), list(packages)
     while left:
         name = re.sub(r"[-_.]+", "-", left.pop()).lower()
@@ -161,21 +169,40 @@ def brought_by(*packages: str) -> frozenset[str]:
         except PackageNotFoundError:  # of another system
             continue
         distributions.add(name)
-        left += [re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line]
+        left += [
+            re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line
+        ]
     found = packages_distributions().items()
     return frozenset(
-        module for module, owners in found if any(re.sub(r"[-_.]+", "-", o).lower() in distributions for o in owners)
+        module
+        for module, owners in found
+        if any(re.sub(r"[-_.]+", "-", o).lower() in distributions for o in owners)
     )
 
 
-def python(code: str, folder: Path, checkout: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, folder: Path, checkout: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     brought = brought_by(*sorted(STANDS_ON)) | {"fedbn_flwr"}
-    assert brought.isdisjoint({"PIL", "cloudpickle", "datasets", "matplotlib", "pandas", "ray", "sklearn"})
+    assert brought.isdisjoint(
+        {"PIL", "cloudpickle", "datasets", "matplotlib", "pandas", "ray", "sklearn"}
+    )
     ours = {"fedbn_flwr", *STANDS_ON, *BROUGHT}
     return subprocess.run(
-        [sys.executable, "-c", BLOCK + code, str(checkout), ",".join(brought), ",".join(ours)],
+        [
+            sys.executable,
+            "-c",
+            BLOCK + code,
+            str(checkout),
+            ",".join(brought),
+            ",".join(ours),
+        ],
         cwd=folder,
-        env={**os.environ, "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0"},
+        env={
+            **os.environ,
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -186,10 +213,20 @@ def python(code: str, folder: Path, checkout: Path = ROOT) -> subprocess.Complet
 def test_three_methods_plug_into_a_project_of_flowers(tmp_path: Path) -> None:
     done = python(PLUG_IN, tmp_path)
     assert done.returncode == 0, done.stderr
-    moved = {name: set(entries) for name, *entries in map(str.split, done.stdout.splitlines()[-3:])}
+    moved = {
+        name: set(entries)
+        for name, *entries in map(str.split, done.stdout.splitlines()[-3:])
+    }
     weights = {"0.weight", "3.weight", "3.bias"}
-    affine, statistics = {"1.weight", "1.bias"}, {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert moved == {"FedBN": weights, "FixBN": weights | affine | statistics, "FedTAN": weights | affine | statistics}
+    affine, statistics = (
+        {"1.weight", "1.bias"},
+        {"1.running_mean", "1.running_var", "1.num_batches_tracked"},
+    )
+    assert moved == {
+        "FedBN": weights,
+        "FixBN": weights | affine | statistics,
+        "FedTAN": weights | affine | statistics,
+    }
 
 
 BLOCKED = """
@@ -208,7 +245,9 @@ COMMAND = "from fedbn_flwr.__main__ import main; main()"
 
 
 def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
-    done = python("import sys; sys.argv = ['fedbn-flwr', '--help']\n" + COMMAND, tmp_path)
+    done = python(
+        "import sys; sys.argv = ['fedbn-flwr', '--help']\n" + COMMAND, tmp_path
+    )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.endswith('): pip install "fedbn-flwr[lab]"')
@@ -223,19 +262,34 @@ except FedBNError as error:
 """
 
 
-@pytest.mark.parametrize("name", ["fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.app", "fedbn_flwr.app"])
-def test_without_the_extra_an_import_says_what_to_install(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.app", "fedbn_flwr.app"]
+)
+def test_without_the_extra_an_import_says_what_to_install(
+    name: str, tmp_path: Path
+) -> None:
     assert python(IMPORT.format(name=name), tmp_path).stdout == "missing-extra\n"
 
 
 def test_the_two_installs_are_what_each_half_imports() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     core = {re.split(r"[^\w.-]", line)[0] for line in project["dependencies"]}
     assert core == STANDS_ON
-    extra = {re.split(r"[^\w.-]", line)[0].lower() for line in project["optional-dependencies"]["lab"]}
+    extra = {
+        re.split(r"[^\w.-]", line)[0].lower()
+        for line in project["optional-dependencies"]["lab"]
+    }
     owners = packages_distributions()
-    needs = {owner.lower().replace("_", "-") for name in fedbn_flwr.lab._NEEDS for owner in owners[name]}
-    assert needs == extra - {"flwr"}, "what the laboratory looks for is what the extra brings"
+    needs = {
+        owner.lower().replace("_", "-")
+        for name in fedbn_flwr.lab._NEEDS
+        for owner in owners[name]
+    }
+    assert needs == extra - {"flwr"}, (
+        "what the laboratory looks for is what the extra brings"
+    )
 
 
 def test_the_core_names_no_other_package() -> None:
@@ -247,20 +301,29 @@ def test_the_core_names_no_other_package() -> None:
         for name, line, on_import in imports(path) if room != "lab" else ():
             package = name.split(".")[0]
             if package not in allowed:
-                assert not on_import, f"{path}:{line} imports {name} when it is imported"
+                assert not on_import, (
+                    f"{path}:{line} imports {name} when it is imported"
+                )
                 named.add((room, package))
     assert named == WHERE_USED.keys()
 
 
 def test_an_absent_package_is_named() -> None:
-    with pytest.raises(ConfigError, match="scikit-learn"), needs_package("scikit-learn", "metrics"):
+    with (
+        pytest.raises(ConfigError, match="scikit-learn"),
+        needs_package("scikit-learn", "metrics"),
+    ):
         import fedbn_no_such_package  # noqa: F401
 
 
 def test_every_lazy_name_is_there() -> None:
     assert fedbn_flwr._WHERE.keys() == set(fedbn_flwr.__all__)
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    (block,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     shown = {
         alias.name: node.module.removeprefix("fedbn_flwr.")
         for node in block.body

@@ -1,6 +1,7 @@
 """A run on a GPU is the run on the CPU.
 
-The tests run on a fake GPU (``tests/support/fake_gpu.py``), and on a real one where there is one.
+The tests run on a fake GPU (``tests/support/fake_gpu.py``), and on a real one where
+there is one.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.memory_format import set_memory_format
 from tests.support.fake_gpu import fake_gpu
 from tests.support.points import Points
-from tests.support.synchronised import WEIGHT_DECAY, centralised, client_data, distances, synchronised, trained
+from tests.support.synchronised import (
+    WEIGHT_DECAY,
+    centralised,
+    client_data,
+    distances,
+    synchronised,
+    trained,
+)
 
 SIZES = (6, 4, 5)
 CPU = torch.device("cpu")
-TRAINING = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_epochs=2, sgd_momentum=0.9)
+TRAINING = LocalTraining(
+    learning_rate=LearningRate(0.1), batch_size=4, local_epochs=2, sgd_momentum=0.9
+)
 
 
 def resnet() -> nn.Module:
@@ -53,30 +63,52 @@ def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         there, here = torch.as_tensor(found[name]).cpu(), torch.as_tensor(value).cpu()
-        torch.testing.assert_close(there, here, rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            there, here, rtol=tolerance, atol=tolerance, msg=name
+        )
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_training_and_evaluation_are_those_of_the_cpu(device: torch.device, memory_format: torch.memory_format) -> None:
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
+def test_training_and_evaluation_are_those_of_the_cpu(
+    device: torch.device, memory_format: torch.memory_format
+) -> None:
     data, here = images(9), resnet()
     there = copy.deepcopy(here).to(device, memory_format=memory_format)
-    results = [train(model, data, TRAINING, learning_rate=0.01, stream=stream) for model in (there, here)]
+    results = [
+        train(model, data, TRAINING, learning_rate=0.01, stream=stream)
+        for model in (there, here)
+    ]
     assert {value.device.type for value in there.state_dict().values()} == {device.type}
-    close(there.state_dict(), here.state_dict(), 1e-6)  # six steps with momentum enlarge the rounding
+    # six steps with momentum enlarge the rounding
+    close(there.state_dict(), here.state_dict(), 1e-6)
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
-    assert (results[0].accuracy, results[0].num_steps) == (results[1].accuracy, results[1].num_steps)
+    assert (results[0].accuracy, results[0].num_steps) == (
+        results[1].accuracy,
+        results[1].num_steps,
+    )
     there.load_state_dict(here.state_dict())
     tests = [evaluate(model, data, batch_size=4) for model in (there, here)]
     assert tests[0].loss == pytest.approx(tests[1].loss, rel=1e-9)
     assert tests[0].accuracy == tests[1].accuracy
-    found = [reestimate_statistics(model, data, batch_size=4, seed=0) for model in (there, here)]
+    found = [
+        reestimate_statistics(model, data, batch_size=4, seed=0)
+        for model in (there, here)
+    ]
     for path, expected in found[1].items():
-        torch.testing.assert_close(found[0][path].mean.cpu(), expected.mean.cpu(), rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(found[0][path].m2.cpu(), expected.m2.cpu(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            found[0][path].mean.cpu(), expected.mean.cpu(), rtol=1e-9, atol=1e-9
+        )
+        torch.testing.assert_close(
+            found[0][path].m2.cpu(), expected.m2.cpu(), rtol=1e-9, atol=1e-9
+        )
     assert len(found[1]) == len(tracking_layers(here))
 
 
-def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(device: torch.device) -> None:
+def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(
+    device: torch.device,
+) -> None:
     data = [
         ClientData(str(k), *points.batch(torch.arange(len(points))), 3)
         for k, points in enumerate(client_data((3, 4, 4), (6, 7)))
@@ -85,9 +117,15 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(device: tor
     model = trained(nn.Sequential(*layers).double()).eval()
 
     def measured(where: torch.device) -> Any:
-        loss = nn.CrossEntropyLoss(weight=torch.ones(3, device=where))  # class weights lie where the model is
+        # class weights lie where the model is
+        loss = nn.CrossEntropyLoss(weight=torch.ones(3, device=where))
         there = copy.deepcopy(model).to(where)
-        found = diagnose_clients(there, data, [], loss=lambda outputs, targets: loss(outputs.float(), targets))
+        found = diagnose_clients(
+            there,
+            data,
+            [],
+            loss=lambda outputs, targets: loss(outputs.float(), targets),
+        )
         assert not [line for line in found.not_measured if "Error" in line]
         return found.measures
 
@@ -100,44 +138,72 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(device: tor
 
 
 def test_mixed_precision_keeps_state_in_its_type(true_device: torch.device) -> None:
-    model = set_memory_format(build_model("resnet20", num_classes=3, channels=3, size=16).to(true_device))
+    model = set_memory_format(
+        build_model("resnet20", num_classes=3, channels=3, size=16).to(true_device)
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     data = client_data((3, 16, 16), (8,), dtype=torch.float32)[0]
     settings = LocalTraining(learning_rate=LearningRate(0.01), batch_size=4, amp=True)
     result = train(model, data, settings, learning_rate=0.01, stream=stream)
     assert result.num_steps == 2
     for name, value in model.state_dict().items():
-        assert (value.dtype, value.device) == (before[name].dtype, before[name].device), name
+        assert (value.dtype, value.device) == (
+            before[name].dtype,
+            before[name].device,
+        ), name
         assert bool(torch.isfinite(value).all()), name
     assert {int(layer.num_batches_tracked) for layer in tracking_layers(model)} == {2}
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN])
-def test_a_federation_ends_in_the_state_of_the_cpu(federate, points, mlp, device: torch.device, strategy) -> None:
+def test_a_federation_ends_in_the_state_of_the_cpu(
+    federate, points, mlp, device: torch.device, strategy
+) -> None:
     data = [points(size, client) for client, size in enumerate(SIZES)]
     options = {"rounds": 2, "local_epochs": 1, "batch_size": 0}
-    there, here = (federate(strategy(), lambda on=on: mlp().to(on), data, **options) for on in (device, CPU))
+    there, here = (
+        federate(strategy(), lambda on=on: mlp().to(on), data, **options)
+        for on in (device, CPU)
+    )
     assert there.strategy.reports[0].rejected == {}
     close(there.state, here.state)
     if strategy is FedBN:
         close(there.local_state(1), here.local_state(1))
 
 
-def test_worker_processes_on_a_device_end_in_the_state_of_one_process(federate, points, mlp, true_device) -> None:
+def test_worker_processes_on_a_device_end_in_the_state_of_one_process(
+    federate, points, mlp, true_device
+) -> None:
     """With a GPU the workers are new processes, which get the app by cloudpickle."""
     data = [points(size, client) for client, size in enumerate(SIZES)]
 
     def state(workers: int) -> dict[str, Any]:
         app = lambda: mlp(dropout=0.5).to(true_device)  # noqa: E731
-        return federate(FedBN(), app, data, rounds=2, grid_options={"workers": workers, "torch_threads": 1}).state
+        return federate(
+            FedBN(),
+            app,
+            data,
+            rounds=2,
+            grid_options={"workers": workers, "torch_threads": 1},
+        ).state
 
     close(state(2), state(0))
 
 
-def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(federate, device: torch.device) -> None:
-    data, options = client_data((3, 6, 6), SIZES), {"rounds": 1, "local_epochs": 1, "batch_size": 0}
+def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(
+    federate, device: torch.device
+) -> None:
+    data, options = (
+        client_data((3, 6, 6), SIZES),
+        {"rounds": 1, "local_epochs": 1, "batch_size": 0},
+    )
     model = lambda on: trained(nn.Sequential(*layers())).to(on)  # noqa: E731
-    there = federate(FedAvg(), lambda: model(device).to(memory_format=torch.channels_last), data, **options)
+    there = federate(
+        FedAvg(),
+        lambda: model(device).to(memory_format=torch.channels_last),
+        data,
+        **options,
+    )
     here = federate(FedAvg(), lambda: model(CPU), data, **options)
     assert there.state["0.weight"].flags.c_contiguous
     close(there.state, here.state)
@@ -146,33 +212,62 @@ def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(federa
 def layers() -> list[nn.Module]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)]
+        return [
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ]
 
 
 @pytest.mark.parametrize("transport", ["barrier", "messages"])
-def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(run_step, device, transport) -> None:
+def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(
+    run_step, device, transport
+) -> None:
     model, data = trained(nn.Sequential(*layers())), client_data((3, 6, 6), (2, 3, 1))
-    made = synchronised(FedTAN, transport, fedtan_exchanges="2L+1", min_train_nodes=1, min_available_nodes=1)
+    made = synchronised(
+        FedTAN,
+        transport,
+        fedtan_exchanges="2L+1",
+        min_train_nodes=1,
+        min_available_nodes=1,
+    )
     there = copy.deepcopy(model).to(device)
     done = run_step(made, there, data, transport=transport, weight_decay=WEIGHT_DECAY)
     assert done.strategy.reports[0].rejected == {}
-    assert done.strategy.reports[0].train.exchanges == 3  # moments, gradients, the model
-    assert max(distances(done.tensors, centralised(model, data), model.state_dict())) < 1e-9
+    # moments, gradients, the model
+    assert done.strategy.reports[0].train.exchanges == 3
+    assert (
+        max(distances(done.tensors, centralised(model, data), model.state_dict()))
+        < 1e-9
+    )
 
 
-def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, here = client_data((3, 16, 16), (24,), dtype=torch.float32)[0], resnet().float()
+def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, here = (
+        client_data((3, 16, 16), (24,), dtype=torch.float32)[0],
+        resnet().float(),
+    )
 
     launches: dict[int, tuple[int, int]] = {}
     parameters_and_buffers = len(here.state_dict())
 
     def waits(steps: int) -> tuple[Any, Any, Any]:
-        settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_steps=steps, sgd_momentum=0.9)
+        settings = LocalTraining(
+            learning_rate=LearningRate(0.1),
+            batch_size=4,
+            local_steps=steps,
+            sgd_momentum=0.9,
+        )
         with fake_gpu(monkeypatch) as costs:
             model = copy.deepcopy(here).to("cuda")
             train(model, data, settings, learning_rate=0.01, stream=stream)
             trained_in = dict(costs.reads)
-            assert costs.uploads == parameters_and_buffers + 2 * steps  # of a step's inputs and targets
+            # of a step's inputs and targets
+            assert costs.uploads == parameters_and_buffers + 2 * steps
             evaluate(model, data, batch_size=24 // steps)
             tested_in, before = dict(costs.reads), costs.launches.total()
             reestimate_statistics(model, data, batch_size=24 // steps)
@@ -180,13 +275,19 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(m
             with torch.no_grad():
                 for _ in range(steps):
                     model.train()(torch.zeros(4, 3, 16, 16, device="cuda"))
-            launches[steps] = reestimation, costs.launches.total() - before - reestimation
+            launches[steps] = (
+                reestimation,
+                costs.launches.total() - before - reestimation,
+            )
             return trained_in, tested_in, dict(costs.reads)
 
     assert waits(2) == waits(6)
-    passes, forwards = (more - less for less, more in zip(*launches.values(), strict=True))
+    passes, forwards = (
+        more - less for less, more in zip(*launches.values(), strict=True)
+    )
     assert forwards > 4 * 60
-    # Four batches more: a conversion, the variance and a product in each layer, beside the forward pass.
+    # Four batches more: a conversion, the variance and a product in each layer,
+    # beside # the forward pass.
     assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
 
 
@@ -201,35 +302,58 @@ BROKEN: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_what_breaks_a_rule_of_a_gpu_raises_on_the_fake_one_too(rule: str, gpu: torch.device) -> None:
+def test_what_breaks_a_rule_of_a_gpu_raises_on_the_fake_one_too(
+    rule: str, gpu: torch.device
+) -> None:
     x = torch.zeros(3, device=gpu)
     with pytest.raises((RuntimeError, TypeError), match=r"cuda|same device"):
         BROKEN[rule](x)
     assert torch.equal(x[[0, 1]].cpu(), torch.zeros(2))
-    assert (x + torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0]  # a scalar of the CPU may be anywhere
+    # a scalar of the CPU may be anywhere
+    assert (x + torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0]
 
 
 class Cut(Exception):
     """The power fails."""
 
 
-def test_a_cut_run_goes_on_from_its_checkpoint(tmp_path: Path, device: torch.device) -> None:
+def test_a_cut_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, device: torch.device
+) -> None:
     settings: dict[str, Any] = {
-        **{"strategy": "fedbn", "num-clients": 3, "num-server-rounds": 4, "local-steps": 2},
-        **{"batch-size": 8, "checkpoint-every": 2, "eval-every": 4, "device": str(device)},
+        **{
+            "strategy": "fedbn",
+            "num-clients": 3,
+            "num-server-rounds": 4,
+            "local-steps": 2,
+        },
+        **{
+            "batch-size": 8,
+            "checkpoint-every": 2,
+            "eval-every": 4,
+            "device": str(device),
+        },
     }
 
     def cut(line: Any) -> None:
         if line["round"] == 3:
             raise Cut
 
-    def start(name: str, on_round: Callable[[Any], None] | None = None, resume: bool = False) -> None:
-        run(Config.make({**settings, "resume": resume}), tmp_path / name, on_round=on_round)
+    def start(
+        name: str, on_round: Callable[[Any], None] | None = None, resume: bool = False
+    ) -> None:
+        run(
+            Config.make({**settings, "resume": resume}),
+            tmp_path / name,
+            on_round=on_round,
+        )
 
     start("whole")
     with pytest.raises(Cut):
         start("cut", cut)
     start("cut", resume=True)
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    found, expected = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole")
+    )
     exact = device.type == "cpu"
     close(found, expected, 0.0 if exact else 1e-4)  # a GPU's sums have no fixed order

@@ -1,4 +1,6 @@
-"""The documentation: its code runs, its tables are those of the code, its links lead somewhere."""
+"""The documentation: its code runs, its tables are those of the code, its links lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,27 @@ from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "studies/README.md")] + sorted(
-    (ROOT / "docs").rglob("*.md")
-)
+PAGES = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "studies/README.md")
+] + sorted((ROOT / "docs").rglob("*.md"))
 NOT_RUN = {
     ("docs/guides/privacy.md", "needs a grid"),
-    ("docs/results/which-method.md", "needs data, and takes from half an hour to hours"),
-    ("docs/index.md", "lines of an app, of which flower-projects.md has the tested diff"),
+    (
+        "docs/results/which-method.md",
+        "needs data, and takes from half an hour to hours",
+    ),
+    (
+        "docs/index.md",
+        "lines of an app, of which flower-projects.md has the tested diff",
+    ),
     ("README.md", "installs torch"),
     ("README.md", "installs torch, then takes minutes"),
     ("README.md", "installs torch"),
-    ("README.md", "lines of an app, of which docs/flower-projects.md has the tested diff"),
+    (
+        "README.md",
+        "lines of an app, of which docs/flower-projects.md has the tested diff",
+    ),
     ("CONTRIBUTING.md", "installs the development tools and runs everything"),
     ("CONTRIBUTING.md", "writes into the checkout"),
     ("docs/deployment.md", "starts a SuperLink and three SuperNodes"),
@@ -46,23 +58,44 @@ NOT_RUN = {
     ("docs/deployment.md", "needs a Docker engine"),
     ("docs/deployment.md", "makes keys in the checkout"),
     ("docs/get-started.md", "installs torch, then takes minutes"),
-    ("docs/get-started.md", "starts Flower's managed SuperLink, which outlives the command"),
-    ("docs/get-started.md", "lines of an app, of which flower-projects.md has the tested diff"),
+    (
+        "docs/get-started.md",
+        "starts Flower's managed SuperLink, which outlives the command",
+    ),
+    (
+        "docs/get-started.md",
+        "lines of an app, of which flower-projects.md has the tested diff",
+    ),
     ("docs/reference/command-line.md", "does five runs of 60 rounds"),
     ("docs/flower-projects.md", "starts a SuperLink and two SuperNodes, which stay up"),
-    ("docs/guides/own-training-loop.md", "needs Lightning; tests/client/test_callbacks.py runs it"),
-    ("docs/guides/own-training-loop.md", "needs fastai; tests/client/test_callbacks.py runs it"),
-    ("docs/guides/own-training-loop.md", "lines of an app, which tests/client/test_callbacks.py runs"),
+    (
+        "docs/guides/own-training-loop.md",
+        "needs Lightning; tests/client/test_callbacks.py runs it",
+    ),
+    (
+        "docs/guides/own-training-loop.md",
+        "needs fastai; tests/client/test_callbacks.py runs it",
+    ),
+    (
+        "docs/guides/own-training-loop.md",
+        "lines of an app, which tests/client/test_callbacks.py runs",
+    ),
     ("docs/guides/own-data.md", "needs MONAI; tests/apps/test_volumes.py runs it"),
     ("docs/deployment.md", "needs a running federation"),
     ("docs/guides/own-data.md", "needs the four files of UCI heart disease"),
     ("docs/guides/own-data.md", "a line of the function's module"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),
-    ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),
+    (
+        "docs/simulation.md",
+        "starts Flower's managed SuperLink, which outlives the command",
+    ),
     ("docs/simulation.md", "starts Ray, which outlives the command"),
     ("docs/simulation.md", "needs a GPU"),
     ("studies/README.md", "needs CIFAR-10, and takes an hour"),
-    ("docs/reference/output-folder.md", "tests/lab/output/test_tensorboard.py runs it with a stub"),
+    (
+        "docs/reference/output-folder.md",
+        "tests/lab/output/test_tensorboard.py runs it with a stub",
+    ),
     ("docs/doctor.md", "needs a model trained elsewhere"),
 }
 
@@ -116,12 +149,18 @@ def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text()
-        for match in re.finditer(r"^```(\w*)(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE):
+        for match in re.finditer(
+            r"^```(\w*)(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE
+        ):
             language, tag, body = match.groups()
             line = text[: match.start()].count("\n") + 1
             reason = tag.strip().removeprefix("no-run:").strip()
-            assert not tag.strip() or tag.strip().startswith("no-run: "), f"{page}:{line}: {tag}"
-            found.append(Block(str(page.relative_to(ROOT)), line, language, reason, body))
+            assert not tag.strip() or tag.strip().startswith("no-run: "), (
+                f"{page}:{line}: {tag}"
+            )
+            found.append(
+                Block(str(page.relative_to(ROOT)), line, language, reason, body)
+            )
     return found
 
 
@@ -129,17 +168,26 @@ BLOCKS = blocks()
 
 
 def to_run(language: str) -> list[Block]:
-    return [block for block in BLOCKS if block.language == language and not block.reason]
+    return [
+        block for block in BLOCKS if block.language == language and not block.reason
+    ]
 
 
 def next_block(block: Block) -> Block | None:
-    """The next block of the page; a block of text after a program is what the program prints."""
-    later = [other for other in BLOCKS if other.page == block.page and other.line > block.line]
+    """The next block of the page; a block of text after a program is what the program
+    prints.
+    """
+    later = [
+        other
+        for other in BLOCKS
+        if other.page == block.page and other.line > block.line
+    ]
     return later[0] if later else None
 
 
 def shell_scripts() -> list[Block]:
-    """The blocks to run, each on its own; those of a guide are one script: a later one goes on from an earlier one.
+    """The blocks to run, each on its own; those of a guide are one script: a later one
+    goes on from an earlier one.
 
     A command that stands in several blocks of single commands runs once.
     """
@@ -147,8 +195,12 @@ def shell_scripts() -> list[Block]:
     seen: set[str] = set()
     for block in to_run("sh"):
         lines = block.text.splitlines()
-        if all(line.startswith("fedbn-flwr ") and not line.endswith("\\") for line in lines):
-            block = replace(block, text="".join(f"{line}\n" for line in lines if line not in seen))
+        if all(
+            line.startswith("fedbn-flwr ") and not line.endswith("\\") for line in lines
+        ):
+            block = replace(
+                block, text="".join(f"{line}\n" for line in lines if line not in seen)
+            )
             seen |= set(lines)
             if not block.text:
                 continue
@@ -170,7 +222,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    assert {block.language for block in BLOCKS} <= {"sh", "python", "yaml", "toml", "text", "diff"}
+    assert {block.language for block in BLOCKS} <= {
+        "sh",
+        "python",
+        "yaml",
+        "toml",
+        "text",
+        "diff",
+    }
     assert {(block.page, block.reason) for block in BLOCKS if block.reason} == NOT_RUN
     assert to_run("python")
     assert to_run("sh")
@@ -190,7 +249,9 @@ def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("block", shell_scripts(), ids=str)
 def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -198,13 +259,18 @@ def test_programs_import_from_the_public_places() -> None:
     found = set()
     for block in BLOCKS:
         if block.language == "python":
-            for module in re.findall(r"^ *(?:from|import) (fedbn_flwr[\w.]*)", block.text, re.MULTILINE):
+            for module in re.findall(
+                r"^ *(?:from|import) (fedbn_flwr[\w.]*)", block.text, re.MULTILINE
+            ):
                 found.add((block.page, module))
     assert {module for _, module in found} & PUBLIC
-    assert {(page, module) for page, module in found if module not in PUBLIC} == NOT_PUBLIC_YET
+    assert {
+        (page, module) for page, module in found if module not in PUBLIC
+    } == NOT_PUBLIC_YET
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC - {"fedbn_flwr.batchnorm"}))  # a folder of modules
+# a folder of modules
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"fedbn_flwr.batchnorm"}))
 def test_each_public_name_is_there(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__all__
@@ -215,7 +281,9 @@ def test_each_public_name_is_there(name: str) -> None:
 def test_the_diffs_are_those_that_are_tested() -> None:
     """Each is applied and run in ``tests/apps/test_projects.py``."""
     shown = [block.text for block in BLOCKS if block.language == "diff"]
-    assert sorted(shown) == sorted(path.read_text() for path in (ROOT / "apps").rglob("*.diff"))
+    assert sorted(shown) == sorted(
+        path.read_text() for path in (ROOT / "apps").rglob("*.diff")
+    )
 
 
 def test_nothing_derived_is_stale() -> None:
@@ -247,31 +315,51 @@ def test_the_numbers_of_the_advice_are_recorded() -> None:
     for one in measured:
         assert "how" in data["studies"][one.study], "no command and commit"
         for method, accuracy in (("fedavg", one.fedavg), (one.method, one.accuracy)):
-            recorded = [str(row.get("here")) for row in data["methods"][method] if row["study"] == one.study]
+            recorded = [
+                str(row.get("here"))
+                for row in data["methods"][method]
+                if row["study"] == one.study
+            ]
             assert accuracy in [text.partition(" ")[0] for text in recorded], one
 
 
 def test_every_number_of_the_first_screens_is_traced() -> None:
-    """README and home, without the rows of results, which are made of ``methods.yaml``: each number from its source.
+    """README and home, without the rows of results, which are made of ``methods.yaml``:
+    each number from its source.
 
-    A number that stands there and is not made here fails, and so does one that does not stand there any more.
+    A number that stands there and is not made here fails, and so does one that does not
+    stand there any more.
     """
     at_round = {}
-    for name in ("BN", "GN", "FedTAN", "centralized-BN"):  # the page's command makes these files
-        with (ROOT / f"docs/results/fixbn-table-1/{name}.csv").open(encoding="utf-8") as file:
-            at_round[name] = {row["round"]: 100 * float(row["test-accuracy"] or 0) for row in csv.DictReader(file)}
+    # the page's command makes these files
+    for name in ("BN", "GN", "FedTAN", "centralized-BN"):
+        with (ROOT / f"docs/results/fixbn-table-1/{name}.csv").open(
+            encoding="utf-8"
+        ) as file:
+            at_round[name] = {
+                row["round"]: 100 * float(row["test-accuracy"] or 0)
+                for row in csv.DictReader(file)
+            }
     reached = {name: accuracies["48000"] for name, accuracies in at_round.items()}
     assert 1.5 < reached["FedTAN"] - reached["GN"] < 2.5, "two points below"
-    bounds = " ".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    bounds = " ".join(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    )
     found = re.search(r"flwr>=(\d+\.\d+),<1\.(\d+) .*torch>=([\d.]+),", bounds)
     assert found is not None
     least, below, torch_least = found.groups()
-    (program,) = (b for b in BLOCKS if b.page == "docs/get-started.md" and b.language == "python" and not b.reason)
+    (program,) = (
+        b
+        for b in BLOCKS
+        if b.page == "docs/get-started.md" and b.language == "python" and not b.reason
+    )
     made = {
         **{f"{accuracy:.1f}": "fixbn-table-1" for accuracy in reached.values()},
         f"{reached['centralized-BN'] - reached['FedTAN']:.1f}": "points of one machine",
         "48,000": "its round",
-        str(3 * len(layers_of(make_model(Config.make({"model": "resnet20"})))) + 1): "exchanges: 3 L + 1",
+        str(
+            3 * len(layers_of(make_model(Config.make({"model": "resnet20"})))) + 1
+        ): "exchanges: 3 L + 1",
         str(len(layers_of(torchvision.models.mobilenet_v2()))): "BatchNorm layers",
         str(len(program.text.splitlines())): "lines of Python",
         least: "Flower",
@@ -280,19 +368,31 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
         "6": "GB: its command stands beside it",
     }
     shown = set()
-    elsewhere = re.compile(r"<!-- glance -->.*?<!-- /glance -->|```.*?```|\]\([^)]*\)", re.DOTALL)
+    elsewhere = re.compile(
+        r"<!-- glance -->.*?<!-- /glance -->|```.*?```|\]\([^)]*\)", re.DOTALL
+    )
     for page in ("README.md", "docs/index.md"):
         text = elsewhere.sub(" ", (ROOT / page).read_text())
         shown |= set(re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)*(?!\w)", text))
         assert "about 6 GB" not in text or "`du -sh .venv`" in text
-    tested = set(re.findall(r"\b3\.1\d\b", (ROOT / "docs/results/compat.md").read_text()))
+    tested = set(
+        re.findall(r"\b3\.1\d\b", (ROOT / "docs/results/compat.md").read_text())
+    )
     assert shown == made.keys() | tested
-    assert ("Seven situations" in (ROOT / "docs/index.md").read_text()) == (len(SITUATIONS) == 7)
-    methods = yaml.safe_load((ROOT / "apps/main/recipes/demo.yaml").read_text())["methods"]
-    assert ("beside it five methods in process" in (ROOT / "README.md").read_text()) == (len(methods) == 5)
+    assert ("Seven situations" in (ROOT / "docs/index.md").read_text()) == (
+        len(SITUATIONS) == 7
+    )
+    methods = yaml.safe_load((ROOT / "apps/main/recipes/demo.yaml").read_text())[
+        "methods"
+    ]
+    assert (
+        "beside it five methods in process" in (ROOT / "README.md").read_text()
+    ) == (len(methods) == 5)
 
 
-def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_mends_what_is_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "apps/main/recipes", "studies"):
@@ -300,7 +400,9 @@ def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixt
     names = Path("fedbn_flwr/lab/config/names.json")
     (tmp_path / names.parent).mkdir(parents=True)
     shutil.copy(ROOT / names, tmp_path / names)
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1"))
+    (tmp_path / "pyproject.toml").write_text(
+        (ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1")
+    )
     (tmp_path / "docs/methods/fedtan.md").unlink()
     (tmp_path / "docs/methods/gone.md").write_text("a method that is no more")
     assert main([str(tmp_path), "--check"]) == 1
@@ -323,26 +425,41 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_named_exists(page: Path) -> None:
     """Paths in code quotes, from the root of the repository or of the package."""
-    for name in re.findall(r"`((?:fedbn_flwr|tests|apps|docs)/[\w./]+)`", page.read_text()):
+    for name in re.findall(
+        r"`((?:fedbn_flwr|tests|apps|docs)/[\w./]+)`", page.read_text()
+    ):
         if "NAME" not in name:
             assert (ROOT / name).exists(), name
     for target in re.findall(r"^make ([\w-]+)", page.read_text(), re.MULTILINE):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+        assert re.search(
+            rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+        ), target
 
 
 def test_the_site_has_every_page_and_the_reference_every_public_name() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
         if page.is_relative_to(ROOT / "docs"):
-            assert f"{page.relative_to(ROOT / 'docs')}\n" in site, "a page that is not in the site's nav"
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+            assert f"{page.relative_to(ROOT / 'docs')}\n" in site, (
+                "a page that is not in the site's nav"
+            )
+    pages = "\n".join(
+        page.read_text() for page in (ROOT / "docs/reference").glob("*.md")
+    )
     shown = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
-    assert {f"fedbn_flwr.strategies.{strategy.__name__}" for strategy in STRATEGIES.values()} <= shown
+    assert {
+        f"fedbn_flwr.strategies.{strategy.__name__}" for strategy in STRATEGIES.values()
+    } <= shown
     for name in fedbn_flwr.__all__:
-        assert {f"fedbn_flwr.{name}", getattr(fedbn_flwr, name).__module__} & shown, name
+        assert {
+            f"fedbn_flwr.{name}",
+            getattr(fedbn_flwr, name).__module__,
+        } & shown, name
     for name in shown:
         module, _, attribute = name.rpartition(".")
-        assert attribute in dir(importlib.import_module(module)) or importlib.util.find_spec(name), name
+        assert attribute in dir(
+            importlib.import_module(module)
+        ) or importlib.util.find_spec(name), name
 
 
 def test_no_path_of_one_machine() -> None:
@@ -351,8 +468,12 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_the_architecture_names_files_and_functions_that_are_there() -> None:
-    """Of each step: the file, and every name of code in the same line stands in that file."""
-    steps = re.findall(r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE)
+    """Of each step: the file, and every name of code in the same line stands in that
+    file.
+    """
+    steps = re.findall(
+        r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE
+    )
     assert len(steps) == 24
     for file, text in steps:
         source = (ROOT / "fedbn_flwr" / file).read_text()

@@ -11,11 +11,16 @@ from fedbn_flwr import errors
 
 def test_unknown_name_suggests_the_nearest() -> None:
     error = errors.unknown_name("strategy", "fixbm", ["fedavg", "fixbn"])
-    assert str(error) == "unknown strategy 'fixbm'. Did you mean 'fixbn'? Allowed: fedavg, fixbn."
+    assert (
+        str(error)
+        == "unknown strategy 'fixbm'. Did you mean 'fixbn'? Allowed: fedavg, fixbn."
+    )
     far = errors.unknown_name("strategy", 3, iter(["b", "a"]))
     assert str(far) == "unknown strategy 3. Allowed: a, b."
     same = errors.unknown_name("client", "west", ["west", "east"])
-    assert str(same) == "unknown client 'west'. Did you mean 'east'? Allowed: east, west."
+    assert (
+        str(same) == "unknown client 'west'. Did you mean 'east'? Allowed: east, west."
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in errors.__all__ if n.endswith("Error")])
@@ -24,38 +29,56 @@ def test_every_error_can_be_caught_by_the_base(name: str) -> None:
 
 
 def test_a_config_error_of_a_client_is_found_in_the_texts_of_all_engines() -> None:
-    """In process and Ray name Flower's exception, a SuperNode that of the app; Ray adds its traceback."""
+    """In process and Ray name Flower's exception, a SuperNode that of the app; Ray adds
+    its traceback.
+    """
 
     @errors.NamedConfigErrors()
     def client() -> None:
         raise errors.ConfigError("agc=-1")
 
-    with pytest.raises(errors.ConfigError, match=r"^\[clients-config\] agc=-1$"), errors.NamedConfigErrors():
+    with (
+        pytest.raises(errors.ConfigError, match=r"^\[clients-config\] agc=-1$"),
+        errors.NamedConfigErrors(),
+    ):
         client()
-    flower = "<class 'ClientAppException'>:<'\nException ClientAppException occurred. Message: "
+    flower = (
+        "<class 'ClientAppException'>:<'\nException ClientAppException occurred."
+        " Message: "
+    )
     ray = "ray::run() (pid={})\nfedbn_flwr.errors.ConfigError: [clients-config] agc=-1"
     ray += "\n\nThe above exception was the direct cause"
     for reasons in (
         [f"{flower}[clients-config] agc=-1'>"] * 2,
-        ["<class 'fedbn_flwr.errors.ConfigError'>:<'agc=-1'>", "<class 'a.ConfigError'>:<'[clients-config] agc=-1'>"],
+        [
+            "<class 'fedbn_flwr.errors.ConfigError'>:<'agc=-1'>",
+            "<class 'a.ConfigError'>:<'[clients-config] agc=-1'>",
+        ],
         [ray.format(1), ray.format(2)],
     ):
         with pytest.raises(errors.ConfigError, match=r"^agc=-1\n\(All 2 clients"):
             errors.raise_shared_config_error(reasons, 2)
         errors.raise_shared_config_error(reasons, 3)
         errors.raise_shared_config_error([*reasons[:1], "[clients-config] agc=-2"], 2)
-    with pytest.raises(errors.ConfigError, match=r"^agc=-1\n\(The client that was asked raised this error\.\)$"):
+    with pytest.raises(
+        errors.ConfigError,
+        match=r"^agc=-1\n\(The client that was asked raised this error\.\)$",
+    ):
         errors.raise_shared_config_error(["[clients-config] agc=-1"], 1)
     errors.raise_shared_config_error(["disk full"] * 2, 2)
     errors.raise_shared_config_error([], 0)
 
 
 def test_ray_can_send_what_names_config_errors() -> None:
-    assert isinstance(pickle.loads(pickle.dumps(errors.NamedConfigErrors())), errors.NamedConfigErrors)
+    assert isinstance(
+        pickle.loads(pickle.dumps(errors.NamedConfigErrors())), errors.NamedConfigErrors
+    )
 
 
 def test_each_class_has_a_code_of_its_own_and_an_error_may_have_a_finer_one() -> None:
-    classes = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
+    classes = [
+        getattr(errors, name) for name in errors.__all__ if name.endswith("Error")
+    ]
     assert len({kind.code for kind in classes}) == len(classes)
     assert errors.ConfigError("lr=-1").code == "config"
     assert errors.unknown_name("strategy", "x", ["a"]).code == "unknown-name"
@@ -67,8 +90,13 @@ def test_a_code_on_which_the_server_acts_is_found_in_the_reason_of_a_reply() -> 
     holds_nan = errors.ReplyError("entry 'x' holds nan", code=errors.NOT_FINITE)
     assert str(holds_nan) == "entry 'x' holds nan"
     assert errors.code_of(holds_nan.reason) == errors.NOT_FINITE
-    assert errors.StateError(f"app error:<'{holds_nan.reason}'>").code == errors.NOT_FINITE
+    assert (
+        errors.StateError(f"app error:<'{holds_nan.reason}'>").code == errors.NOT_FINITE
+    )
     assert pickle.loads(pickle.dumps(holds_nan)).reason == holds_nan.reason
-    assert errors.split_code(f"node 1: {holds_nan.reason}") == (errors.NOT_FINITE, "node 1: entry 'x' holds nan")
+    assert errors.split_code(f"node 1: {holds_nan.reason}") == (
+        errors.NOT_FINITE,
+        "node 1: entry 'x' holds nan",
+    )
     finer = errors.ConfigError("agc=-1", code="agc-range")
     assert (finer.reason, errors.code_of("a [list] of things")) == ("agc=-1", None)

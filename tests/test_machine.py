@@ -1,4 +1,6 @@
-"""Cores and memory: those of the machine, or what the control groups of this process leave of them; freed memory."""
+"""Cores and memory: those of the machine, or what the control groups of this process
+leave of them; freed memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from fedbn_flwr.machine import memory_bytes, num_cores
 
 @pytest.mark.parametrize(
     ("outer", "inner", "cores"),
-    [("max 100000", "max", 64), ("350000 100000", "max 100000", 3), ("max", "50000 100000", 1)],
+    [
+        ("max 100000", "max", 64),
+        ("350000 100000", "max 100000", 3),
+        ("max", "50000 100000", 1),
+    ],
 )
 def test_the_smallest_limit_of_the_groups_counts(
     outer: str, inner: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -26,7 +32,9 @@ def test_the_smallest_limit_of_the_groups_counts(
     (tmp_path / "own").write_text("1:name=systemd:/x\n0::/slurm/job\n")
     monkeypatch.setattr(machine, "_GROUPS", tmp_path / "fs")
     monkeypatch.setattr(machine, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: set(range(64)), raising=False
+    )
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert (num_cores(), memory_bytes()) == (64, whole), "no limit is written anywhere"
     (group.parent / "cpu.max").write_text(f"{outer}\n")
@@ -62,10 +70,24 @@ for call in (int, keep_freed_memory):
 
 
 def _page_faults(**environment: str) -> list[int]:
-    """Return the page faults of a thread that frees and needs tens of megabytes: before the call, and after it."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    code, said = [sys.executable, "-c", _FREES], {"capture_output": True, "text": True, "check": True}
-    return [int(line) for line in subprocess.run(code, env={**own, **environment}, **said).stdout.split()]
+    """Return the page faults of a thread that frees and needs tens of megabytes: before
+    the call, and after it.
+    """
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
+    code, said = (
+        [sys.executable, "-c", _FREES],
+        {"capture_output": True, "text": True, "check": True},
+    )
+    return [
+        int(line)
+        for line in subprocess.run(
+            code, env={**own, **environment}, **said
+        ).stdout.split()
+    ]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

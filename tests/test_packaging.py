@@ -1,4 +1,6 @@
-"""Wheel, sdist and Flower app bundle: the package once in each, and importable from a folder with nothing else."""
+"""Wheel, sdist and Flower app bundle: the package once in each, and importable from a
+folder with nothing else.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,34 @@ print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strate
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The root folder of each archive's content, built from the checkout as it is."""
     folder = tmp_path_factory.mktemp("archives")
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(ROOT),
+    ]
     bundle = [str(BIN / "flwr"), "build", "--app", str(ROOT)]
     env = {**os.environ, "FLWR_HOME": str(folder / "home")}
     works = [
-        subprocess.Popen(c, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            c,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for c in (build, bundle)
     ]
     for work in works:
         said, _ = work.communicate(timeout=120)
         assert work.returncode == 0, said
-    (wheel,), (sdist,), (fab,) = (list(folder.glob(f"*.{kind}")) for kind in ("whl", "tar.gz", "fab"))
+    (wheel,), (sdist,), (fab,) = (
+        list(folder.glob(f"*.{kind}")) for kind in ("whl", "tar.gz", "fab")
+    )
     for kind, archive in (("wheel", wheel), ("bundle", fab)):
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder / kind)
@@ -60,30 +79,46 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def sources(root: Path, suffixes: tuple[str, ...] = (".py",)) -> dict[str, bytes]:
     """Content of the package's files by path below the folder that holds the package."""
-    found = (path for path in (root / "fedbn_flwr").rglob("*") if path.suffix in suffixes)
-    return {str(path.relative_to(root)): path.read_bytes() for path in found if "__pycache__" not in path.parts}
+    found = (
+        path for path in (root / "fedbn_flwr").rglob("*") if path.suffix in suffixes
+    )
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in found
+        if "__pycache__" not in path.parts
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_archive_has_the_package_once(kind: str, unpacked: dict[str, Path]) -> None:
+def test_each_archive_has_the_package_once(
+    kind: str, unpacked: dict[str, Path]
+) -> None:
     assert sources(unpacked[kind]) == sources(ROOT)
     content = list(unpacked[kind].rglob("*.py"))
-    assert [str(path.relative_to(unpacked[kind])) for path in content if path.name == "fedavg.py"] == [
-        "fedbn_flwr/strategies/fedavg.py"
-    ]
+    assert [
+        str(path.relative_to(unpacked[kind]))
+        for path in content
+        if path.name == "fedavg.py"
+    ] == ["fedbn_flwr/strategies/fedavg.py"]
     links = [path for path in unpacked[kind].rglob("*") if path.is_symlink()]
     assert links == ([unpacked[kind] / "strategies"] if kind == "sdist" else [])
 
 
 def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     wheel = {path.name for path in unpacked["wheel"].iterdir()}
-    assert {name for name in wheel if not name.endswith(".dist-info")} == {"fedbn_flwr"}, "no apps, no tests"
+    assert {name for name in wheel if not name.endswith(".dist-info")} == {
+        "fedbn_flwr"
+    }, "no apps, no tests"
     for name in ("py.typed", "lab/report.css"):
-        for kind in ("wheel", "sdist"):  # a bundle has no report: Flower takes no files of HTML
+        # a bundle has no report: Flower takes no files of HTML
+        for kind in ("wheel", "sdist"):
             assert (unpacked[kind] / "fedbn_flwr" / name).is_file()
     (info,) = unpacked["wheel"].glob("*.dist-info")
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert "fedbn-flwr = fedbn_flwr.__main__:main" in (info / "entry_points.txt").read_text()
+    assert (
+        "fedbn-flwr = fedbn_flwr.__main__:main"
+        in (info / "entry_points.txt").read_text()
+    )
     for extra in ("dev", "docs", "lab", "onnx", "tensorboard"):
         assert f"Provides-Extra: {extra}" in (info / "METADATA").read_text()
     bundle = {path.name for path in unpacked["bundle"].iterdir()}
@@ -91,13 +126,32 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     assert (installed["dependency-groups"], installed["tool"]["uv"]) == (
         {"app": ["fedbn-flwr[lab]"]},
         {"default-groups": ["app"]},
-    ), "where Flower installs an app's dependencies, the default app gets the laboratory's"
-    assert bundle == {"fedbn_flwr", "apps", "pyproject.toml", "README.md", "LICENSE", ".info"}, "what nodes need"
-    for name in ("pyproject.toml", "README.md", "LICENSE", "apps/main/server_app.py", "apps/main/recipes/demo.yaml"):
+    ), (
+        "where Flower installs an app's dependencies, the default app gets the"
+        " laboratory's"
+    )
+    assert bundle == {
+        "fedbn_flwr",
+        "apps",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        ".info",
+    }, "what nodes need"
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "apps/main/server_app.py",
+        "apps/main/recipes/demo.yaml",
+    ):
         assert (unpacked["bundle"] / name).is_file(), name
         assert (unpacked["sdist"] / name).is_file(), name
     tests = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
-    assert {path.relative_to(unpacked["sdist"]) for path in (unpacked["sdist"] / "tests").rglob("*.py")} == tests
+    assert {
+        path.relative_to(unpacked["sdist"])
+        for path in (unpacked["sdist"] / "tests").rglob("*.py")
+    } == tests
 
 
 def test_each_archive_imports_from_an_empty_folder(
@@ -105,10 +159,15 @@ def test_each_archive_imports_from_an_empty_folder(
 ) -> None:
     env = {**at_once, "FLWR_HOME": str(tmp_path / "home")}
     code = dict.fromkeys(KINDS, IMPORT)
-    # The components as Flower loads them: by the names in the bundle's own pyproject.toml.
-    components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
+    # The components as Flower loads them: by the names in the bundle's
+    # own # pyproject.toml.
+    components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())[
+        "tool"
+    ]["flwr"]["app"]["components"]
     modules = ", ".join(name.split(":")[0] for name in components.values())
-    code["bundle"] = IMPORT.replace("import fedbn_flwr.app,", f"import {modules}, fedbn_flwr.app,")
+    code["bundle"] = IMPORT.replace(
+        "import fedbn_flwr.app,", f"import {modules}, fedbn_flwr.app,"
+    )
     works = {
         kind: subprocess.Popen(
             ["python", "-c", code[kind], str(unpacked[kind]), str(ROOT)],
@@ -125,9 +184,13 @@ def test_each_archive_imports_from_an_empty_folder(
         assert work.returncode == 0, (kind, err)
         found = json.loads(out.splitlines()[-1])
         assert found["files"], kind
-        assert all(Path(file).is_relative_to(unpacked[kind]) for file in found["files"]), kind
+        assert all(
+            Path(file).is_relative_to(unpacked[kind]) for file in found["files"]
+        ), kind
         door = kind == "sdist"  # as in the checkout
-        assert found["strategies"] is door, "a module of that name would shadow, or be shadowed by, the user's own"
+        assert found["strategies"] is door, (
+            "a module of that name would shadow, or be shadowed by, the user's own"
+        )
 
 
 def test_strategies_is_a_relative_link() -> None:
@@ -139,7 +202,10 @@ def test_strategies_is_a_relative_link() -> None:
         path
         for folder in ("fedbn_flwr", "apps", "tests", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
-        if any(line.startswith(("import strategies", "from strategies")) for line in path.read_text().splitlines())
+        if any(
+            line.startswith(("import strategies", "from strategies"))
+            for line in path.read_text().splitlines()
+        )
     ]
     assert users == [], "the reader's door is never imported"
 
@@ -149,4 +215,6 @@ def test_one_version() -> None:
     assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    assert all("<" in dependency for dependencies in lists for dependency in dependencies), "upper bounds"
+    assert all(
+        "<" in dependency for dependencies in lists for dependency in dependencies
+    ), "upper bounds"

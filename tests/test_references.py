@@ -1,4 +1,6 @@
-"""Citations: the numbers are those of ``docs/references.yaml``, with its authors, years and titles."""
+"""Citations: the numbers are those of ``docs/references.yaml``, with its authors, years
+and titles.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +30,46 @@ def texts() -> Iterator[tuple[str, str]]:
         files += [path for kind in KINDS for path in (ROOT / folder).rglob(kind)]
     for path in files:
         if path != Path(__file__):
-            yield str(path.relative_to(ROOT)), re.sub(r"\n# |\s+", " ", path.read_text())
+            yield (
+                str(path.relative_to(ROOT)),
+                re.sub(r"\n# |\s+", " ", path.read_text()),
+            )
 
 
 def wrong_numbers(text: str) -> list[str]:
-    """Return the arXiv numbers of a text that are not those of a known paper, or are written in another way."""
+    """Return the arXiv numbers of a text that are not those of a known paper, or are
+    written in another way.
+    """
     found = re.findall(r"(?i)(arxiv[^\d\w]{0,3}(?:abs/)?\d{4}\.\d{4,5})", text)
-    known = {f"arXiv:{number}" for number in PAPERS} | {f"arxiv.org/abs/{number}" for number in PAPERS}
+    known = {f"arXiv:{number}" for number in PAPERS} | {
+        f"arxiv.org/abs/{number}" for number in PAPERS
+    }
     return [number for number in found if number not in known]
 
 
 def wrong_names(text: str) -> list[str]:
-    """Return the citations of a text whose authors, year or title are not those of the number beside them."""
+    """Return the citations of a text whose authors, year or title are not those of the
+    number beside them.
+    """
     wrong = []
     for cited in NAMED.finditer(text):
         paper = PAPERS[cited["number"]]
         authors = paper["authors"].split(", ")
         named = [cited["first"], *re.findall(r"[A-Z][\w'-]+", cited["others"])]
         short = cited["others"] in ("", " et al.")
-        same = named == (authors[:1] if short else authors) and int(cited["year"]) == paper["year"]
+        same = (
+            named == (authors[:1] if short else authors)
+            and int(cited["year"]) == paper["year"]
+        )
         if not same or cited["title"] not in (None, paper["title"]):
             wrong.append(cited[0])
     return wrong
 
 
 def test_every_number_is_that_of_a_known_paper() -> None:
-    assert {name: numbers for name, text in texts() if (numbers := wrong_numbers(text))} == {}
+    assert {
+        name: numbers for name, text in texts() if (numbers := wrong_numbers(text))
+    } == {}
 
 
 def test_authors_year_and_title_are_those_of_the_number() -> None:
@@ -61,7 +77,9 @@ def test_authors_year_and_title_are_those_of_the_number() -> None:
 
 
 def test_every_known_paper_is_cited() -> None:
-    everything = " ".join(text for name, text in texts() if not name.startswith("docs/references"))
+    everything = " ".join(
+        text for name, text in texts() if not name.startswith("docs/references")
+    )
     assert [number for number in PAPERS if f"arXiv:{number}" not in everything] == []
 
 
@@ -72,7 +90,14 @@ def test_every_known_paper_is_cited() -> None:
         ("Hsu, Qi & Brown 2019 (arXiv 1909.06335)", True, False),
         ("Zhuang 2023, arXiv:2306.05879", False, True),
         ("Zhuang, Liu 2024, arXiv:2306.05879", False, True),
-        ('Li et al. 2021, "FedBN: Federated Learning via Local Batch Normalization", arXiv:2102.07623', False, True),
+        (
+            (
+                'Li et al. 2021, "FedBN: Federated Learning via Local Batch'
+                ' Normalization", arXiv:2102.07623'
+            ),
+            False,
+            True,
+        ),
         ("Zhuang 2024, arXiv:2306.05879", False, False),
         ("Wang, Shi & Chang 2023, arXiv:2301.02982", False, False),
     ],

@@ -15,15 +15,28 @@ def test_the_seed_is_the_documented_hash() -> None:
 
 
 def test_streams_differ_by_each_part_of_their_name() -> None:
-    names = [(0, "batches", 1, 2), (1, "batches", 1, 2), (0, "dropout", 1, 2), (0, "batches", 2, 1), (0, "batches", 12)]
+    names = [
+        (0, "batches", 1, 2),
+        (1, "batches", 1, 2),
+        (0, "dropout", 1, 2),
+        (0, "batches", 2, 1),
+        (0, "batches", 12),
+    ]
     seeds = [derive_seed(seed, purpose, *keys) for seed, purpose, *keys in names]
     assert len(set(seeds)) == len(names)
-    draws = {tuple(torch.rand(4, generator=torch_generator(*name)).tolist()) for name in names}
+    draws = {
+        tuple(torch.rand(4, generator=torch_generator(*name)).tolist())
+        for name in names
+    }
     assert len(draws) == len(names)
 
 
 def test_streams_are_the_same_on_every_machine() -> None:
     """Golden numbers, made by the same calls."""
-    assert numpy_generator(5, "x", "a", 1).integers(10**9, size=3).tolist() == [936399188, 628667064, 842350217]
+    assert numpy_generator(5, "x", "a", 1).integers(10**9, size=3).tolist() == [
+        936399188,
+        628667064,
+        842350217,
+    ]
     drawn = torch.randint(10**9, (3,), generator=torch_generator(5, "x", "a", 1))
     assert drawn.tolist() == [845660191, 920378236, 542855088]

@@ -1,4 +1,6 @@
-"""What a fresh process imports: a package that takes a second to import is imported where it is used."""
+"""What a fresh process imports: a package that takes a second to import is imported
+where it is used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from pathlib import Path
 import pytest
 
 HEAVY = (
-    *("PIL", "datasets", "fastapi", "flwr_datasets", "matplotlib", "onnx", "pandas", "ray", "scipy", "sklearn"),
+    *(
+        "PIL",
+        "datasets",
+        "fastapi",
+        "flwr_datasets",
+        "matplotlib",
+        "onnx",
+        "pandas",
+        "ray",
+        "scipy",
+        "sklearn",
+    ),
     *(
         "sqlalchemy",
         "sympy",
@@ -58,7 +71,13 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
     """Up to the end of round 1; the curves after the last round need matplotlib."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     code = _STEPS % (HEAVY,)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=True,
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {
         "import fedbn_flwr": [],
@@ -69,9 +88,19 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
     }
 
 
-# What a command may load that answers without torch: its own few packages. Flower alone would take longer than they do.
+# What a command may load that answers without torch: its own few packages. Flower
+# alone # would take longer than they do.
 LIGHT = {
-    *("fedbn_flwr", "click", "typer", "rich", "shellingham", "typing_extensions", "yaml", "_yaml"),
+    *(
+        "fedbn_flwr",
+        "click",
+        "typer",
+        "rich",
+        "shellingham",
+        "typing_extensions",
+        "yaml",
+        "_yaml",
+    ),
     "cython_runtime",  # of yaml
     *("pygments", "markdown_it", "mdurl", "attr", "attrs"),  # of rich
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
@@ -98,7 +127,13 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} 
         ("list strategies", 0),
         ("list datasets", 0),
         ("run --set sed=1", 2),
-        ("run --set strategy=fedbn --set num-server-rounds=3 --set batch-size=x --set norm=bach", 2),
+        (
+            (
+                "run --set strategy=fedbn --set num-server-rounds=3 --set batch-size=x"
+                " --set norm=bach"
+            ),
+            2,
+        ),
         ("run absent.yaml", 2),
         ("run --set strategy=fedbnn", 2),
         ("partition --set partition=nothing", 2),
@@ -111,22 +146,39 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} 
         ("doctor mlp --dataset mnist --set sed=1", 2),
     ],
 )
-def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path, command: str, code: int) -> None:
+def test_a_command_that_only_answers_loads_no_torch(
+    tmp_path: Path, command: str, code: int
+) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     start = [sys.executable, "-c", _COMMAND, *command.split()]
-    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True)
+    done = subprocess.run(
+        start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
+    )
     found, loaded = json.loads(done.stdout.splitlines()[-1])
     assert found == code, done.stderr
-    others = {name for name in loaded if not name.startswith(("_cython", "_sysconfigdata"))} - sys.stdlib_module_names
+    others = {
+        name for name in loaded if not name.startswith(("_cython", "_sysconfigdata"))
+    } - sys.stdlib_module_names
     assert others <= LIGHT
 
 
-# The rooms of the laboratory that a client of the Flower app needs, and what in them belongs to other clients.
+# The rooms of the laboratory that a client of the Flower app needs, and what in
+# them # belongs to other clients.
 _OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
 _OF_OTHERS = (
     *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
-    *("lab.data.own.arrays", "lab.data.own.csv_files", "lab.data.own.description", "lab.data.own.features"),
-    *("lab.data.own.folder", "lab.data.own.hub", "lab.data.own.reading", "lab.data.own.table"),
+    *(
+        "lab.data.own.arrays",
+        "lab.data.own.csv_files",
+        "lab.data.own.description",
+        "lab.data.own.features",
+    ),
+    *(
+        "lab.data.own.folder",
+        "lab.data.own.hub",
+        "lab.data.own.reading",
+        "lab.data.own.table",
+    ),
     *("lab.runs.run", "lab.runs.serve", "lab.runs.start_checks"),
     *(
         "client.masking",
@@ -151,10 +203,14 @@ print(json.dumps([*sys.modules]))
 
 
 def test_a_client_of_the_flower_app_loads_what_it_uses(tmp_path: Path) -> None:
-    """Each of its messages may be a process of its own. No command, plot, report, study, server or reader of tables."""
+    """Each of its messages may be a process of its own. No command, plot, report,
+    study, server or reader of tables.
+    """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     start = [sys.executable, "-c", _CLIENT]
-    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True)
+    done = subprocess.run(
+        start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
+    )
     ours, everything = map(json.loads, done.stdout.splitlines()[-2:])
     rooms = {name.split(".")[1] for name in ours if name.startswith("lab.")}
     assert rooms <= set(_OF_CLIENTS)

@@ -1,4 +1,6 @@
-"""Tables of hospitals, read by pandas: ``dataset=apps.hospitals.heart:patients``, see the guide own-data.md."""
+"""Tables of hospitals, read by pandas: ``dataset=apps.hospitals.heart:patients``, see
+the guide own-data.md.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,54 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.lab.models.mlp import MLP
 
-# Mean and standard deviation of each column over the 920 patients, rounded: constants, so no hospital sends sums.
+# Mean and standard deviation of each column over the 920 patients, rounded:
+# constants, # so no hospital sends sums.
 SCALE = {
-    **{"age": (53.5, 9.4), "sex": (0.79, 0.41), "cp": (3.25, 0.93), "trestbps": (132, 19), "chol": (199, 111)},
-    **{"fbs": (0.17, 0.37), "restecg": (0.6, 0.81), "thalach": (138, 26), "exang": (0.39, 0.49)},
-    **{"oldpeak": (0.88, 1.09), "slope": (1.77, 0.62), "ca": (0.68, 0.94), "thal": (5.1, 1.9)},
+    **{
+        "age": (53.5, 9.4),
+        "sex": (0.79, 0.41),
+        "cp": (3.25, 0.93),
+        "trestbps": (132, 19),
+        "chol": (199, 111),
+    },
+    **{
+        "fbs": (0.17, 0.37),
+        "restecg": (0.6, 0.81),
+        "thalach": (138, 26),
+        "exang": (0.39, 0.49),
+    },
+    **{
+        "oldpeak": (0.88, 1.09),
+        "slope": (1.77, 0.62),
+        "ca": (0.68, 0.94),
+        "thal": (5.1, 1.9),
+    },
 }
 
 
 def patients(site: int | str, part: str) -> TensorDataset:
-    """Return the "train" or "test" patients of a node's ``data-path``, or of the table of a number in ``$HEART``."""
-    path = Path(site) if isinstance(site, str) else sorted(Path(os.environ["HEART"]).glob("*.csv"))[site]
-    table = pd.read_csv(path, dtype=str, na_values="?")  # as text: an id such as 01 or 1.10 is no number
+    """Return the "train" or "test" patients of a node's ``data-path``, or of the table
+    of a number in ``$HEART``.
+    """
+    path = (
+        Path(site)
+        if isinstance(site, str)
+        else sorted(Path(os.environ["HEART"]).glob("*.csv"))[site]
+    )
+    # as text: an id such as 01 or 1.10 is no number
+    table = pd.read_csv(path, dtype=str, na_values="?")
     disease = (table["target"].astype(int) > 0).astype("int64")
-    tests = disease.groupby(disease).sample(frac=0.33, random_state=0).index  # a third of each class
+    # a third of each class
+    tests = disease.groupby(disease).sample(frac=0.33, random_state=0).index
     rows = table.index.isin(tests) == (part == "test")
 
     values = table.loc[rows, list(SCALE)].astype("float32")
     mean, std = pd.DataFrame(SCALE).to_numpy("float32")
-    inputs = ((values - mean) / std).fillna(0.0)  # a missing value becomes the mean, which is 0 here
-    return TensorDataset(torch.tensor(inputs.to_numpy()), torch.tensor(disease[rows].to_numpy()))
+    # a missing value becomes the mean, which is 0 here
+    inputs = ((values - mean) / std).fillna(0.0)
+    return TensorDataset(
+        torch.tensor(inputs.to_numpy()), torch.tensor(disease[rows].to_numpy())
+    )
 
 
 patients.input_shape = (len(SCALE),)

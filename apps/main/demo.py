@@ -1,4 +1,6 @@
-"""``make demo``: the default app through ``flwr run``, the same setting in process, and one table."""
+"""``make demo``: the default app through ``flwr run``, the same setting in process, and
+one table.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 
 __all__ = ["demo"]
 
-_PLAIN, _REPAIRS, _ONE_MACHINE = "FedAvg+BN", ("FixBN", "FedTAN", "FedAvg+GN"), "one machine"
+_PLAIN, _REPAIRS, _ONE_MACHINE = (
+    "FedAvg+BN",
+    ("FixBN", "FedTAN", "FedAvg+GN"),
+    "one machine",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,30 +38,52 @@ def demo(out: Path) -> int:
     study = load_study(ROOT / "apps/main/recipes/demo.yaml")
     first = next(study.cells())
     try:
-        console.print(f"{first.method} through `flwr run` (Flower's Ray simulation, 5 SuperNodes);")
-        console.print("at the same time the same setting in process, and the other methods ...")
-        with ThreadPoolExecutor(1) as beside:  # Flower waits for processes to start more than it computes
+        console.print(
+            f"{first.method} through `flwr run` (Flower's Ray simulation, 5"
+            " SuperNodes);"
+        )
+        console.print(
+            "at the same time the same setting in process, and the other methods ..."
+        )
+        # Flower waits for processes to start more than it computes
+        with ThreadPoolExecutor(1) as beside:
             through_flower = beside.submit(_flower, first, out / "flwr-run", console)
             sweep(study, out, follower=_Printer(console))
             through_flower.result()
     except FedBNError as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 1
     folders = {f"{first.method} (flwr run)": out / "flwr-run"}
     folders |= {cell.method: cell.folder(out) for cell in study.cells()}
-    summaries = {name: json.loads((folder / "summary.json").read_text()) for name, folder in folders.items()}
+    summaries = {
+        name: json.loads((folder / "summary.json").read_text())
+        for name, folder in folders.items()
+    }
     columns = ("method", "accuracy, %", "rounds", "exchanges", "MB of floats")
     table = Table(*columns, title=study.name, title_justify="left")
-    accuracies = {name: 100 * summary["final"][summary["headline"]] for name, summary in summaries.items()}
+    accuracies = {
+        name: 100 * summary["final"][summary["headline"]]
+        for name, summary in summaries.items()
+    }
     for name, summary in summaries.items():
         ledger = summary["ledger"]
         megabytes = (ledger["bytes-down"] + ledger["bytes-up"]) / 2**20
-        row = (f"{accuracies[name]:.2f}", str(summary["rounds"]), f"{ledger['exchanges']:,}", f"{megabytes:.2f}")
+        row = (
+            f"{accuracies[name]:.2f}",
+            str(summary["rounds"]),
+            f"{ledger['exchanges']:,}",
+            f"{megabytes:.2f}",
+        )
         table.add_row(name, *row)
     console.print(table)
     console.print(_what_it_shows(accuracies), highlight=False, soft_wrap=True)
     hashes = [summary["sha256"] for summary in list(summaries.values())[:2]]
-    console.print(f"flwr run and in process end in the same bits: {'yes' if hashes[0] == hashes[1] else 'NO'}")
+    console.print(
+        "flwr run and in process end in the same bits:"
+        f" {'yes' if hashes[0] == hashes[1] else 'NO'}"
+    )
     for name in ("table.md", "results.csv", "flwr-run/curves.png"):
         console.print(str(out / name), highlight=False, soft_wrap=True)
     return 0 if hashes[0] == hashes[1] else 1
@@ -88,7 +116,11 @@ def _flower(cell: Cell, out: Path, console: Console) -> None:
 
     def show(line: str) -> None:
         if "test-accuracy" in line and "/" in line:
-            console.print(f"   flwr run, {line[line.index('round') :]}", markup=False, highlight=False)
+            console.print(
+                f"   flwr run, {line[line.index('round') :]}",
+                markup=False,
+                highlight=False,
+            )
 
     flower_run(
         ROOT,

@@ -1,6 +1,7 @@
 """Write volumes of three sites as NIfTI files: ``python -m apps.volumes.make FOLDER``.
 
-Each volume has a bright ball, class 1. The sites have other scanners: contrast, offset, noise and blur differ.
+Each volume has a bright ball, class 1. The sites have other scanners: contrast, offset,
+noise and blur differ.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 SIZE, COUNTS = 32, {"train": 6, "test": 2}
-SCANNERS = ((1.0, 0.0, 0.2, 0.0), (3.0, 100.0, 1.0, 1.0), (-1.0, 5.0, 0.3, 0.5))  # contrast, offset, noise, blur
+# contrast, offset, noise, blur
+SCANNERS = ((1.0, 0.0, 0.2, 0.0), (3.0, 100.0, 1.0, 1.0), (-1.0, 5.0, 0.3, 0.5))
 
 
 def make(folder: Path) -> None:
@@ -27,11 +29,23 @@ def make(folder: Path) -> None:
                 draw = np.random.default_rng([site, number, part == "test"])
                 centre, radius = draw.uniform(10, SIZE - 10, 3), draw.uniform(5, 8)
                 ball = ((axes - centre[:, None, None, None]) ** 2).sum(0) < radius**2
-                image = gaussian_filter(ball.astype(np.float32), blur) if blur else ball.astype(np.float32)
-                image = contrast * (image + noise * draw.normal(size=ball.shape)) + offset
+                image = (
+                    gaussian_filter(ball.astype(np.float32), blur)
+                    if blur
+                    else ball.astype(np.float32)
+                )
+                image = (
+                    contrast * (image + noise * draw.normal(size=ball.shape)) + offset
+                )
                 name = f"{part}{number}-0"
-                for kind, values in (("image", image.astype(np.float32)), ("label", ball.astype(np.uint8))):
-                    nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), target / f"{name}_{kind}.nii.gz")
+                for kind, values in (
+                    ("image", image.astype(np.float32)),
+                    ("label", ball.astype(np.uint8)),
+                ):
+                    nibabel.save(
+                        nibabel.Nifti1Image(values, np.eye(4)),
+                        target / f"{name}_{kind}.nii.gz",
+                    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Dice and HD95 of a client's own model on its test volumes, by MONAI: ``python -m apps.volumes.measure MODEL SITE``.
+"""Dice and HD95 of a client's own model on its test volumes, by MONAI:
+``python -m apps.volumes.measure MODEL SITE``.
 
-MODEL is a file of ``fedbn-flwr export ... --format torch-export``, SITE a number (of ``$VOLUMES``) or a folder.
+MODEL is a file of ``fedbn-flwr export ... --format torch-export``, SITE a number (of
+``$VOLUMES``) or a folder.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["measured", "predictions"]
 
 
 def predictions(model_file: Path, site: int | str) -> tuple[Tensor, Tensor]:
-    """Return the predicted and the true class of each voxel of a site's test volumes, int64 (N, D, H, W)."""
+    """Return the predicted and the true class of each voxel of a site's test volumes,
+    int64 (N, D, H, W).
+    """
     model, data = torch.export.load(model_file).module(), volumes(site, "test")
     images, labels = zip(*(data[at] for at in range(len(data))), strict=True)
     with torch.no_grad():
@@ -27,8 +31,12 @@ def predictions(model_file: Path, site: int | str) -> tuple[Tensor, Tensor]:
     return logits.argmax(1), torch.stack(labels)
 
 
-def measured(predicted: Tensor, labels: Tensor, num_classes: int = 2) -> tuple[Tensor, Tensor]:
-    """Return Dice, and HD95 in voxels, of each volume and each class but the background: (N, num_classes - 1) each."""
+def measured(
+    predicted: Tensor, labels: Tensor, num_classes: int = 2
+) -> tuple[Tensor, Tensor]:
+    """Return Dice, and HD95 in voxels, of each volume and each class but the
+    background: (N, num_classes - 1) each.
+    """
     pair = [one_hot(classes[:, None], num_classes) for classes in (predicted, labels)]
     return (
         DiceMetric(include_background=False)(*pair),

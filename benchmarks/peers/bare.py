@@ -1,8 +1,10 @@
-"""The bare torch loop: what people write without a framework, in one process or in several.
+"""The bare torch loop: what people write without a framework, in one process or in
+several.
 
-Index a batch, ``zero_grad``, ``backward``, ``SGD.step``; tensors in the plain, contiguous format unless the variant is
-``channels-last``. With several processes each trains every n-th client of a round. The global state, the sums and what
-the clients keep lie in shared memory; each process sums its own clients' states.
+Index a batch, ``zero_grad``, ``backward``, ``SGD.step``; tensors in the plain,
+contiguous format unless the variant is ``channels-last``. With several processes each
+trains every n-th client of a round. The global state, the sums and what the clients
+keep lie in shared memory; each process sums its own clients' states.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peers.work import Clock, Job, Setting, accuracy, contend, count_correct, load_data, local_names, make_model
+from peers.work import (
+    Clock,
+    Job,
+    Setting,
+    accuracy,
+    contend,
+    count_correct,
+    load_data,
+    local_names,
+    make_model,
+)
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
@@ -21,7 +33,9 @@ State = dict[str, Tensor]
 
 @dataclass
 class Shared:
-    """What the processes share: the global state, a sum for each process, the clients' own entries."""
+    """What the processes share: the global state, a sum for each process, the clients'
+    own entries.
+    """
 
     state: State
     sums: list[State]
@@ -33,7 +47,10 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor, setting: Setting) -
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), setting.learning_rate)
     if setting.local_steps:
-        batches: Sequence[Tensor] = [torch.randint(len(inputs), (setting.batch,)) for _ in range(setting.local_steps)]
+        batches: Sequence[Tensor] = [
+            torch.randint(len(inputs), (setting.batch,))
+            for _ in range(setting.local_steps)
+        ]
     else:
         batches = torch.split(torch.randperm(len(inputs)), setting.batch)
     for batch in batches:
@@ -42,14 +59,18 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor, setting: Setting) -
         optimizer.step()
 
 
-def work(job: Job, shared: Shared, model: nn.Module, clients: Sequence[int], worker: int) -> None:
+def work(
+    job: Job, shared: Shared, model: nn.Module, clients: Sequence[int], worker: int
+) -> None:
     """Train some clients of a round and sum their states."""
     setting, data = job.work, load_data(job.data, job.work.dataset)
     own = set(shared.kept[0])
     for entry in shared.sums[worker].values():
         entry.zero_()
     for client in clients:
-        model.load_state_dict({**shared.state, **shared.kept[client if setting.personal else 0]})
+        model.load_state_dict(
+            {**shared.state, **shared.kept[client if setting.personal else 0]}
+        )
         inputs, targets = data.client(client, setting.examples)
         if job.variant == "channels-last":
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -70,13 +91,23 @@ def average(shared: Shared, count: int) -> None:
 def new_model(job: Job) -> nn.Module:
     """Return the model in the variant's memory format."""
     model = make_model(job.work.model)
-    return model.to(memory_format=torch.channels_last) if job.variant == "channels-last" else model
+    return (
+        model.to(memory_format=torch.channels_last)
+        if job.variant == "channels-last"
+        else model
+    )
 
 
 def chosen(setting: Setting, server_round: int) -> list[int]:
     """Return the clients of a round."""
-    order = torch.randperm(setting.clients, generator=torch.Generator().manual_seed(server_round))
-    return order[: setting.a_round].tolist() if setting.a_round < setting.clients else list(range(setting.clients))
+    order = torch.randperm(
+        setting.clients, generator=torch.Generator().manual_seed(server_round)
+    )
+    return (
+        order[: setting.a_round].tolist()
+        if setting.a_round < setting.clients
+        else list(range(setting.clients))
+    )
 
 
 def worker_loop(job: Job, shared: Shared, barrier: Any, worker: int) -> None:
@@ -85,7 +116,13 @@ def worker_loop(job: Job, shared: Shared, barrier: Any, worker: int) -> None:
     model = new_model(job)
     for server_round in range(job.rounds + 1):
         barrier.wait()
-        work(job, shared, model, chosen(job.work, server_round)[worker :: job.workers], worker)
+        work(
+            job,
+            shared,
+            model,
+            chosen(job.work, server_round)[worker :: job.workers],
+            worker,
+        )
         barrier.wait()
 
 
@@ -120,7 +157,11 @@ def main(job: Job, clock: Clock) -> float:
     state = {name: entry for name, entry in whole.items() if name not in own}
     num_kept = setting.clients if own else 1
     kept = {name: whole[name] for name in own}
-    shared = Shared(state, [_zeros(state) for _ in range(job.workers)], [_copy(kept) for _ in range(num_kept)])
+    shared = Shared(
+        state,
+        [_zeros(state) for _ in range(job.workers)],
+        [_copy(kept) for _ in range(num_kept)],
+    )
     if setting.evaluate:
         work(job, shared, model, range(setting.clients), 0)
         average(shared, setting.clients)
@@ -131,7 +172,8 @@ def main(job: Job, clock: Clock) -> float:
     context = torch.multiprocessing.get_context("spawn")
     barrier = context.Barrier(job.workers)
     others = [
-        context.Process(target=worker_loop, args=(job, shared, barrier, worker)) for worker in range(1, job.workers)
+        context.Process(target=worker_loop, args=(job, shared, barrier, worker))
+        for worker in range(1, job.workers)
     ]
     for process in others:
         process.start()

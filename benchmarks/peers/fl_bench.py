@@ -1,7 +1,8 @@
 """FL-bench, from a checkout: its FedBN, serial, without evaluation.
 
-FL-bench reads its data beside its code, so it runs in a temporary copy of the checkout. The model takes the place of
-its ``custom`` one; statistics stay with the client (``buffers=local``), as in FedBN.
+FL-bench reads its data beside its code, so it runs in a temporary copy of the checkout.
+The model takes the place of its ``custom`` one; statistics stay with the client
+(``buffers=local``), as in FedBN.
 """
 
 from __future__ import annotations
@@ -27,14 +28,25 @@ def main(job: Job, clock: Clock) -> float:
         copy = Path(folder) / "checkout"
         shutil.copytree(job.checkout, copy, ignore=shutil.ignore_patterns(".git"))
         own = range(setting.clients)
-        indices = [list(range(k * setting.examples, (k + 1) * setting.examples)) for k in own]
+        indices = [
+            list(range(k * setting.examples, (k + 1) * setting.examples)) for k in own
+        ]
         partition = {
-            "separation": {"train": list(own), "val": [], "test": [], "total": setting.clients},
-            "data_indices": [{"train": found, "val": [], "test": []} for found in indices],
+            "separation": {
+                "train": list(own),
+                "val": [],
+                "test": [],
+                "total": setting.clients,
+            },
+            "data_indices": [
+                {"train": found, "val": [], "test": []} for found in indices
+            ],
         }
         (copy / "data" / "mnist").mkdir(exist_ok=True)
         (copy / "data" / "mnist" / "partition.pkl").write_bytes(pickle.dumps(partition))
-        (copy / "data" / "mnist" / "args.json").write_text(json.dumps({"split": "sample"}))
+        (copy / "data" / "mnist" / "args.json").write_text(
+            json.dumps({"split": "sample"})
+        )
         os.chdir(copy)
         sys.path.insert(0, str(copy))
 
@@ -69,12 +81,32 @@ def main(job: Job, clock: Clock) -> float:
         MODELS["custom"], DATASETS["mnist"] = Model, Images
         FedAvgServer.train_one_round = train_one_round
         common = {
-            **{"join_ratio": 1, "global_epoch": job.rounds + 1, "local_epoch": 1, "batch_size": setting.batch},
-            **{"buffers": "local", "client_side_evaluation": "false", "use_cuda": "false", "verbose_gap": 10**9},
-            **{"test.client.interval": -1, "save_log": "false", "save_metrics": "false"},
+            **{
+                "join_ratio": 1,
+                "global_epoch": job.rounds + 1,
+                "local_epoch": 1,
+                "batch_size": setting.batch,
+            },
+            **{
+                "buffers": "local",
+                "client_side_evaluation": "false",
+                "use_cuda": "false",
+                "verbose_gap": 10**9,
+            },
+            **{
+                "test.client.interval": -1,
+                "save_log": "false",
+                "save_metrics": "false",
+            },
             "save_learning_curve_plot": "false",
         }
-        sys.argv = ["main.py", "method=fedbn", "dataset.name=mnist", "model.name=custom", "mode=serial"]
+        sys.argv = [
+            "main.py",
+            "method=fedbn",
+            "dataset.name=mnist",
+            "model.name=custom",
+            "mode=serial",
+        ]
         sys.argv += [f"optimizer.lr={setting.learning_rate}", "optimizer.name=sgd"]
         sys.argv += [f"common.{key}={value}" for key, value in common.items()]
         runpy.run_path("main.py", run_name="__main__")
@@ -83,7 +115,10 @@ def main(job: Job, clock: Clock) -> float:
         model = Model("mnist", False)
         for client in own:
             parts = server.get_client_model_params(client)
-            model.load_state_dict({**parts["regular_model_params"], **parts["personal_model_params"]}, strict=False)
+            model.load_state_dict(
+                {**parts["regular_model_params"], **parts["personal_model_params"]},
+                strict=False,
+            )
             found.append(accuracy(model, data))
         os.chdir("/")
     torch.set_num_threads(1)

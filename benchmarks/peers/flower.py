@@ -1,7 +1,7 @@
 """Stock Flower: a plain ClientApp and Flower's own FedAvg, in its Ray simulation.
 
-Written as in Flower's quickstart with PyTorch. With FedBN a client keeps its BN entries in ``Context.state`` and sends
-the others.
+Written as in Flower's quickstart with PyTorch. With FedBN a client keeps its BN entries
+in ``Context.state`` and sends the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from peers.work import Clock, Job, accuracy, contend, load_data, local_names, ma
 from torch import nn
 
 
-def received_model(message: Message, context: Context, job: Job) -> tuple[nn.Module, set[str]]:
-    """Return the model with the received state and the client's own, and the names that stay here."""
+def received_model(
+    message: Message, context: Context, job: Job
+) -> tuple[nn.Module, set[str]]:
+    """Return the model with the received state and the client's own, and the names that
+    stay here.
+    """
     torch.set_num_threads(1)
     model = make_model(job.work.model)
     own = local_names(model) if job.work.personal else set()
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=not own)  # type: ignore[union-attr]
+    sent = message.content["arrays"].to_torch_state_dict()  # type: ignore[union-attr]
+    model.load_state_dict(sent, strict=not own)
     if "own" in context.state:
         model.load_state_dict(context.state["own"].to_torch_state_dict(), strict=False)  # type: ignore[union-attr]
     return model, own
@@ -40,11 +45,15 @@ def make_client_app(job: Job) -> ClientApp:
     def train_message(message: Message, context: Context) -> Message:
         model, own = received_model(message, context, job)
         client = int(context.node_config["partition-id"])
-        inputs, targets = load_data(job.data, job.work.dataset).client(client, job.work.examples)
+        inputs, targets = load_data(job.data, job.work.dataset).client(
+            client, job.work.examples
+        )
         train(model, inputs, targets, job.work)
         state = model.state_dict()
         if own:
-            context.state["own"] = ArrayRecord({name: state.pop(name) for name in sorted(own)})
+            context.state["own"] = ArrayRecord(
+                {name: state.pop(name) for name in sorted(own)}
+            )
         reply = RecordDict({"arrays": ArrayRecord(state)})
         reply["metrics"] = MetricRecord({"num-examples": len(targets)})
         return Message(reply, reply_to=message)
@@ -53,7 +62,12 @@ def make_client_app(job: Job) -> ClientApp:
     def evaluate_message(message: Message, context: Context) -> Message:
         model, _ = received_model(message, context, job)
         found = accuracy(model, load_data(job.data, job.work.dataset))
-        return Message(RecordDict({"metrics": MetricRecord({"accuracy": found, "num-examples": 1})}), reply_to=message)
+        return Message(
+            RecordDict(
+                {"metrics": MetricRecord({"accuracy": found, "num-examples": 1})}
+            ),
+            reply_to=message,
+        )
 
     return app
 
@@ -63,7 +77,9 @@ def main(job: Job, clock: Clock) -> float:
     setting = job.work
     model = make_model(setting.model)
     own = local_names(model) if setting.personal else set()
-    initial = ArrayRecord({name: entry for name, entry in model.state_dict().items() if name not in own})
+    initial = ArrayRecord(
+        {name: entry for name, entry in model.state_dict().items() if name not in own}
+    )
     results: list[Any] = []
     server = ServerApp()
 
@@ -72,7 +88,12 @@ def main(job: Job, clock: Clock) -> float:
         strategy = timed(FedAvg, clock, setting)(**strategy_arguments(setting))
         results.append(strategy.start(grid, initial, num_rounds=job.rounds + 1))
 
-    run_simulation(server, make_client_app(job), setting.clients, backend_config=ray_backend(job.workers))
+    run_simulation(
+        server,
+        make_client_app(job),
+        setting.clients,
+        backend_config=ray_backend(job.workers),
+    )
     if setting.personal:
         return float(results[0].evaluate_metrics_clientapp[job.rounds + 1]["accuracy"])
     model.load_state_dict(results[0].arrays.to_torch_state_dict())

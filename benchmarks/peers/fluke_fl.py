@@ -1,4 +1,5 @@
-"""fluke: its ``FedBN`` with clients and server made by hand, all in memory, and no evaluation.
+"""fluke: its ``FedBN`` with clients and server made by hand, all in memory, and no
+evaluation.
 
 ``skip_singleton`` and shuffling are on, as in its own configurations.
 """
@@ -39,7 +40,10 @@ def main(job: Job, clock: Clock) -> float:
         FedBNClient(
             index,
             FastDataLoader(
-                *data.client(index, setting.examples), num_labels=10, batch_size=setting.batch, shuffle=True
+                *data.client(index, setting.examples),
+                num_labels=10,
+                batch_size=setting.batch,
+                shuffle=True,
             ),
             None,
             optimizer,

@@ -1,7 +1,9 @@
-"""This package: ``TorchClient`` and its strategies, in process, or in Flower's Ray simulation (variant ``ray``).
+"""This package: ``TorchClient`` and its strategies, in process, or in Flower's Ray
+simulation (variant ``ray``).
 
-The clients have the images as bytes in one ``Samples``, as ``fedbn-flwr run`` has them; a batch becomes floating point
-when it is taken. Variant ``bf16``: training under bfloat16 autocast; ``compile``: the model is compiled in round 1.
+The clients have the images as bytes in one ``Samples``, as ``fedbn-flwr run`` has them;
+a batch becomes floating point when it is taken. Variant ``bf16``: training under
+bfloat16 autocast; ``compile``: the model is compiled in round 1.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 @cache
 def samples(folder: str, part: str) -> Samples:
     """Return the training or test images as bytes; each process loads them once."""
-    pixels, targets = (np.load(Path(folder) / f"{part}-{name}.npy", mmap_mode="c") for name in ("pixels", "targets"))
+    pixels, targets = (
+        np.load(Path(folder) / f"{part}-{name}.npy", mmap_mode="c")
+        for name in ("pixels", "targets")
+    )
     return Samples(torch.from_numpy(pixels), torch.from_numpy(targets))
 
 
@@ -45,7 +50,9 @@ def build(name: str, compiled: bool) -> nn.Module:
 
 @cache
 def builder(name: str, compiled: bool) -> Callable[[], nn.Module]:
-    """Return a function that builds a model, the same one for each message, so that a process builds it once."""
+    """Return a function that builds a model, the same one for each message, so that a
+    process builds it once.
+    """
     return partial(build, name, compiled)
 
 
@@ -62,10 +69,20 @@ def make_client_app(job: Job) -> ClientApp:
 
     def client_fn(context: Context) -> TorchClient:
         first = int(context.node_config["partition-id"]) * setting.examples
-        own = Subset(samples(folder, "train"), torch.arange(first, first + setting.examples), **norm)
+        own = Subset(
+            samples(folder, "train"),
+            torch.arange(first, first + setting.examples),
+            **norm,
+        )
         tests = samples(folder, "test")
         test = Subset(tests, None if setting.evaluate else torch.arange(2000), **norm)
-        return TorchClient(builder(setting.model, job.variant == "compile"), own, test, settings, context=context)
+        return TorchClient(
+            builder(setting.model, job.variant == "compile"),
+            own,
+            test,
+            settings,
+            context=context,
+        )
 
     return client_app(client_fn)
 
@@ -74,11 +91,17 @@ def main(job: Job, clock: Clock) -> float:
     """Do the rounds and the last one's evaluation."""
     setting = job.work
     model = make_model(setting.model)
-    strategy = timed(FedBN if setting.personal else FedAvg, clock, setting)(**strategy_arguments(setting))
+    strategy = timed(FedBN if setting.personal else FedAvg, clock, setting)(
+        **strategy_arguments(setting)
+    )
     results = []
 
     def run(grid: Grid) -> None:
-        results.append(strategy.start(grid, to_record(model.state_dict()), num_rounds=job.rounds + 1))
+        results.append(
+            strategy.start(
+                grid, to_record(model.state_dict()), num_rounds=job.rounds + 1
+            )
+        )
 
     app = make_client_app(job)
     if job.variant == "ray":
@@ -88,7 +111,9 @@ def main(job: Job, clock: Clock) -> float:
         def serve(grid: Grid, context: Context) -> None:
             run(grid)
 
-        run_simulation(server, app, setting.clients, backend_config=ray_backend(job.workers))
+        run_simulation(
+            server, app, setting.clients, backend_config=ray_backend(job.workers)
+        )
     else:
         with InProcessGrid(app, setting.clients, workers=job.workers) as grid:
             run(grid)

@@ -1,7 +1,8 @@
 """pfl-research: ``FederatedAveraging`` on its ``SimulatedBackend``.
 
-As in its own CIFAR-10 benchmark: central SGD with rate 1, the same weight for each user, and users as arrays that are
-sliced into batches in the same order each time: no shuffling, and no indexing. Several processes: torchrun.
+As in its own CIFAR-10 benchmark: central SGD with rate 1, the same weight for each
+user, and users as arrays that are sliced into batches in the same order each time: no
+shuffling, and no indexing. Several processes: torchrun.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Model(CNN):
         self.train(not eval)
         return nn.functional.cross_entropy(self(inputs), targets)
 
-    def metrics(self, inputs: Tensor, targets: Tensor, eval: bool = True) -> dict[str, Any]:
+    def metrics(
+        self, inputs: Tensor, targets: Tensor, eval: bool = True
+    ) -> dict[str, Any]:
         """Return no metrics: clients are not evaluated."""
         return {}
 
@@ -58,10 +61,14 @@ def main(job: Job, clock: Clock) -> float:
     def user(index: int) -> Dataset:
         return Dataset(list(data.client(index, setting.examples)), user_id=str(index))
 
-    users = FederatedDataset(user, get_user_sampler("minimize_reuse", range(setting.clients)))
+    users = FederatedDataset(
+        user, get_user_sampler("minimize_reuse", range(setting.clients))
+    )
     module = Model()
     module.load_state_dict(make_model(setting.model).state_dict())
-    model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
+    model = PyTorchModel(
+        module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0)
+    )
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=job.rounds + 1,
@@ -69,10 +76,14 @@ def main(job: Job, clock: Clock) -> float:
             train_cohort_size=setting.a_round,
             val_cohort_size=0,
         ),
-        backend=SimulatedBackend(training_data=users, val_data=users, postprocessors=[WeightByUser()]),
+        backend=SimulatedBackend(
+            training_data=users, val_data=users, postprocessors=[WeightByUser()]
+        ),
         model=model,
         model_train_params=NNTrainHyperParams(
-            local_learning_rate=setting.learning_rate, local_num_epochs=1, local_batch_size=setting.batch
+            local_learning_rate=setting.learning_rate,
+            local_num_epochs=1,
+            local_batch_size=setting.batch,
         ),
         model_eval_params=NNEvalHyperParams(local_batch_size=None),
         callbacks=[Lap(clock)],

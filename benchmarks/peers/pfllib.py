@@ -1,4 +1,5 @@
-"""PFLlib, from a checkout: its ``FedBN`` server and clients, which read their images from files in each round.
+"""PFLlib, from a checkout: its ``FedBN`` server and clients, which read their images
+from files in each round.
 
 Its own loop times its rounds; the first one, which has an evaluation, is not counted.
 """
@@ -13,7 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers.work import Clock, Data, Job, Setting, accuracy, contend, load_data, make_model
+from peers.work import (
+    Clock,
+    Data,
+    Job,
+    Setting,
+    accuracy,
+    contend,
+    load_data,
+    make_model,
+)
 
 
 def write_data(folder: Path, setting: Setting, data: Data) -> None:
@@ -22,13 +32,21 @@ def write_data(folder: Path, setting: Setting, data: Data) -> None:
         (folder / part).mkdir(parents=True)
     for client in range(setting.clients):
         inputs, targets = data.client(client, setting.examples)
-        np.savez(folder / "train" / f"{client}.npz", data=np.array({"x": inputs.numpy(), "y": targets.numpy()}))
-        few = {"x": data.test_inputs[:100].numpy(), "y": data.test_targets[:100].numpy()}
+        np.savez(
+            folder / "train" / f"{client}.npz",
+            data=np.array({"x": inputs.numpy(), "y": targets.numpy()}),
+        )
+        few = {
+            "x": data.test_inputs[:100].numpy(),
+            "y": data.test_targets[:100].numpy(),
+        }
         np.savez(folder / "test" / f"{client}.npz", data=np.array(few))
 
 
 def main(job: Job, clock: Clock) -> float:
-    """Do the rounds in a temporary folder: PFLlib has its data and results beside its working directory."""
+    """Do the rounds in a temporary folder: PFLlib has its data and results beside its
+    working directory.
+    """
     setting, data = job.work, load_data(job.data, job.work.dataset)
     sys.path.insert(0, str(Path(job.checkout) / "system"))
     from flcore.servers.serverbn import FedBN
@@ -79,7 +97,9 @@ def main(job: Job, clock: Clock) -> float:
         server.train()
         os.chdir("/")
     server.send_models()
-    return sum(accuracy(client.model, data) for client in server.clients) / len(server.clients)
+    return sum(accuracy(client.model, data) for client in server.clients) / len(
+        server.clients
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What every contender of ``simulation.py`` does: settings, data, models, the clock. Torch and NumPy only.
+"""What every contender of ``simulation.py`` does: settings, data, models, the clock.
+Torch and NumPy only.
 
-A contender is a module of this folder with a function ``main(job, clock) -> accuracy``. It runs as ``python -m
-peers.NAME JOB`` in a process and, where it is another package, with an interpreter of its own. It calls ``clock.lap()``
-at the end of each round; the first round is not counted.
+A contender is a module of this folder with a function ``main(job, clock) -> accuracy``.
+It runs as ``python -m peers.NAME JOB`` in a process and, where it is another package,
+with an interpreter of its own. It calls ``clock.lap()`` at the end of each round; the
+first round is not counted.
 """
 
 from __future__ import annotations
@@ -25,27 +27,33 @@ import torch
 from torch import Tensor, nn
 
 MARK = "FEDBN_BENCHMARK_JOB"
-"""Environment variable of a contender's processes; children have it, too, and are found by it."""
+"""Environment variable of a contender's processes; children have it, too, and are found
+by it.
+"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One piece of work. Plain SGD without momentum; float32; one torch thread in each process.
+    """One piece of work. Plain SGD without momentum; float32; one torch thread in each
+    process.
 
     Attributes:
         title: the work in words.
         dataset: ``cifar10`` or ``mnist``.
         model: a name of ``make_model``.
-        clients: number of clients; client k has the images k * examples to (k + 1) * examples.
+        clients: number of clients; client k has the images k * examples to (k + 1) *
+            examples.
         examples: training images of a client.
         batch: images in a step.
         a_round: clients in a round.
         learning_rate: of SGD.
-        local_steps: steps of a client in a round, each on a random batch; 0: one pass over its images in a new order.
+        local_steps: steps of a client in a round, each on a random batch; 0: one pass
+            over its images in a new order.
         personal: FedBN: the BN entries of each client stay with it; else FedAvg.
-        evaluate: what is timed is one evaluation of each client's model on all test images, not the training.
-        times: how many times as many rounds are timed; more where a round takes some milliseconds, as the first
-            rounds of a process are slower.
+        evaluate: what is timed is one evaluation of each client's model on all test
+            images, not the training.
+        times: how many times as many rounds are timed; more where a round takes some
+            milliseconds, as the first rounds of a process are slower.
     """
 
     title: str
@@ -64,7 +72,8 @@ class Setting:
 
 SETTINGS = {
     "cifar10": Setting(
-        "CIFAR-10, 1000 clients x 50 images, batch 10, one epoch, 50 clients a round, CNN with dropout",
+        "CIFAR-10, 1000 clients x 50 images, batch 10, one epoch, 50 clients a round,"
+        " CNN with dropout",
         dataset="cifar10",
         model="cnn",
         clients=1000,
@@ -73,7 +82,8 @@ SETTINGS = {
         a_round=50,
     ),
     "fedbn": Setting(
-        "FedBN, MNIST, MLP 784-100(BN)-10, 20 clients x 608 images, batch 32, one epoch",
+        "FedBN, MNIST, MLP 784-100(BN)-10, 20 clients x 608 images, batch 32, one"
+        " epoch",
         dataset="mnist",
         model="mlp",
         clients=20,
@@ -155,7 +165,8 @@ class Job:
         data: folder written by ``simulation.prepare``.
         out: file for the result, JSON.
         rounds: rounds to time, after one that is not counted.
-        workers: processes that train; 0 = the contender's own process, for ours alone other than 1.
+        workers: processes that train; 0 = the contender's own process, for ours alone
+            other than 1.
         variant: a name that the contender knows, such as ``channels-last``.
         checkout: folder of a peer that is not a package.
     """
@@ -176,7 +187,9 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Training and test images of a setting as float32, normalised, and their classes; files mapped into memory."""
+    """Training and test images of a setting as float32, normalised, and their classes;
+    files mapped into memory.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -193,11 +206,20 @@ class Data:
 def load_data(folder: str, dataset: str) -> Data:
     """Return the data of a setting; each process loads it once."""
     names = ("train-inputs", "train-targets", "test-inputs", "test-targets")
-    return Data(*(torch.from_numpy(np.load(Path(folder) / dataset / f"{name}.npy", mmap_mode="c")) for name in names))
+    return Data(
+        *(
+            torch.from_numpy(
+                np.load(Path(folder) / dataset / f"{name}.npy", mmap_mode="c")
+            )
+            for name in names
+        )
+    )
 
 
 class CNN(nn.Sequential):
-    """The CNN of pfl-research's CIFAR-10 benchmark: two convolutions without padding, pooling, dropout, two layers."""
+    """The CNN of pfl-research's CIFAR-10 benchmark: two convolutions without padding,
+    pooling, dropout, two layers.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -226,7 +248,12 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        first = (("flat", nn.Flatten()), ("fc1", nn.Linear(784, 100)), ("bn1", nn.BatchNorm1d(100)), ("act", nn.ReLU()))
+        first = (
+            ("flat", nn.Flatten()),
+            ("fc1", nn.Linear(784, 100)),
+            ("bn1", nn.BatchNorm1d(100)),
+            ("act", nn.ReLU()),
+        )
         self.base = nn.Sequential(OrderedDict(first))
         self.classifier = nn.Linear(100, 10)
 
@@ -236,7 +263,9 @@ class MLP(nn.Module):
 
 
 def make_model(name: str) -> nn.Module:
-    """Return a model with the same random weights each time; the registry's models need this package."""
+    """Return a model with the same random weights each time; the registry's models need
+    this package.
+    """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         if name == "cnn":
@@ -251,7 +280,11 @@ def make_model(name: str) -> nn.Module:
 
 def local_names(model: nn.Module) -> set[str]:
     """Return the names of the entries of BatchNorm layers."""
-    layers = [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    layers = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     return {name for name in model.state_dict() if name.rpartition(".")[0] in layers}
 
 
@@ -260,18 +293,25 @@ def count_correct(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
     """Return how many images the model classifies correctly; a plain loop in eval mode."""
     model.eval()
     correct = 0
-    for images, classes in zip(torch.split(inputs, TEST_BATCH), torch.split(targets, TEST_BATCH), strict=True):
+    for images, classes in zip(
+        torch.split(inputs, TEST_BATCH), torch.split(targets, TEST_BATCH), strict=True
+    ):
         correct += int((model(images).argmax(1) == classes).sum())
     return correct
 
 
 def accuracy(model: nn.Module, data: Data, images: int = 2000) -> float:
     """Return the accuracy on the first test images."""
-    return count_correct(model, data.test_inputs[:images], data.test_targets[:images]) / images
+    return (
+        count_correct(model, data.test_inputs[:images], data.test_targets[:images])
+        / images
+    )
 
 
 class Clock:
-    """Notes the end of each round; at the end of the last one, CPU seconds and memory of all processes of the job."""
+    """Notes the end of each round; at the end of the last one, CPU seconds and memory
+    of all processes of the job.
+    """
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -283,7 +323,9 @@ class Clock:
         self._cpu_before = 0.0
 
     def begin(self) -> None:
-        """Begin a round here, where something stands between two rounds that is not to be timed."""
+        """Begin a round here, where something stands between two rounds that is not to
+        be timed.
+        """
         self._began = time.perf_counter()
 
     def lap(self) -> None:
@@ -301,7 +343,9 @@ class Clock:
 
 
 def job_processes() -> list[Path]:
-    """Return the folders in /proc of this process, its children and theirs; none where there is no /proc."""
+    """Return the folders in /proc of this process, its children and theirs; none where
+    there is no /proc.
+    """
     mark = f"{MARK}={os.environ.get(MARK, '')}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -321,20 +365,27 @@ def cpu_seconds() -> float:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        ticks += sum(int(field) for field in fields[11:15])  # user, system, and both of ended children
+        # user, system, and both of ended children
+        ticks += sum(int(field) for field in fields[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def memory() -> float:
-    """Return the MB (10^6 bytes) of all processes of the job; pages they share count once.
+    """Return the MB (10^6 bytes) of all processes of the job; pages they share count
+    once.
 
-    Each counts with its proportional set size and what its largest resident set was above the one of now.
+    Each counts with its proportional set size and what its largest resident set was
+    above the one of now.
     """
     kilobytes = 0
     for folder in job_processes():
         try:
             status = _kilobytes(folder / "status")
-            kilobytes += _kilobytes(folder / "smaps_rollup")["Pss"] + status["VmHWM"] - status["VmRSS"]
+            kilobytes += (
+                _kilobytes(folder / "smaps_rollup")["Pss"]
+                + status["VmHWM"]
+                - status["VmRSS"]
+            )
         except (OSError, KeyError):
             continue
     return kilobytes * 1024 / 1e6

@@ -9,7 +9,12 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.lab.config.checks import ROLES, in_words
-from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of, own_defaults
+from fedbn_flwr.lab.config.fields import (
+    config_fields,
+    methods_with,
+    only_if_of,
+    own_defaults,
+)
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
@@ -24,11 +29,17 @@ _NAMES: Mapping[str, Iterable[str]] = {
     "strategy": [*STRATEGIES, CENTRALIZED],
     "norm": NORMS,
     "model": MODELS,
-    "dataset": [*DATASETS, *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM))],
+    "dataset": [
+        *DATASETS,
+        *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM)),
+    ],
     "partition": PARTITIONS,
     "eval-on": EVALUATIONS,
     "task": TASKS,
-    **{role: [name for name, method in METHODS.items() if method.role == role] for role in ROLES},
+    **{
+        role: [name for name, method in METHODS.items() if method.role == role]
+        for role in ROLES
+    },
 }
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
@@ -44,31 +55,50 @@ with its default, in `[tool.flwr.app.config]` of `pyproject.toml`. Values are sc
 
 
 def config_page() -> str:
-    """Return ``docs/config.md``: the keys of each group with type, default, allowed values, meaning and users."""
-    fields = {field.alias or name: (name, field) for name, field in Config.model_fields.items()}
+    """Return ``docs/config.md``: the keys of each group with type, default, allowed
+    values, meaning and users.
+    """
+    fields = {
+        field.alias or name: (name, field)
+        for name, field in Config.model_fields.items()
+    }
     lines = [_HEAD]
     for group in GROUPS:
         lines += [f"## {group[0].upper()}{group[1:]}", ""]
         methods = group == "settings of methods"
-        lines += ["| key | type | default | allowed | meaning |" + " used by |" * methods, "|---" * (5 + methods) + "|"]
+        lines += [
+            "| key | type | default | allowed | meaning |" + " used by |" * methods,
+            "|---" * (5 + methods) + "|",
+        ]
         for key in Config.keys(group):
             name, field = fields[key]
             cells = [f"`{key}`", *_cells(key, name, field)]
             if conditions := only_if_of(Config, key):
                 cells[-1] += f". Only with {in_words(conditions)}"
-            lines.append("| " + " | ".join([*cells, _users(name)] if methods else cells) + " |")
+            lines.append(
+                "| " + " | ".join([*cells, _users(name)] if methods else cells) + " |"
+            )
         lines.append("")
     return "\n".join(lines)
 
 
 def field_cells(key: str, field: FieldInfo) -> list[str]:
-    """Return type, default, allowed values and meaning of a setting, as cells of a Markdown table."""
+    """Return type, default, allowed values and meaning of a setting, as cells of a
+    Markdown table.
+    """
     meaning = (field.description or "").replace("|", "\\|")
-    return [_type(field.annotation), _default(field.default), _allowed(key, field), meaning]
+    return [
+        _type(field.annotation),
+        _default(field.default),
+        _allowed(key, field),
+        meaning,
+    ]
 
 
 def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
-    """Return the cells of a config key; with a default of each method's own, those and their limits."""
+    """Return the cells of a config key; with a default of each method's own, those and
+    their limits.
+    """
     kind, default, allowed, meaning = field_cells(key, field)
     if name not in own_defaults():
         return [kind, default, allowed, meaning]
@@ -77,10 +107,21 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     for method, params in PARAMS.items():
         if setting := config_fields(params).get(name):
             declared[method] = params.model_fields[setting]
-    differ = {method: field for method, field in declared.items() if not common or field.default != common.default}
-    own = ", ".join(f"{method} {_default(field.default)}" for method, field in differ.items())
+    differ = {
+        method: field
+        for method, field in declared.items()
+        if not common or field.default != common.default
+    }
+    own = ", ".join(
+        f"{method} {_default(field.default)}" for method, field in differ.items()
+    )
     own += f", the others {_default(common.default)}" if common else ""
-    return [kind, f"{default}: {own}", _allowed(key, next(iter(declared.values()))) + f", or {default}", meaning]
+    return [
+        kind,
+        f"{default}: {own}",
+        _allowed(key, next(iter(declared.values()))) + f", or {default}",
+        meaning,
+    ]
 
 
 def _users(name: str) -> str:
@@ -94,16 +135,29 @@ def _type(annotation: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    shown = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+    shown = (
+        str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+    )
     return f"`{shown}`"
 
 
 def _allowed(key: str, field: FieldInfo) -> str:
     """Return the names, or the bounds; where there are none the meaning says it all."""
-    names = get_args(field.annotation) if get_origin(field.annotation) is Literal else _NAMES.get(key, ())
+    names = (
+        get_args(field.annotation)
+        if get_origin(field.annotation) is Literal
+        else _NAMES.get(key, ())
+    )
     if names:
         return ", ".join(f"`{name}`" for name in names)
     if field.annotation is bool:
         return "`true`, `false`"
-    found = ((sign, getattr(limit, name, None)) for limit in field.metadata for name, sign in _BOUNDS.items())
-    return ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None) or "see meaning"
+    found = (
+        (sign, getattr(limit, name, None))
+        for limit in field.metadata
+        for name, sign in _BOUNDS.items()
+    )
+    return (
+        ", ".join(f"{sign} {bound}" for sign, bound in found if bound is not None)
+        or "see meaning"
+    )

@@ -1,4 +1,6 @@
-"""The page of each method, made from its module's docstring, its ``Params``, its recipe and the recorded results."""
+"""The page of each method, made from its module's docstring, its ``Params``, its recipe
+and the recorded results.
+"""
 
 from __future__ import annotations
 
@@ -61,18 +63,23 @@ momentum across rounds (`momentum-scope`) are settings of every method.
 Each pair of the table equals a slow reference in plain torch, in float64 (`tests/strategies/test_combinations.py`).
 Every other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
 """
-_REACHED = re.compile(r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU")
+_REACHED = re.compile(
+    r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU"
+)
 _UP = "../../"  # from docs/methods to the root
 StrategyClass = type[Strategy]
 
 
 def method_pages(root: Path) -> dict[Path, str]:
-    """Return the text of ``docs/methods/NAME.md`` for every method, of the options and the combinations, by path.
+    """Return the text of ``docs/methods/NAME.md`` for every method, of the options and
+    the combinations, by path.
 
     Args:
         root: the checkout, which has the recipes and ``docs/results/methods.yaml``.
     """
-    results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
+    results = yaml.safe_load(
+        (root / "docs/results/methods.yaml").read_text(encoding="utf-8")
+    )
     folder = Path("docs/methods")
     pages = {}
     for name, method in STRATEGIES.items():
@@ -82,14 +89,26 @@ def method_pages(root: Path) -> dict[Path, str]:
 
 
 def page_of(name: str) -> str:
-    """Return the file of a method's page: the methods of one module share the page of the first."""
+    """Return the file of a method's page: the methods of one module share the page of
+    the first.
+    """
     module = STRATEGIES[name].__module__
-    return next(f"{first}.md" for first, other in STRATEGIES.items() if other.__module__ == module)
+    return next(
+        f"{first}.md"
+        for first, other in STRATEGIES.items()
+        if other.__module__ == module
+    )
 
 
 def method_title(method: StrategyClass) -> str:
-    """Return the paper's name of a method, with which its docstring begins, or the classes of a module of several."""
-    same = [other.__name__ for other in STRATEGIES.values() if other.__module__ == method.__module__]
+    """Return the paper's name of a method, with which its docstring begins, or the
+    classes of a module of several.
+    """
+    same = [
+        other.__name__
+        for other in STRATEGIES.values()
+        if other.__module__ == method.__module__
+    ]
     if len(same) > 1:
         return ", ".join(same)
     return _docstring(sys.modules[method.__module__])[0].partition(":")[0]
@@ -136,18 +155,29 @@ def _with_when(body: str) -> tuple[str, list[str], str]:
     """Return what stands before the section "When", its two paragraphs, and the rest."""
     head, _, rest = body.partition("## When\n")
     when, mark, rest = rest.partition("## Problem")
-    return head.strip(), [" ".join(text.split()) for text in when.strip().split("\n\n")], mark + rest
+    return (
+        head.strip(),
+        [" ".join(text.split()) for text in when.strip().split("\n\n")],
+        mark + rest,
+    )
 
 
-def _box(method: StrategyClass, when: list[str], results: Mapping[str, Any]) -> Iterator[str]:
+def _box(
+    method: StrategyClass, when: list[str], results: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield the box at the head of a page: when, what was measured, cost, command."""
     yield '!!! abstract "In short"'
     use, against = when
-    lines = [use.replace("Use when:", "**Use when:**"), against.replace("Not when:", "**Not when:**")]
+    lines = [
+        use.replace("Use when:", "**Use when:**"),
+        against.replace("Not when:", "**Not when:**"),
+    ]
     if measured := _measured(method, results):
         lines.append(f"**Measured:** {measured}")
     lines.append(f"**Cost:** {cost_of(METHODS[method.name](method.Params()))}")
-    lines.append(f"**Command:** `fedbn-flwr run {_recipe(method.name)} --out runs/{method.name}`")
+    lines.append(
+        f"**Command:** `fedbn-flwr run {_recipe(method.name)} --out runs/{method.name}`"
+    )
     paper = re.search(r"arXiv:(\d{4}\.\d{5})", METHODS[method.name].source)
     links = [f"[arXiv:{paper[1]}](https://arxiv.org/abs/{paper[1]})"] if paper else []
     code = f"{method.__module__.replace('.', '/')}.py"
@@ -163,32 +193,43 @@ def _box(method: StrategyClass, when: list[str], results: Mapping[str, Any]) -> 
 
 
 def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
-    """Return a result of the method beside FedAvg's with BatchNorm in the same study; "" without one."""
+    """Return a result of the method beside FedAvg's with BatchNorm in the same study;
+    "" without one.
+    """
     if method.name == "fedavg":
         return ""
     order = list(results["studies"]).index
     fedavg = {}
     for row in results["methods"]["fedavg"]:
         if "here" in row:
-            fedavg[row["study"], row.get("case", "BN").removeprefix("BN, ")] = row["here"]
+            fedavg[row["study"], row.get("case", "BN").removeprefix("BN, ")] = row[
+                "here"
+            ]
     rows = results["methods"].get(method.name, ())
-    for row in sorted(rows, key=lambda row: (not row.get("first"), order(row["study"]))):
+    for row in sorted(
+        rows, key=lambda row: (not row.get("first"), order(row["study"]))
+    ):
         case = row.get("case", "BN")
         reference = fedavg.get((row["study"], case), fedavg.get((row["study"], "BN")))
         if reference is not None and "here" in row:
-            return f"{row['here']} where FedAvg with BatchNorm has {reference} ({_setting(row, results)})."
+            return (
+                f"{row['here']} where FedAvg with BatchNorm has {reference}"
+                f" ({_setting(row, results)})."
+            )
     return ""
 
 
 def _setting(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     title = results["studies"][row["study"]]["title"]
-    return ", ".join([title, *(str(row[key]) for key in ("case", "note") if key in row)])
+    return ", ".join(
+        [title, *(str(row[key]) for key in ("case", "note") if key in row)]
+    )
 
 
 def _docstring(module: Any) -> tuple[str, str]:
-    """Return the first line and the rest; code quotes are Markdown's."""
-    first, _, body = inspect.cleandoc(module.__doc__).partition("\n")
-    return first, body.replace("``", "`").strip()
+    """Return the summary and the rest; code quotes are Markdown's."""
+    first, _, body = inspect.cleandoc(module.__doc__).partition("\n\n")
+    return first.replace("\n", " "), body.replace("``", "`").strip()
 
 
 def _settings(method: StrategyClass) -> Iterator[str]:
@@ -196,7 +237,11 @@ def _settings(method: StrategyClass) -> Iterator[str]:
     own = []
     for name, field in method.Params.model_fields.items():
         if name not in common or field.default != common[name]:
-            default = str(field.default).lower() if isinstance(field.default, bool) else repr(field.default)
+            default = (
+                str(field.default).lower()
+                if isinstance(field.default, bool)
+                else repr(field.default)
+            )
             own.append(f"`{name}` ({default})")
     if own:
         yield f"{', '.join(own)}, each with its default; as keys with `-` for `_`."
@@ -209,12 +254,19 @@ def _recipe(name: str) -> str:
     return f"apps/main/recipes/{name}.yaml"
 
 
-def _reached(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
-    yield "Test accuracy in per cent; behind each link are the settings, the seeds and the commits."
+def _reached(
+    method: StrategyClass, root: Path, results: Mapping[str, Any]
+) -> Iterator[str]:
+    yield (
+        "Test accuracy in per cent; behind each link are the settings, the seeds and"
+        " the commits."
+    )
     yield ""
     yield "| setting | here | paper |"
     yield "|---|---|---|"
-    same = [other for other in STRATEGIES.values() if other.__module__ == method.__module__]
+    same = [
+        other for other in STRATEGIES.values() if other.__module__ == method.__module__
+    ]
     for other in same:
         of = f"{other.__name__}: " if len(same) > 1 else ""
         for row in _rows_reached(other.name, root, results):
@@ -226,16 +278,30 @@ def _rows_reached(name: str, root: Path, results: Mapping[str, Any]) -> Iterator
     if found:
         yield f"{found[1]}, on {found[3]}: its recipe, {found[4]} | {found[2]} | - |"
     order = list(results["studies"]).index
-    for row in sorted(results["methods"].get(name, ()), key=lambda row: order(row["study"])):
+    for row in sorted(
+        results["methods"].get(name, ()), key=lambda row: order(row["study"])
+    ):
         study = results["studies"][row["study"]]
-        setting = f"[{study['name']}](../results/{study['page']})" if "page" in study else study["title"]
+        setting = (
+            f"[{study['name']}](../results/{study['page']})"
+            if "page" in study
+            else study["title"]
+        )
         details = [str(row[key]) for key in ("case", "note") if key in row]
-        yield f"{', '.join([setting, *details])} | {row.get('here', 'not run')} | {row.get('paper', '-')} |"
+        yield (
+            f"{', '.join([setting, *details])} | {row.get('here', 'not run')} |"
+            f" {row.get('paper', '-')} |"
+        )
 
 
 def _combinations() -> str:
     roles = ("local-part", "client-hooks", "server-step")
-    named = [(name, method) for role in roles for name, method in STRATEGIES.items() if METHODS[name].role == role]
+    named = [
+        (name, method)
+        for role in roles
+        for name, method in STRATEGIES.items()
+        if METHODS[name].role == role
+    ]
     lines = [_COMBINATIONS_HEAD, "| method | runs beside |", "|---|---|"]
     for name, method in named:
         beside = []
@@ -244,7 +310,11 @@ def _combinations() -> str:
                 beside.append(f"`{other_name}`")
         lines.append(f"| `{name}` | {', '.join(beside)} |")
     lines += ["", "Methods that are not combined with others:", ""]
-    lines += [f"- `{method.name}`: {method.alone}." for method in METHODS.values() if method.alone]
+    lines += [
+        f"- `{method.name}`: {method.alone}."
+        for method in METHODS.values()
+        if method.alone
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -257,11 +327,19 @@ def _combine(one: StrategyClass, other: StrategyClass) -> bool:
 
 
 def _options_page(root: Path) -> str:
-    lines = [f"<!-- Made by `make generate` from the modules. Do not edit. -->\n\n{_OPTIONS_HEAD}"]
+    lines = [
+        "<!-- Made by `make generate` from the modules. Do not edit."
+        f" -->\n\n{_OPTIONS_HEAD}"
+    ]
     for module, key in _OPTIONS.items():
         first, body = _docstring(module)
         title, _, lead = first.partition(": ")
-        lines += [f"## {title}", "", f"{lead[0].upper()}{lead[1:]} Config: `{key}`.", ""]
+        lines += [
+            f"## {title}",
+            "",
+            f"{lead[0].upper()}{lead[1:]} Config: `{key}`.",
+            "",
+        ]
         lines += [re.sub(r"^## ", "### ", body, flags=re.MULTILINE), ""]
         if (root / _recipe(key)).is_file():
             lines += [f"Recipe: [{_recipe(key)}]({_UP}{_recipe(key)}).", ""]

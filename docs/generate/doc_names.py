@@ -18,9 +18,19 @@ __all__ = ["names_of_registries"]
 
 
 def names_of_registries() -> str:
-    """Return the text of ``names.json``: (name, summary, source) by registry, and the names that other keys take."""
-    methods = [(name, method.summary_line, method.source) for name, method in METHODS.items()]
-    methods.append((CENTRALIZED, "the reference: one loop over all data (`fedbn-flwr run` only)", "-"))
+    """Return the text of ``names.json``: (name, summary, source) by registry, and the
+    names that other keys take.
+    """
+    methods = [
+        (name, method.summary_line, method.source) for name, method in METHODS.items()
+    ]
+    methods.append(
+        (
+            CENTRALIZED,
+            "the reference: one loop over all data (`fedbn-flwr run` only)",
+            "-",
+        )
+    )
     content: dict[str, Any] = {"strategies": methods}
     others: dict[str, Mapping[str, Any]] = {
         "norms": NORMS,
@@ -29,12 +39,17 @@ def names_of_registries() -> str:
         "partitions": PARTITIONS,
     }
     for kind, registry in others.items():
-        content[kind] = [(name, info.summary, info.source) for name, info in registry.items()]
+        content[kind] = [
+            (name, info.summary, info.source) for name, info in registry.items()
+        ]
     for form in (*KINDS.values(), FUNCTION_FORM):
         name, _, what = form.partition(", ")
         content["datasets"].append((name, what, "own data"))
     content["allowed"] = {"task": [*TASKS], "dataset": [*DATASETS]}
     for role in ROLES:
-        content["allowed"][role] = [name for name, method in METHODS.items() if method.role == role]
+        content["allowed"][role] = [
+            name for name, method in METHODS.items() if method.role == role
+        ]
     text = json.dumps(content, ensure_ascii=False)
-    return text.replace("]], ", "]],\n").replace("], [", "],\n [") + "\n"  # a line for each entry
+    # a line for each entry
+    return text.replace("]], ", "]],\n").replace("], [", "],\n [") + "\n"

@@ -1,4 +1,6 @@
-"""What was repeated of the papers' tables and figures, from ``docs/results/papers.yaml``."""
+"""What was repeated of the papers' tables and figures, from
+``docs/results/papers.yaml``.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ def head_of(study: Path) -> str:
 
 
 def papers_block(root: Path) -> str:
-    """Return the count of the tables and figures, a table of those that were run, and the names of the others."""
-    papers = yaml.safe_load((root / "docs/results/papers.yaml").read_text(encoding="utf-8"))["papers"]
+    """Return the count of the tables and figures, a table of those that were run, and
+    the names of the others.
+    """
+    papers = yaml.safe_load(
+        (root / "docs/results/papers.yaml").read_text(encoding="utf-8")
+    )["papers"]
     counts: Counter[str] = Counter()
     rows = ""
     not_run = []
@@ -38,10 +44,19 @@ def papers_block(root: Path) -> str:
         not_run.append(f"{paper['name']}: {', '.join(names)}")
     counted = ", ".join(f"{state} {counts[state]}" for state in _STATES)
     head = f"**Of {counts.total()} tables and figures: {counted}.**"
-    meaning = '"Done" is the paper\'s setting at its length with several seeds, or a figure that needs no training.'
-    rest = "Not run at full length; each has its study and a small twin in [studies](../../studies/README.md): "
+    meaning = (
+        '"Done" is the paper\'s setting at its length with several seeds, or a figure'
+        " that needs no training."
+    )
+    rest = (
+        "Not run at full length; each has its study and a small twin in"
+        " [studies](../../studies/README.md): "
+    )
     return f"\n{head} {meaning}\n\n{_COLUMNS}{rows}\n{rest}{'; '.join(not_run)}.\n"
 
 
 def _row(paper: str, entry: dict[str, Any]) -> str:
-    return f"| {paper} | {entry['of']} | {entry['state']} | {entry['why']} | [results]({entry['results']}) |\n"
+    return (
+        f"| {paper} | {entry['of']} | {entry['state']} | {entry['why']} |"
+        f" [results]({entry['results']}) |\n"
+    )

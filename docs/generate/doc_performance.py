@@ -16,7 +16,9 @@ Data = Mapping[str, Any]
 
 
 def simulation_tables(root: Path) -> str:
-    """Return the table of ratios with their targets, and a table for each setting with other packages."""
+    """Return the table of ratios with their targets, and a table for each setting with
+    other packages.
+    """
     data = _data(root)
     head = ["ratio", "of seconds", "of CPU seconds", "target of the seconds"]
     rows = [
@@ -31,24 +33,36 @@ def simulation_tables(root: Path) -> str:
 
 
 def compared_sentence(root: Path) -> str:
-    """Return how many of the ratios of seconds are below 0.95 and above 1.05, and the range of all."""
-    found = [seconds for _, _, _, seconds, _, _ in ratios(_data(root)) if seconds is not None]
+    """Return how many of the ratios of seconds are below 0.95 and above 1.05, and the
+    range of all.
+    """
+    found = [
+        seconds for _, _, _, seconds, _, _ in ratios(_data(root)) if seconds is not None
+    ]
     faster, slower = sum(one < 0.95 for one in found), sum(one > 1.05 for one in found)
     return (
-        f"**A round takes {min(found):.2f} to {max(found):.2f} times the seconds of the loop or package that "
-        f"it is compared with: in {len(found)} comparisons it is faster in {faster}, slower in {slower}, and level in "
-        f"{len(found) - faster - slower}.**"
+        f"**A round takes {min(found):.2f} to {max(found):.2f} times the seconds of the"
+        f" loop or package that it is compared with: in {len(found)} comparisons it is"
+        f" faster in {faster}, slower in {slower}, and level in"
+        f" {len(found) - faster - slower}.**"
     )
 
 
-def ratios(data: Data) -> Iterator[tuple[str, str, str, float | None, float | None, str]]:
-    """Yield setting, row, the row that it is divided by, the ratios of seconds and CPU seconds, and the target."""
+def ratios(
+    data: Data,
+) -> Iterator[tuple[str, str, str, float | None, float | None, str]]:
+    """Yield setting, row, the row that it is divided by, the ratios of seconds and CPU
+    seconds, and the target.
+    """
     for setting, one in data["settings"].items():
         for name, against, target in one["ratios"]:
             if {name, against} <= one["rows"].keys():
                 yield (
                     *(setting, name, against),
-                    *(_ratio(one, name, against, key) for key in ("seconds", "cpu-seconds")),
+                    *(
+                        _ratio(one, name, against, key)
+                        for key in ("seconds", "cpu-seconds")
+                    ),
                     target,
                 )
 
@@ -67,7 +81,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _data(root: Path) -> Data:
-    found: Data = yaml.safe_load((root / "docs/performance.yaml").read_text(encoding="utf-8"))
+    found: Data = yaml.safe_load(
+        (root / "docs/performance.yaml").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -80,7 +96,17 @@ def _setting(one: Data) -> str:
     rows = []
     for name, row in one["rows"].items():
         seconds, *others = (number(row[key]) for key in _FIGURES)
-        rows.append([name, row["version"], seconds, number(_ratio(one, name, BARE, "seconds")), *others])
+        rows.append(
+            [
+                name,
+                row["version"],
+                seconds,
+                number(_ratio(one, name, BARE, "seconds")),
+                *others,
+            ]
+        )
     head = ["", "version", "seconds a round", "/ bare", "CPU seconds", "MB", "accuracy"]
-    missing = "".join(f"\n\nMissing: {name}: {reason}." for name, reason in one["missing"].items())
+    missing = "".join(
+        f"\n\nMissing: {name}: {reason}." for name, reason in one["missing"].items()
+    )
     return f"**{one['title']}**\n\n{_table(head, rows)}{missing}\n\n{one['note']}"

@@ -17,11 +17,17 @@ def _of_clients(methods: Methods) -> str:
 
 
 def _masked(methods: Methods) -> str:
-    return "; ".join(beside.text for beside in sent_beside(methods) if not beside.masked) or _works(methods)
+    return "; ".join(
+        beside.text for beside in sent_beside(methods) if not beside.masked
+    ) or _works(methods)
 
 
 def _works(methods: Methods) -> str:
-    return "works, with `eval-on=global`: tests by the clients are withheld" if methods.local else "works"
+    return (
+        "works, with `eval-on=global`: tests by the clients are withheld"
+        if methods.local
+        else "works"
+    )
 
 
 PROTECTIONS: Mapping[str, Callable[[Methods], str]] = {
@@ -31,8 +37,13 @@ PROTECTIONS: Mapping[str, Callable[[Methods], str]] = {
 
 
 def privacy_table() -> str:
-    """Return a table of the strategies with their default settings: "works", or the reason of the refusal."""
-    lines = [f"| method | {' | '.join(PROTECTIONS)} |", "|---" * (1 + len(PROTECTIONS)) + "|"]
+    """Return a table of the strategies with their default settings: "works", or the
+    reason of the refusal.
+    """
+    lines = [
+        f"| method | {' | '.join(PROTECTIONS)} |",
+        "|---" * (1 + len(PROTECTIONS)) + "|",
+    ]
     for name, kind in STRATEGIES.items():
         cells = [cell(kind().methods) for cell in PROTECTIONS.values()]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")

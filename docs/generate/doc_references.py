@@ -20,9 +20,13 @@ entry was checked. A number, authors, year and title are the same everywhere in 
 
 def references_page(root: Path) -> str:
     """Return the text of ``docs/references.md``."""
-    papers = yaml.safe_load((root / "docs/references.yaml").read_text(encoding="utf-8"))["papers"]
+    papers = yaml.safe_load(
+        (root / "docs/references.yaml").read_text(encoding="utf-8")
+    )["papers"]
     rows = []
-    for number, paper in sorted(papers.items(), key=lambda item: (item[1]["authors"], item[1]["year"])):
+    for number, paper in sorted(
+        papers.items(), key=lambda item: (item[1]["authors"], item[1]["year"])
+    ):
         link = f"[{number}](https://arxiv.org/abs/{number})"
         cells = [paper["authors"], str(paper["year"]), paper["title"], link]
         rows.append(f"| {' | '.join(cells)} |\n")

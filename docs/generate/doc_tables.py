@@ -1,8 +1,10 @@
-"""Everything in the repository that is derived from the code: tables, pages and defaults.
+"""Everything in the repository that is derived from the code: tables, pages and
+defaults.
 
-``python docs/generate [ROOT]``, from any folder, writes the derived files of a checkout anew and prints which ones
-changed. With ``--check`` it writes nothing and exits with 1 when a file is stale. ``make generate`` runs it. It is no
-part of the package: only a checkout needs it.
+``python docs/generate [ROOT]``, from any folder, writes the derived files of a checkout
+anew and prints which ones changed. With ``--check`` it writes nothing and exits with 1
+when a file is stale. ``make generate`` runs it. It is no part of the package: only a
+checkout needs it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _TOML_HEAD = "[tool.flwr.app.config]\n"
 
 
 def derived(root: Path) -> dict[Path, str]:
-    """Return the text that each derived file of the checkout must have, by path below ``root``.
+    """Return the text that each derived file of the checkout must have, by path below
+    ``root``.
 
     Args:
         root: the checkout. What is not derived in a file is taken from there.
@@ -63,7 +66,10 @@ def derived(root: Path) -> dict[Path, str]:
     marked = {
         "README.md": {"glance": glance_table(root)},
         "docs/choose.md": {"situations": situation_table()},
-        "docs/methods/index.md": {"strategies": strategy_table(), "norms": norm_table()},
+        "docs/methods/index.md": {
+            "strategies": strategy_table(),
+            "norms": norm_table(),
+        },
         "docs/reference/python.md": {"classes": class_list()},
         "docs/guides/privacy.md": {"protections": privacy_table()},
         "docs/reference/messages.md": {"keys": key_table()},
@@ -75,39 +81,58 @@ def derived(root: Path) -> dict[Path, str]:
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
-    texts[Path("mkdocs.yml")] = _filled(root / "mkdocs.yml", {"methods": method_menu()}, "      # {}")
+    texts[Path("mkdocs.yml")] = _filled(
+        root / "mkdocs.yml", {"methods": method_menu()}, "      # {}"
+    )
     return texts
 
 
 def changed(root: Path) -> dict[Path, str]:
-    """Return those of the derived files whose text is not the one they must have; method pages of no method, too."""
+    """Return those of the derived files whose text is not the one they must have;
+    method pages of no method, too.
+    """
     texts = derived(root)
     stale = {
         path: text
         for path, text in texts.items()
-        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text
+        if not (root / path).exists()
+        or (root / path).read_text(encoding="utf-8") != text
     }
     pages = {path.relative_to(root) for path in (root / "docs/methods").glob("*.md")}
     return stale | dict.fromkeys(sorted(pages - texts.keys()), "")
 
 
 def glance_table(root: Path) -> str:
-    """Return the README's table of results; the rows and their numbers stand in ``docs/results/methods.yaml``.
+    """Return the README's table of results; the rows and their numbers stand in
+    ``docs/results/methods.yaml``.
 
     Raises:
         LookupError: no such method and case in a row's study.
     """
-    results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
-    lines = [f"| setting | {' | '.join(_COLUMNS)} | made by |", "|---|" + "---|" * (len(_COLUMNS) + 1)]
+    results = yaml.safe_load(
+        (root / "docs/results/methods.yaml").read_text(encoding="utf-8")
+    )
+    lines = [
+        f"| setting | {' | '.join(_COLUMNS)} | made by |",
+        "|---|" + "---|" * (len(_COLUMNS) + 1),
+    ]
     for row in results["at-a-glance"]:
         study = results["studies"][row["study"]]
-        cells = [_recorded(results, row["study"], *row[column]) if column in row else "" for column in _COLUMNS]
-        made = f"[{study['name']}](docs/results/{study['page']}), {study['how'].partition(', commit')[0]}"
+        cells = [
+            _recorded(results, row["study"], *row[column]) if column in row else ""
+            for column in _COLUMNS
+        ]
+        made = (
+            f"[{study['name']}](docs/results/{study['page']}),"
+            f" {study['how'].partition(', commit')[0]}"
+        )
         lines.append("| " + " | ".join([row["title"], *cells, made]) + " |")
     return "\n".join(lines)
 
 
-def _recorded(results: Mapping[str, Any], study: str, method: str, case: str | None = None) -> str:
+def _recorded(
+    results: Mapping[str, Any], study: str, method: str, case: str | None = None
+) -> str:
     for row in results["methods"][method]:
         if row["study"] == study and row.get("case") == case:
             return str(row["here"])
@@ -115,24 +140,40 @@ def _recorded(results: Mapping[str, Any], study: str, method: str, case: str | N
 
 
 def situation_table() -> str:
-    """Return the table of ``docs/choose.md``: what a user sees, what to try, what it gained, what it costs."""
-    lines = ["| what you see | take first | then try | accuracy of FedAvg+BN -> with the first | cost |"]
+    """Return the table of ``docs/choose.md``: what a user sees, what to try, what it
+    gained, what it costs.
+    """
+    lines = [
+        "| what you see | take first | then try | accuracy of FedAvg+BN -> with the"
+        " first | cost |"
+    ]
     lines.append("|---|---|---|---|---|")
     for situation in SITUATIONS:
         first, *later = (f"`{remedy.setting}`" for remedy in situation.tries)
         gains = "; ".join(map(str, situation.measured)) or "-"
         seen = f"[{situation.seen}](#{situation.section})"
-        lines.append(f"| {seen} | {first} | {', '.join(later)} | {gains} | {situation.cost} |")
+        lines.append(
+            f"| {seen} | {first} | {', '.join(later)} | {gains} | {situation.cost} |"
+        )
     return "\n".join(lines)
 
 
 def strategy_table() -> str:
-    """Return a table of the strategies: name, what it does, which entries stay with the client, source."""
-    lines = ["| name | what it does | model entries that stay with the client | source |", "|---|---|---|---|"]
+    """Return a table of the strategies: name, what it does, which entries stay with the
+    client, source.
+    """
+    lines = [
+        "| name | what it does | model entries that stay with the client | source |",
+        "|---|---|---|---|",
+    ]
     for name, strategy in STRATEGIES.items():
-        kept = ", ".join(part.value for part in Part if part in strategy().local) or "nothing"
+        kept = (
+            ", ".join(part.value for part in Part if part in strategy().local)
+            or "nothing"
+        )
         lines.append(
-            f"| [`{name}`]({page_of(name)}) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |"
+            f"| [`{name}`]({page_of(name)}) | {METHODS[name].summary_line} | {kept} |"
+            f" {METHODS[name].source} |"
         )
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
 
@@ -142,7 +183,9 @@ def method_menu() -> str:
     groups: dict[str, list[str]] = {group: [] for group in _GROUPS}
     for name, strategy in STRATEGIES.items():
         if page_of(name) == f"{name}.md":
-            groups[_group_of(name)].append(f"          - {method_title(strategy)}: methods/{name}.md")
+            groups[_group_of(name)].append(
+                f"          - {method_title(strategy)}: methods/{name}.md"
+            )
     lines = []
     for group, entries in groups.items():
         lines += [f"      - {group}:", *entries]
@@ -154,7 +197,8 @@ def _group_of(name: str) -> str:
     method = METHODS[name](METHODS[name].Params())
     phases = declared(method)
     statistics = any(
-        phase.exchanges or phase.held or "moments" in {one.size for one in phase.beside} for phase in phases
+        phase.exchanges or phase.held or "moments" in {one.size for one in phase.beside}
+        for phase in phases
     )
     if method.role == "server-step":
         return "Server optimizers"
@@ -167,30 +211,62 @@ def _group_of(name: str) -> str:
 
 def norm_table() -> str:
     """Return a table of the norms: name, what it is, source."""
-    rows = [f"| `{name}` | {info.summary} | {info.source} |" for name, info in NORMS.items()]
+    rows = [
+        f"| `{name}` | {info.summary} | {info.source} |" for name, info in NORMS.items()
+    ]
     return "\n".join(["| norm | what it is | source |", "|---|---|---|", *rows])
 
 
 def class_list() -> str:
-    """Return the directives that show the strategies' classes, each with a link to the method's page."""
+    """Return the directives that show the strategies' classes, each with a link to the
+    method's page.
+    """
     lines = []
     for name, strategy in STRATEGIES.items():
-        lines += ["", f"::: fedbn_flwr.strategies.{strategy.__name__}", "    options:", "      members: false", ""]
-        lines += [f"Formulas, cost and settings: [{method_title(strategy)}](../methods/{page_of(name)})."]
+        lines += [
+            "",
+            f"::: fedbn_flwr.strategies.{strategy.__name__}",
+            "    options:",
+            "      members: false",
+            "",
+        ]
+        lines += [
+            "Formulas, cost and settings:"
+            f" [{method_title(strategy)}](../methods/{page_of(name)})."
+        ]
     return "\n".join([*lines, ""])
 
 
 def key_table() -> str:
-    """Return a table of every key that travels: those of all methods, then those of single methods, by file."""
+    """Return a table of every key that travels: those of all methods, then those of
+    single methods, by file.
+    """
     head = ["| key | type | writes | reads |", "|---|---|---|---|"]
     lines = ["", *head, *(_row(key) for key in _declared(protocol))]
-    kinds = [kind for method in (*OPTIONS, *METHODS.values()) for kind in method.__mro__]
-    modules = dict.fromkeys(sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith("fedbn_flwr."))
+    kinds = [
+        kind for method in (*OPTIONS, *METHODS.values()) for kind in method.__mro__
+    ]
+    modules = dict.fromkeys(
+        sys.modules[kind.__module__]
+        for kind in kinds
+        if kind.__module__.startswith("fedbn_flwr.")
+    )
     of_all = _declared(protocol)
-    own = {key: None for module in modules for key in _declared(module) if key not in of_all}
+    own = {
+        key: None
+        for module in modules
+        for key in _declared(module)
+        if key not in of_all
+    }
     files = dict.fromkeys(_file(key) for key in own)
     for file in files:
-        lines += ["", f"`{file}`:", "", *head, *(_row(key) for key in own if _file(key) == file)]
+        lines += [
+            "",
+            f"`{file}`:",
+            "",
+            *head,
+            *(_row(key) for key in own if _file(key) == file),
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -203,10 +279,14 @@ def _declared(module: object) -> list[Key]:
 
 
 def _file(key: Key) -> str:
-    """Return the file that declares the key: of those that know it, the one that calls ``Key``."""
+    """Return the file that declares the key: of those that know it, the one that calls
+    ``Key``.
+    """
     for name, module in sys.modules.items():
         if name.startswith("fedbn_flwr.") and module.__file__:
-            for constant in [constant for constant, value in vars(module).items() if value is key]:
+            for constant in [
+                constant for constant, value in vars(module).items() if value is key
+            ]:
                 source = Path(module.__file__).read_text(encoding="utf-8")
                 if re.search(rf"^{constant} = Key\(", source, re.MULTILINE):
                     return name.removeprefix("fedbn_flwr.").replace(".", "/") + ".py"
@@ -216,12 +296,24 @@ def _file(key: Key) -> str:
 def _with_defaults(pyproject: str) -> str:
     """Return the text of ``pyproject.toml`` with every config key and its default."""
     before, rest = pyproject.split(_TOML_HEAD)
-    values = {field.alias or name: field.default for name, field in Config.model_fields.items()}
+    values = {
+        field.alias or name: field.default
+        for name, field in Config.model_fields.items()
+    }
     lines = []
     for group in GROUPS:
-        lines += [f"# {group}", *(f"{key} = {json.dumps(values[key])}" for key in Config.keys(group))]
+        lines += [
+            f"# {group}",
+            *(f"{key} = {json.dumps(values[key])}" for key in Config.keys(group)),
+        ]
     after = rest.find("\n[")
-    return before + _TOML_HEAD + "\n".join(lines) + "\n" + (rest[after:] if after >= 0 else "")
+    return (
+        before
+        + _TOML_HEAD
+        + "\n".join(lines)
+        + "\n"
+        + (rest[after:] if after >= 0 else "")
+    )
 
 
 def _filled(path: Path, blocks: Mapping[str, str], mark: str = "<!-- {} -->") -> str:
@@ -234,7 +326,10 @@ def _filled(path: Path, blocks: Mapping[str, str], mark: str = "<!-- {} -->") ->
     for name, content in blocks.items():
         start, end = mark.format(name) + "\n", mark.format("/" + name) + "\n"
         if text.count(start) != 1 or text.count(end) != 1:
-            raise ValueError(f"{path} must have {start.strip()!r} and {end.strip()!r} once each, on lines of their own")
+            raise ValueError(
+                f"{path} must have {start.strip()!r} and {end.strip()!r} once each, on"
+                " lines of their own"
+            )
         before, rest = text.split(start)
         text = f"{before}{start}{content}\n{end}{rest.split(end)[1]}"
     return text
@@ -243,14 +338,28 @@ def _filled(path: Path, blocks: Mapping[str, str], mark: str = "<!-- {} -->") ->
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the derived files; return the exit code."""
     parser = argparse.ArgumentParser(prog="python docs/generate", description=__doc__)
-    parser.add_argument("root", nargs="?", type=Path, default=_ROOT, help="the checkout; default: this file's")
-    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 when a file is stale")
+    parser.add_argument(
+        "root",
+        nargs="?",
+        type=Path,
+        default=_ROOT,
+        help="the checkout; default: this file's",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="change nothing, exit with 1 when a file is stale",
+    )
     options = parser.parse_args(arguments)
     if not options.check:  # a config reads these names, and the pages show configs
         (options.root / _NAMES).write_text(names_of_registries(), encoding="utf-8")
     stale = changed(options.root)
     for path, text in stale.items():
-        print(f"stale: {path}; run `make generate`" if options.check else f"written: {path}")
+        print(
+            f"stale: {path}; run `make generate`"
+            if options.check
+            else f"written: {path}"
+        )
         if options.check:
             continue
         if text:

@@ -26,8 +26,9 @@ _RECORDS = {
     "scalar": "a number",
 }
 _SYMBOLS = (
-    "$F$ = floats of the model, $T$ = of its shared trainable entries, $S$ = of its running statistics, "
-    "$L$ = BN layers, $F_l$ = floats of what stays with the client. ResNet-20: $F$ = 271,098, $S$ = 1,376, $L$ = 19."
+    "$F$ = floats of the model, $T$ = of its shared trainable entries, $S$ = of its"
+    " running statistics, $L$ = BN layers, $F_l$ = floats of what stays with the"
+    " client. ResNet-20: $F$ = 271,098, $S$ = 1,376, $L$ = 19."
 )
 
 
@@ -37,7 +38,12 @@ def travels_section(method: Method[Any, Any]) -> list[str]:
     phases = declared(method)
     for phase in phases:
         name = f"in phase *{phase.phase}*" if len(phases) > 1 else "per round"
-        lines += [f"| | {name} |", "|---|---|", *(f"| {what} | {text} |" for what, text in _rows(phase)), ""]
+        lines += [
+            f"| | {name} |",
+            "|---|---|",
+            *(f"| {what} | {text} |" for what, text in _rows(phase)),
+            "",
+        ]
     return [*lines, _SYMBOLS]
 
 
@@ -48,20 +54,39 @@ def cost_of(method: Method[Any, Any]) -> str:
         costs.setdefault(_cost(phase), []).append(phase.phase)
     if len(costs) == 1:
         return f"{next(iter(costs))} a round."
-    return "; ".join(f"{cost} a round in phase *{'*, *'.join(phases)}*" for cost, phases in costs.items()) + "."
+    return (
+        "; ".join(
+            f"{cost} a round in phase *{'*, *'.join(phases)}*"
+            for cost, phases in costs.items()
+        )
+        + "."
+    )
 
 
 def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
     shared = _shared(travels.local)
-    down = [f"`{beside.key}`: {_RECORDS[beside.size]}, not in round 1" for beside in travels.beside if beside.down]
+    down = [
+        f"`{beside.key}`: {_RECORDS[beside.size]}, not in round 1"
+        for beside in travels.beside
+        if beside.down
+    ]
     up = [f"`{beside.key}`: {_RECORDS[beside.size]}" for beside in travels.beside]
-    step = ["per BN layer of the first step: the vectors of its exchanges"] if travels.exchanges else []
+    step = (
+        ["per BN layer of the first step: the vectors of its exchanges"]
+        if travels.exchanges
+        else []
+    )
     before_test = ["before a test: the whole state"] if travels.reestimates else []
-    moments = ["before a test: the moments of each BN layer"] if travels.reestimates else []
+    moments = (
+        ["before a test: the moments of each BN layer"] if travels.reestimates else []
+    )
     held = f"{_listed(travels.held)} return as they were sent" if travels.held else ""
     yield "sent down", "; ".join([shared, *down, *step, *before_test])
     yield "sent up", "; ".join(filter(None, [shared, held, *up, *step, *moments]))
-    yield "kept", "; ".join(filter(None, [_listed(travels.local), travels.kept])) or "nothing"
+    yield (
+        "kept",
+        "; ".join(filter(None, [_listed(travels.local), travels.kept])) or "nothing",
+    )
     yield "weights", _weights(travels.weights)
     yield "cost", _cost(travels)
 
@@ -71,7 +96,10 @@ def _shared(local: PartSet) -> str:
         return "nothing (the whole state once, at a client's start)"
     if not local:
         return "the whole state"
-    return f"the state without {_listed(local)} (the whole state once, at a client's start)"
+    return (
+        f"the state without {_listed(local)} (the whole state once, at a client's"
+        " start)"
+    )
 
 
 def _listed(parts: PartSet) -> str:
@@ -86,7 +114,9 @@ def _weights(weights: str) -> str:
 
 
 def _cost(travels: Travels) -> str:
-    floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(tuple(sorted(travels.local)), "$F - F_l$")
+    floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(
+        tuple(sorted(travels.local)), "$F - F_l$"
+    )
     down_statistics, up_statistics = travels.extra_statistics
     copies_down, copies_up = travels.extra_copies
     step = _plus(travels.exchanges.cost()[1] / 2, "S") if travels.exchanges else ""

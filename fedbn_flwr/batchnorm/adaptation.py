@@ -1,34 +1,40 @@
-r"""Test-time BatchNorm: a test with statistics of the test inputs, for clients that did not train.
+r"""Test-time BatchNorm: a test with statistics of the test inputs, for clients that did
+not train.
 
-For tests only. Labels are not used, weights do not change, nothing more is sent, and the model is restored afterwards.
-The key `test-bn` says how. `eval-on=global-test-bn` tests the global model so, `averaged-bn-test-bn` the one with the
-average of the clients' BN parts; held-out clients have one more test, each by its own test inputs alone. The plain test
-is reported beside each.
+For tests only. Labels are not used, weights do not change, nothing more is sent, and
+the model is restored afterwards. The key `test-bn` says how. `eval-on=global-test-bn`
+tests the global model so, `averaged-bn-test-bn` the one with the average of the
+clients' BN parts; held-out clients have one more test, each by its own test inputs
+alone. The plain test is reported beside each.
 
-**The tests of `eval-on` are not those of a new client.** Their batches are of the whole test set in its order, the
-inputs of all clients and domains mixed (beside it, each domain's alone); use `held-out-clients` for a new client. In a
-test set sorted by class each batch has few classes.
+**The tests of `eval-on` are not those of a new client.** Their batches are of the whole
+test set in its order, the inputs of all clients and domains mixed (beside it, each
+domain's alone); use `held-out-clients` for a new client. In a test set sorted by class
+each batch has few classes.
 
-**Under label skew of the test client the statistics of its inputs remove the class signal**: compare with the plain
-test. Both modes depend on the size of the test batches, which belongs to a result: the summary of a run writes it.
+**Under label skew of the test client the statistics of its inputs remove the class
+signal**: compare with the plain test. Both modes depend on the size of the test
+batches, which belongs to a result: the summary of a run writes it.
 
 ## Algorithm
 
-$S = (\mu_s, v_s)$ are a layer's running statistics, $(\mu_b, v_b)$ those of test batch $b$ with $n$ examples, its
-variance biased. A layer normalises with
+$S = (\mu_s, v_s)$ are a layer's running statistics, $(\mu_b, v_b)$ those of test batch
+$b$ with $n$ examples, its variance biased. A layer normalises with
 
-- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963); `eval-on=global-batch-statistics` is the same;
-- `mix`: $w S + (1 - w) (\mu_b, v_b)$ with $w = N / (N + n)$, $N = 16$ (Schneider et al. 2020, arXiv:2006.16971): the
-  running statistics weigh as much as 16 examples.
+- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963);
+  `eval-on=global-batch-statistics` is the same;
+- `mix`: $w S + (1 - w) (\mu_b, v_b)$ with $w = N / (N + n)$, $N = 16$ (Schneider et al.
+  2020, arXiv:2006.16971): the running statistics weigh as much as 16 examples.
 
-All else is in eval mode: dropout does not act. Every layer with running statistics is adapted, also one that training
-keeps in eval mode (`frozen-bn=eval`). Where one value per channel gives no variance, `batch` refuses the test and names
-the layer.
+All else is in eval mode: dropout does not act. Every layer with running statistics is
+adapted, also one that training keeps in eval mode (`frozen-bn=eval`). Where one value
+per channel gives no variance, `batch` refuses the test and names the layer.
 
 ## Differs from the papers
 
-$v_b$ is biased, so that N = 0 is `batch`; Schneider's code mixes the unbiased one. Every kind of BatchNorm is adapted,
-there BatchNorm2d alone. $n$ counts examples, also in convolutions, as there.
+$v_b$ is biased, so that N = 0 is `batch`; Schneider's code mixes the unbiased one.
+Every kind of BatchNorm is adapted, there BatchNorm2d alone. $n$ counts examples, also
+in convolutions, as there.
 
 ## Laws
 
@@ -50,13 +56,24 @@ from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.batchnorm.taken_forward import watch_inputs
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
+from fedbn_flwr.training.evaluation import (
+    EvalResult,
+    evaluate,
+    without_running_statistics,
+)
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
-__all__ = ["PRIOR", "TEST_BN_MODES", "TestBNMode", "adapted", "evaluate_adapted", "try_batches"]
+__all__ = [
+    "PRIOR",
+    "TEST_BN_MODES",
+    "TestBNMode",
+    "adapted",
+    "evaluate_adapted",
+    "try_batches",
+]
 
 TestBNMode = Literal["", "batch", "mix"]
 """The statistics of a test; "" = the running ones."""
@@ -68,18 +85,19 @@ PRIOR = 16
 
 @contextmanager
 def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
-    """Let the BatchNorm layers use the statistics of each batch in the block, in eval mode.
+    """Let the BatchNorm layers use the statistics of each batch in the block, in eval
+    mode.
 
     Layers without running statistics use each batch's own anyway.
 
     Args:
-        model: it has its running statistics again after the block, bit for bit. A compiled model is compiled anew in
-            the block; use the module inside.
+        model: it has its running statistics again after the block, bit for bit. A
+            compiled model is compiled anew in the block; use the module inside.
         mode: which statistics.
 
     Raises:
-        NormLayerError: a layer gets one value per channel from a batch of ``batch``, in the block; or TorchScript holds
-            a layer.
+        NormLayerError: a layer gets one value per channel from a batch of ``batch``, in
+            the block; or TorchScript holds a layer.
     """
     if not mode:
         yield
@@ -90,19 +108,31 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
         if mode == "batch":
             closing.enter_context(without_running_statistics(model))
         for path, layer in layers.items():
-            note = functools.partial(_refuse_one_value, path) if mode == "batch" else _Mixture(layer, closing)
+            note = (
+                functools.partial(_refuse_one_value, path)
+                if mode == "batch"
+                else _Mixture(layer, closing)
+            )
             closing.callback(watch_inputs(layer, note))
         yield
 
 
 def _with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers with running statistics by path."""
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    return {path: layer for path, layer in layers.items() if layer.running_mean is not None}
+    layers = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+    }
+    return {
+        path: layer for path, layer in layers.items() if layer.running_mean is not None
+    }
 
 
 class _Mixture:
-    """Gives a layer the mixture of its running statistics with those of each batch; ``closing`` restores them."""
+    """Gives a layer the mixture of its running statistics with those of each batch;
+    ``closing`` restores them.
+    """
 
     def __init__(self, layer: _BatchNorm, closing: ExitStack) -> None:
         self._mean, self._var = layer.running_mean.clone(), layer.running_var.clone()  # type: ignore[union-attr]
@@ -114,7 +144,9 @@ class _Mixture:
         with torch.no_grad():
             mean, var = batch_statistics(x)
             w = PRIOR / (PRIOR + len(x))
-            self._load(layer, w * self._mean + (1 - w) * mean, w * self._var + (1 - w) * var)
+            self._load(
+                layer, w * self._mean + (1 - w) * mean, w * self._var + (1 - w) * var
+            )
 
     @staticmethod
     def _load(layer: _BatchNorm, mean: Tensor, var: Tensor) -> None:
@@ -129,13 +161,15 @@ def evaluate_adapted(
     mode: TestBNMode,
     task: Task = CLASSIFICATION,
 ) -> EvalResult:
-    """Return the metrics of the model on the data, as ``evaluate``, with the statistics of their inputs.
+    """Return the metrics of the model on the data, as ``evaluate``, with the statistics
+    of their inputs.
 
     Args:
         model: as in ``adapted``; of a compiled one the module inside is tested.
         data: the test data; batches follow their order.
         mode: which statistics.
-        task: the loss, which targets count, the score, and ``test_batch``, the examples per batch.
+        task: the loss, which targets count, the score, and ``test_batch``, the examples
+            per batch.
 
     Raises:
         NormLayerError: a batch has one value per channel, see ``adapted``.
@@ -143,13 +177,19 @@ def evaluate_adapted(
     """
     if not mode:
         return evaluate(model, data, task=task)
-    model = getattr(model, "_orig_mod", model)  # not ``unwrap``: a user's wrapper named "module" may do more
+    # not ``unwrap``: a user's wrapper named "module" may do more
+    model = getattr(model, "_orig_mod", model)
     with adapted(model, mode):
-        return evaluate(model, data, task=task, batch_size=task.test_batch, tries_last=False)
+        return evaluate(
+            model, data, task=task, batch_size=task.test_batch, tries_last=False
+        )
 
 
-def try_batches(model: nn.Module, data: Batches, mode: TestBNMode, task: Task = CLASSIFICATION) -> None:
-    """Check, before training, that the model can be adapted on a last batch of one example, if the test has one.
+def try_batches(
+    model: nn.Module, data: Batches, mode: TestBNMode, task: Task = CLASSIFICATION
+) -> None:
+    """Check, before training, that the model can be adapted on a last batch of one
+    example, if the test has one.
 
     Raises:
         NormLayerError: a layer gets one value per channel.
@@ -164,6 +204,7 @@ def try_batches(model: nn.Module, data: Batches, mode: TestBNMode, task: Task = 
 def _refuse_one_value(path: str, _: _BatchNorm, x: Tensor) -> None:
     if x.numel() == x.shape[1]:
         raise NormLayerError(
-            f"test-time BatchNorm: layer '{path}' gets one value per channel, from which no variance can be computed. "
-            "Use test-bn=mix, or test data whose last batch has two or more examples"
+            f"test-time BatchNorm: layer '{path}' gets one value per channel, from"
+            " which no variance can be computed. Use test-bn=mix, or test data whose"
+            " last batch has two or more examples"
         )

@@ -1,6 +1,8 @@
-"""Averaging that is safe for BatchNorm: ``average`` for states, ``weighted_sum`` for arrays; server steps use both.
+"""Averaging that is safe for BatchNorm: ``average`` for states, ``weighted_sum`` for
+arrays; server steps use both.
 
-Sums are accumulated in float64 in the order given. Callers sort by partition id, so a run repeats bit for bit.
+Sums are accumulated in float64 in the order given. Callers sort by partition id, so a
+run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -35,17 +37,23 @@ State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
-_BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache while the clients' values are added
+# elements; in float64 2 MiB, which stay in the cache while the clients' values
+# are # added
+_BLOCK = 1 << 18
 
 
 def to_shares(weights: Sequence[float]) -> list[float]:
-    """Return p_i = w_i / sum(w). Weights whose sum overflows are first divided by the largest.
+    """Return p_i = w_i / sum(w). Weights whose sum overflows are first divided by the
+    largest.
 
     Raises:
         ReplyError: a weight is negative or not finite, or all weights are zero.
     """
     if not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
-        raise ReplyError(f"weights {list(weights)} cannot be averaged: all finite and >= 0, at least one above 0")
+        raise ReplyError(
+            f"weights {list(weights)} cannot be averaged: all finite and >= 0, at least"
+            " one above 0"
+        )
     with np.errstate(over="ignore"):
         total = float(np.sum(np.asarray(weights, dtype=np.float64)))
     if math.isinf(total):
@@ -54,7 +62,9 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
-    """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in the order given."""
+    """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in the
+    order given.
+    """
     total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
     _add_up([[array] for array in arrays], p, [total])
     return total
@@ -65,16 +75,22 @@ def wide_type(array: Array) -> type[np.complex128 | np.float64]:
     return np.complex128 if array.dtype.kind == "c" else np.float64
 
 
-def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[Array]) -> None:
-    """Write sum_i p_i rows[i][k] into sums[k]; these are contiguous, and all real or all complex.
+def _add_up(
+    rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[Array]
+) -> None:
+    """Write sum_i p_i rows[i][k] into sums[k]; these are contiguous, and all real or
+    all complex.
 
-    The sum goes block by block: a block holds many small entries, or a part of a large one. Multiplication and addition
-    are two operations: a fused one, as torch's, rounds once instead of twice, on some machines only.
+    The sum goes block by block: a block holds many small entries, or a part of a large
+    one. Multiplication and addition are two operations: a fused one, as torch's, rounds
+    once instead of twice, on some machines only.
     """
     sizes = [array.size for array in sums]
     flat = list(map(_flat, rows))
     flat_sums = _flat(sums)
-    buffers = np.empty((2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64)
+    buffers = np.empty(
+        (2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64
+    )
     for block in _blocks(sizes):
         total, term = buffers[:, : _size(block)]
         total[:] = 0
@@ -83,8 +99,12 @@ def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[
         _write(block, total, flat_sums)
 
 
-def _add(block: _Block, arrays: Sequence[Array], weight: float, total: Array, term: Array) -> None:
-    """Add the block of the flat arrays, times the weight, to ``total``; ``term`` is room for it."""
+def _add(
+    block: _Block, arrays: Sequence[Array], weight: float, total: Array, term: Array
+) -> None:
+    """Add the block of the flat arrays, times the weight, to ``total``; ``term`` is
+    room for it.
+    """
     np.concatenate([arrays[k][part] for k, part in block], out=term)
     term *= weight
     total += term
@@ -100,13 +120,16 @@ def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
 
 
 class SumAhead:
-    """The sums of ``average``, to the bit, of states that come one after the other while others are awaited.
+    """The sums of ``average``, to the bit, of states that come one after the other
+    while others are awaited.
 
-    It takes room for the model in float64, and goes through that room for each state, where ``average`` stays in the
-    cache; so it pays where the time of the last states is waited for anyway.
+    It takes room for the model in float64, and goes through that room for each state,
+    where ``average`` stays in the cache; so it pays where the time of the last states
+    is waited for anyway.
 
     Args:
-        weights: one weight >= 0 for each state that is to come; they are normalised to p_i.
+        weights: one weight >= 0 for each state that is to come; they are normalised to
+            p_i.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -122,8 +145,13 @@ class SumAhead:
             self._names = list(_floating(state))
         arrays = _flat(_select(state, self._names))
         if not self._states:
-            self._blocks = [(block, np.zeros(_size(block))) for block in _blocks([array.size for array in arrays])]
-            self._term = np.empty(max((_size(block) for block, _ in self._blocks), default=0))
+            self._blocks = [
+                (block, np.zeros(_size(block)))
+                for block in _blocks([array.size for array in arrays])
+            ]
+            self._term = np.empty(
+                max((_size(block) for block, _ in self._blocks), default=0)
+            )
         weight = self._p[len(self._states)]
         for block, total in self._blocks:
             _add(block, arrays, weight, total, self._term[: total.size])
@@ -131,11 +159,15 @@ class SumAhead:
 
     def fits(self, states: Sequence[State], weights: Sequence[float]) -> bool:
         """Return whether exactly these states were added, with these weights."""
-        same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
+        same = len(states) == len(self._states) and all(
+            map(operator.is_, states, self._states)
+        )
         return same and list(weights) == self._weights
 
     def write(self, sums: Sequence[Array]) -> None:
-        """Write the sums to contiguous arrays, one for each real floating entry of the first state."""
+        """Write the sums to contiguous arrays, one for each real floating entry of the
+        first state.
+        """
         arrays = _flat(sums)
         for block, total in self._blocks:
             _write(block, total, arrays)
@@ -154,7 +186,9 @@ def _flat(arrays: Iterable[Array]) -> list[Array]:
 
 
 def _blocks(sizes: Sequence[int]) -> Iterator[_Block]:
-    """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes: number and slice of each array's piece."""
+    """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes: number and
+    slice of each array's piece.
+    """
     block: _Block = []
     room = _BLOCK
     for k, size in enumerate(sizes):
@@ -178,30 +212,40 @@ def average(
     variance: Variance = "mean",
     ahead: SumAhead | None = None,
 ) -> dict[str, Array]:
-    """Return the average of the clients' states (FedAvg, McMahan 2017, made safe for BatchNorm).
+    """Return the average of the clients' states (FedAvg, McMahan 2017, made safe for
+    BatchNorm).
 
     Args:
-        states: one mapping of entry name to array per client, all with the same names and shapes.
+        states: one mapping of entry name to array per client, all with the same names
+            and shapes.
         weights: one weight >= 0 per client; this function normalises them to p_i.
         parts: the split of the entries; entries that it does not know count as REST.
-        variance: "mean" averages running variances (FedAvg of the papers). "pooled" adds the spread of the client
-            means, var = sum p_i (var_i + (mean_i - mean)^2), the variance of the mixture.
-        ahead: sums that were begun as the states came; used if they are of these states and weights.
+        variance: "mean" averages running variances (FedAvg of the papers). "pooled"
+            adds the spread of the client means, var = sum p_i (var_i + (mean_i -
+            mean)^2), the variance of the mixture.
+        ahead: sums that were begun as the states came; used if they are of these states
+            and weights.
 
     Returns:
-        For floating entries sum_i p_i x_i, accumulated in float64 and returned in their dtype. Integer and boolean
-        entries (mostly counters) are not averaged: the result is their maximum, in their dtype.
+        For floating entries sum_i p_i x_i, accumulated in float64 and returned in their
+        dtype. Integer and boolean entries (mostly counters) are not averaged: the
+        result is their maximum, in their dtype.
     """
     p, first = to_shares(weights), states[0]
     pairs = list(parts.moments()) if variance == "pooled" else []
     pairs = [pair for pair in pairs if _all_floating(first, pair)]
-    pooled = set(itertools.chain(*pairs))  # their averages stay wide until the spread is added
+    # their averages stay wide until the spread is added
+    pooled = set(itertools.chain(*pairs))
     result: dict[str, Array] = {}
     for name, array in first.items():
         if array.dtype.kind in "fc":
-            result[name] = np.empty(array.shape, wide_type(array) if name in pooled else array.dtype)
+            result[name] = np.empty(
+                array.shape, wide_type(array) if name in pooled else array.dtype
+            )
         else:
-            result[name] = np.asarray(np.maximum.reduce([state[name] for state in states]))
+            result[name] = np.asarray(
+                np.maximum.reduce([state[name] for state in states])
+            )
     for kind in "fc":
         names = list(_floating(first, kind))
         sums = _select(result, names)
@@ -209,7 +253,9 @@ def average(
             ahead.write(sums)
         else:
             _add_up([_select(state, names) for state in states], p, sums)
-    return result | _with_spread(states, p, pairs, {name: result[name] for name in pooled})
+    return result | _with_spread(
+        states, p, pairs, {name: result[name] for name in pooled}
+    )
 
 
 def _select(state: State, names: Iterable[str]) -> list[Array]:
@@ -221,15 +267,23 @@ def _all_floating(state: State, names: Iterable[str]) -> bool:
 
 
 def _with_spread(
-    states: Sequence[State], p: Sequence[float], pairs: Sequence[tuple[str, str]], averaged: State
+    states: Sequence[State],
+    p: Sequence[float],
+    pairs: Sequence[tuple[str, str]],
+    averaged: State,
 ) -> dict[str, Array]:
-    """Return the averaged means and variances in their dtypes, each variance with the spread of the clients' means."""
+    """Return the averaged means and variances in their dtypes, each variance with the
+    spread of the clients' means.
+    """
     result, first = dict[str, Array](), states[0]
-    # The equation of `reestimation.mixture`, by its second term alone: the variances are averaged already, in the one
-    # pass over all entries, and are so for variance="mean", too.
+    # The equation of `reestimation.mixture`, by its second term alone: the
+    # variances # are averaged already, in the one pass over all entries, and are so
+    # for # variance="mean", too.
     for mean_name, var_name in pairs:
         mean = averaged[mean_name]
-        spread = weighted_sum([(state[mean_name].astype(np.float64) - mean) ** 2 for state in states], p)
+        spread = weighted_sum(
+            [(state[mean_name].astype(np.float64) - mean) ** 2 for state in states], p
+        )
         result[mean_name] = mean.astype(first[mean_name].dtype)
         result[var_name] = (averaged[var_name] + spread).astype(first[var_name].dtype)
     return result
@@ -244,11 +298,14 @@ def check_state(state: State, like: State, parts: Parts) -> None:
         parts: the split, which tells the running variances.
 
     Raises:
-        ReplyError: an entry is missing or extra, has another shape or dtype, is not finite, or is a negative running
-            variance. The message names the first two problems with the value, and the number of the others.
+        ReplyError: an entry is missing or extra, has another shape or dtype, is not
+            finite, or is a negative running variance. The message names the first two
+            problems with the value, and the number of the others.
     """
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
-    problems += [f"entry '{name}' was not asked for" for name in state if name not in like]
+    problems += [
+        f"entry '{name}' was not asked for" for name in state if name not in like
+    ]
     variances = {var_name for _, var_name in parts.moments()}
     code = None
     for name, expected in like.items():
@@ -261,14 +318,18 @@ def check_state(state: State, like: State, parts: Parts) -> None:
             problems.append(problem)
             code = NOT_FINITE
         elif name in variances and state[name].size and float(state[name].min()) < 0:
-            problems.append(f"entry '{name}' holds a negative variance, {float(state[name].min())}")
+            problems.append(
+                f"entry '{name}' holds a negative variance, {float(state[name].min())}"
+            )
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
         raise ReplyError("; ".join(problems[:2]) + more, code=code)
 
 
 def check_finite(state: State, subject: str = "") -> None:
-    """Raise ReplyError for an array with NaN or infinity; the message is ``subject``, then the first such entry."""
+    """Raise ReplyError for an array with NaN or infinity; the message is ``subject``,
+    then the first such entry.
+    """
     for name, array in state.items():
         if problem := _not_finite(name, array):
             raise ReplyError(subject + problem, code=NOT_FINITE)
@@ -282,6 +343,10 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 
 def _not_finite(name: str, array: Array) -> str:
     # The sum of squares needs no memory, but it can overflow.
-    if array.dtype.kind not in "fc" or math.isfinite(np.vdot(array, array).real) or np.isfinite(array).all():
+    if (
+        array.dtype.kind not in "fc"
+        or math.isfinite(np.vdot(array, array).real)
+        or np.isfinite(array).all()
+    ):
         return ""
     return f"entry '{name}' holds {array[~np.isfinite(array)].flat[0]}"

@@ -1,8 +1,10 @@
-"""Gamma and beta that the owner of a ``BatchNorm2d(affine=False)`` applies to its output, found out by trying it.
+"""Gamma and beta that the owner of a ``BatchNorm2d(affine=False)`` applies to its
+output, found out by trying it.
 
-A forward pass of the whole model would need an example, and the server has none. The owner alone takes what BatchNorm
-takes, so it is tried: it owns gamma and beta if its outputs are those of a BatchNorm with them. The answer follows from
-the model, so it is the same at the server and at every client.
+A forward pass of the whole model would need an example, and the server has none. The
+owner alone takes what BatchNorm takes, so it is tried: it owns gamma and beta if its
+outputs are those of a BatchNorm with them. The answer follows from the model, so it is
+the same at the server and at every client.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ _MOST = 4  # parameters that are tried in pairs
 
 
 def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
-    """Return the names of the owner's parameters that are gamma ("weight") and beta ("bias"); empty if none are.
+    """Return the names of the owner's parameters that are gamma ("weight") and beta
+    ("bias"); empty if none are.
 
     Args:
-        owner: it does not change; its forward pass must be that of a BatchNorm with gamma, beta or both, and then its
-            other modules in order, an activation say.
-        name: the name of its BatchNorm layer without gamma and beta; "" if the owner is that layer itself.
+        owner: it does not change; its forward pass must be that of a BatchNorm with
+            gamma, beta or both, and then its other modules in order, an activation say.
+        name: the name of its BatchNorm layer without gamma and beta; "" if the owner is
+            that layer itself.
     """
     if isinstance(owner, torch.jit.ScriptModule):  # it shows no modules by path
         return {}
@@ -38,12 +42,18 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
     if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
         return {}
     channels = (layer.num_features,)
-    near = [leaf for leaf, entry in owner.named_parameters(recurse=False) if tuple(entry.shape) == channels][:_MOST]
-    if not near or any(entry.dim() > 1 for entry in owner.parameters()):  # with a convolution it takes other inputs
+    near = [
+        leaf
+        for leaf, entry in owner.named_parameters(recurse=False)
+        if tuple(entry.shape) == channels
+    ][:_MOST]
+    # with a convolution it takes other inputs
+    if not near or any(entry.dim() > 1 for entry in owner.parameters()):
         return {}
     try:
         return _tried(_with_random_entries(owner), name, near)
-    except Exception:  # its forward pass is the user's own, and takes other inputs perhaps
+    # its forward pass is the user's own, and takes other inputs perhaps
+    except Exception:
         return {}
 
 
@@ -54,11 +64,19 @@ def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
     output = trial(x)
     for leaves in _choices(near):
         gamma, beta = (trial.get_parameter(leaf) if leaf else None for leaf in leaves)
-        expected = functional.batch_norm(x, layer.running_mean, layer.running_var, gamma, beta, False, 0.0, layer.eps)
+        expected = functional.batch_norm(
+            x, layer.running_mean, layer.running_var, gamma, beta, False, 0.0, layer.eps
+        )
         for child in trial.children():
             expected = expected if child is layer else child(expected)
-        if output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-9, atol=1e-12):
-            return {leaf: found for leaf, found in zip(("weight", "bias"), leaves, strict=True) if found}
+        if output.shape == expected.shape and torch.allclose(
+            output, expected, rtol=1e-9, atol=1e-12
+        ):
+            return {
+                leaf: found
+                for leaf, found in zip(("weight", "bias"), leaves, strict=True)
+                if found
+            }
     return {}
 
 
@@ -72,7 +90,9 @@ def _choices(near: list[str]) -> Iterator[tuple[str, str]]:
 
 @torch.no_grad()
 def _with_random_entries(owner: nn.Module) -> nn.Module:
-    """Return a copy in float64 on the CPU, in eval mode. Gamma and beta of 1 and 0 would hide what they do."""
+    """Return a copy in float64 on the CPU, in eval mode. Gamma and beta of 1 and 0
+    would hide what they do.
+    """
     trial = copied(owner).to_empty(device="cpu").double().eval()
     draw = torch.Generator().manual_seed(0)
     for entry in (*trial.parameters(), *trial.buffers()):

@@ -1,12 +1,14 @@
-"""BatchNorm statistics from data: of one batch, and of all batches of a pass ("precise BN"). Torch only.
+"""BatchNorm statistics from data: of one batch, and of all batches of a pass ("precise
+BN"). Torch only.
 
-Everything that computes statistics does it here: the clients' answers to the server's re-estimation (``recalibrate``,
-StaticBN, FBN), the statistics of methods that take over BatchNorm's forward pass, test-time BatchNorm, the doctor, and
-``evaluate --bn adapt``.
+Everything that computes statistics does it here: the clients' answers to the server's
+re-estimation (``recalibrate``, StaticBN, FBN), the statistics of methods that take over
+BatchNorm's forward pass, test-time BatchNorm, the doctor, and ``evaluate --bn adapt``.
 
-Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. Many batches are merged at
-once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1), the unbiased
-variance that torch's layers keep.
+Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the
+mean. Many batches are merged at once (Chan, Golub, LeVeque 1979), without cancellation.
+Running statistics are the mean and M2 / (n - 1), the unbiased variance that torch's
+layers keep.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.batches import Batches, join_last, with_positions
-from fedbn_flwr.training.channels import batch_mean_and_variance, other_axes, per_channel
+from fedbn_flwr.training.channels import (
+    batch_mean_and_variance,
+    other_axes,
+    per_channel,
+)
 from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import left_in_eval
 from fedbn_flwr.training.memory_format import inputs_for
@@ -53,7 +59,9 @@ _KEPT = 64  # moments of a layer that wait to be merged
 
 @dataclass(frozen=True)
 class Moments:
-    """Statistics per channel: ``count`` values, their ``mean`` (C,) and ``m2`` (C,), both float64."""
+    """Statistics per channel: ``count`` values, their ``mean`` (C,) and ``m2`` (C,),
+    both float64.
+    """
 
     count: int
     mean: Tensor
@@ -61,12 +69,16 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance (C,), as in torch's running statistics; it needs at least two values."""
+        """The unbiased variance (C,), as in torch's running statistics; it needs at
+        least two values.
+        """
         return self.m2 / (self.count - 1)
 
 
 def moments_of(values: Tensor) -> Moments:
-    """Return the moments of a BatchNorm layer's input (N, C, *), over all dimensions except C."""
+    """Return the moments of a BatchNorm layer's input (N, C, *), over all dimensions
+    except C.
+    """
     values = values.detach()
     if values.device.type == "cpu" and values.numel() > _BLOCK:
         blocks = torch.split(values, max(1, _BLOCK * len(values) // values.numel()))
@@ -76,8 +88,10 @@ def moments_of(values: Tensor) -> Moments:
 
 def _moments_of_block(values: Tensor) -> Moments:
     axes, count = other_axes(values), values.numel() // values.shape[1]
-    wide = values.to(torch.float64, copy=True)  # in the order of memory, contiguous or channels-last
-    if wide.is_cuda:  # one kernel, which on a CPU takes ten times as long as the four below
+    # in the order of memory, contiguous or channels-last
+    wide = values.to(torch.float64, copy=True)
+    # one kernel, which on a CPU takes ten times as long as the four below
+    if wide.is_cuda:
         var, mean = torch.var_mean(wide, axes, correction=0)
         return Moments(count, mean, var * count)
     mean = wide.mean(axes, keepdim=True)
@@ -90,27 +104,37 @@ def merge(moments: Sequence[Moments]) -> Moments:
     Raises:
         ValueError: all sets are empty.
     """
-    moments = [one for one in moments if one.count] or moments  # the mean of no values is NaN
+    # the mean of no values is NaN
+    moments = [one for one in moments if one.count] or moments
     if len(moments) == 1 and moments[0].count:
         return moments[0]
     count, first = sum(one.count for one in moments), moments[0].mean
     if not count:
-        raise ValueError("no values, so no mean: give merge() moments of at least one value")
+        raise ValueError(
+            "no values, so no mean: give merge() moments of at least one value"
+        )
     counts = first.new_tensor([[one.count] for one in moments])
-    apart = torch.stack([one.mean for one in moments]) - first  # from one of the means: the numbers stay small
+    # from one of the means: the numbers stay small
+    apart = torch.stack([one.mean for one in moments]) - first
     shift = (counts * apart).sum(0) / count
-    m2 = torch.stack([one.m2 for one in moments]).sum(0) + (counts * (apart - shift).square()).sum(0)
+    m2 = torch.stack([one.m2 for one in moments]).sum(0) + (
+        counts * (apart - shift).square()
+    ).sum(0)
     return Moments(count, first + shift, m2)
 
 
 class MomentSums:
-    """The moments of layers' inputs, of all calls. Many are merged together: few operations, few kept."""
+    """The moments of layers' inputs, of all calls. Many are merged together: few
+    operations, few kept.
+    """
 
     def __init__(self) -> None:
         self._moments: dict[nn.Module, list[Moments]] = {}
 
     def gather(self, layer: nn.Module, moments: Moments) -> None:
-        """Add the moments of a call of ``layer``; a call on no rows, as of an expert that got none, is no call."""
+        """Add the moments of a call of ``layer``; a call on no rows, as of an expert
+        that got none, is no call.
+        """
         if not moments.count:
             return
         waiting = self._moments.setdefault(layer, [])
@@ -118,8 +142,14 @@ class MomentSums:
         if len(waiting) == _KEPT:
             waiting[:] = [merge(waiting)]
 
-    def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
-        """Add the input ``x`` (N, C, *) of a call; that of a call which activation checkpointing repeats is known.
+    def add(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        statistics: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Add the input ``x`` (N, C, *) of a call; that of a call which activation
+        checkpointing repeats is known.
 
         Args:
             layer: the layer that was called.
@@ -131,19 +161,26 @@ class MomentSums:
         with torch.no_grad():
             mean, var = statistics or batch_statistics(x)
             count = x.numel() // x.shape[1]
-            moments = Moments(count, mean.detach().double(), var.detach().double() * count)
+            moments = Moments(
+                count, mean.detach().double(), var.detach().double() * count
+            )
         self.gather(layer, moments)
 
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
-        """Return the moments by layer path or paths; layers without a call are left out."""
+        """Return the moments by layer path or paths; layers without a call are left
+        out.
+        """
         merged = {layer: merge(moments) for layer, moments in self._moments.items()}
         return {
-            path: merged[module] for path, module in model.named_modules(remove_duplicate=False) if module in merged
+            path: merged[module]
+            for path, module in model.named_modules(remove_duplicate=False)
+            if module in merged
         }
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (C,) of a batch (N, C, *), in float32 or wider; gradients flow through both.
+    """Return mean and biased variance (C,) of a batch (N, C, *), in float32 or wider;
+    gradients flow through both.
 
     One value per channel has variance 0.
     """
@@ -152,7 +189,8 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _BatchStatistics(torch.autograd.Function):
-    """Mean and biased variance, with n values per channel: d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n.
+    """Mean and biased variance, with n values per channel: d mean / d x = 1 / n, and d
+    var / d x = 2 (x - mean) / n.
 
     Autograd's own way keeps two more copies of x and is slower.
     """
@@ -164,7 +202,9 @@ class _BatchStatistics(torch.autograd.Function):
         return batch_mean_and_variance(_wide(x))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
         ctx.save_for_backward(*inputs, output[0])
 
     @staticmethod
@@ -172,7 +212,11 @@ class _BatchStatistics(torch.autograd.Function):
         x, mean = ctx.saved_tensors
         count = x.numel() // x.shape[1]
         deviations = _wide(x) - per_channel(mean, x)
-        gradient = torch.addcmul(per_channel(of_mean / count, x), deviations, per_channel(2 * of_var / count, x))
+        gradient = torch.addcmul(
+            per_channel(of_mean / count, x),
+            deviations,
+            per_channel(2 * of_var / count, x),
+        )
         return gradient.to(x.dtype)
 
 
@@ -183,13 +227,15 @@ def _wide(x: Tensor) -> Tensor:
 def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
     """Return the moments of one or more clients together.
 
-    Both ways are exact. The counts are those of one pass over each client's data. After local steps the shares p_i are
-    needed: with the same number of steps and one batch size all counts are equal, and do not tell the sizes.
+    Both ways are exact. The counts are those of one pass over each client's data. After
+    local steps the shares p_i are needed: with the same number of steps and one batch
+    size all counts are equal, and do not tell the sizes.
 
     Args:
         moments: one entry per client, in an order that does not depend on arrival.
-        weights: p_i, or in proportion to them, in the same order; mean = sum p_i mean_i and biased variance
-            sum p_i (var_i + (mean_i - mean)^2). None = by the counts.
+        weights: p_i, or in proportion to them, in the same order; mean = sum p_i mean_i
+            and biased variance sum p_i (var_i + (mean_i - mean)^2). None = by the
+            counts.
     """
     if weights is None:
         return merge(moments)
@@ -198,32 +244,50 @@ def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> 
     return Moments(count, mean, count * variance)
 
 
-def mixture(moments: Sequence[Moments], weights: Sequence[float], *, spread: bool = True) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (C,) each, of one or more clients with the shares p_i.
+def mixture(
+    moments: Sequence[Moments], weights: Sequence[float], *, spread: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance, (C,) each, of one or more clients with the
+    shares p_i.
 
     Args:
         moments: one entry per client.
         weights: p_i, or in proportion to them, in the same order.
-        spread: whether the variance sum p_i (var_i + (mean_i - mean)^2) has its second term.
+        spread: whether the variance sum p_i (var_i + (mean_i - mean)^2) has its second
+            term.
     """
-    pairs = [(weight / sum(weights), one) for weight, one in zip(weights, moments, strict=True)]
+    pairs = [
+        (weight / sum(weights), one)
+        for weight, one in zip(weights, moments, strict=True)
+    ]
     mean = torch.stack([p * one.mean for p, one in pairs]).sum(0)
-    terms = [p * (one.m2 / one.count + ((one.mean - mean).square() if spread else 0.0)) for p, one in pairs]
+    terms = [
+        p * (one.m2 / one.count + ((one.mean - mean).square() if spread else 0.0))
+        for p, one in pairs
+    ]
     return mean, torch.stack(terms).sum(0)
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers whose running statistics a forward pass changes, in the present modes."""
+    """Return the BatchNorm layers whose running statistics a forward pass changes, in
+    the present modes.
+    """
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [
-        layer for layer in layers if layer.training and layer.track_running_stats and layer.running_mean is not None
+        layer
+        for layer in layers
+        if layer.training
+        and layer.track_running_stats
+        and layer.running_mean is not None
     ]
 
 
 def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
-    """Let layers in train mode use the batch's statistics and change no buffer; return the function that undoes it.
+    """Let layers in train mode use the batch's statistics and change no buffer; return
+    the function that undoes it.
 
-    A forward pass of a layer's own may track in any case: what it has changed is undone, too.
+    A forward pass of a layer's own may track in any case: what it has changed is
+    undone, too.
     """
     before = [(layer, layer.track_running_stats) for layer in layers]
     kept = [
@@ -255,26 +319,31 @@ def reestimate_statistics(
     layers: Collection[_BatchNorm] | None = None,
     forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Moments]:
-    """Return the statistics of every BatchNorm layer from one pass in train mode; the model does not change.
+    """Return the statistics of every BatchNorm layer from one pass in train mode; the
+    model does not change.
 
-    BatchNorm normalises with each batch's own statistics; running statistics are neither used nor changed. Layers that
-    the model itself keeps in eval mode, or has in it while it is in train mode, are left out.
+    BatchNorm normalises with each batch's own statistics; running statistics are
+    neither used nor changed. Layers that the model itself keeps in eval mode, or has in
+    it while it is in train mode, are left out.
 
     Args:
         model: has the weights to use, on the device to use.
-        data: every example is used once, in order and as ``batch`` returns it without a generator; the last batch may
-            be smaller. If it has one example and BatchNorm cannot use it alone, it joins the batch before it.
+        data: every example is used once, in order and as ``batch`` returns it without a
+            generator; the last batch may be smaller. If it has one example and
+            BatchNorm cannot use it alone, it joins the batch before it.
         batch_size: examples per batch; 0 = all in one.
         seed: for dropout and other random layers.
-        layers: these alone use the batch's statistics, and all else is in eval mode, as in a test. None = every layer
-            is in train mode.
-        forward: called with the inputs of each batch in the place of ``model``, for layers that the training reaches
-            and the model's own forward does not; it calls this model's layers.
+        layers: these alone use the batch's statistics, and all else is in eval mode, as
+            in a test. None = every layer is in train mode.
+        forward: called with the inputs of each batch in the place of ``model``, for
+            layers that the training reaches and the model's own forward does not; it
+            calls this model's layers.
 
     Returns:
-        The moments by layer path. A layer called several times counts all its inputs; a layer registered at several
-        paths has an entry for each. Layers that were not called are left out. The result is empty if there is no data,
-        or one example only, from which BatchNorm cannot compute statistics.
+        The moments by layer path. A layer called several times counts all its inputs; a
+        layer registered at several paths has an entry for each. Layers that were not
+        called are left out. The result is empty if there is no data, or one example
+        only, from which BatchNorm cannot compute statistics.
 
     Raises:
         NormLayerError: TorchScript holds a layer.
@@ -288,7 +357,9 @@ def reestimate_statistics(
         for layer in layers or ():
             layer.training = True  # also a layer that ``train`` leaves in eval mode
         prepared = inputs_for(model)
-        batches = _positions(model if forward is None else None, data, batch_size, prepared)
+        batches = _positions(
+            model if forward is None else None, data, batch_size, prepared
+        )
         watched = tracking_layers(model) if layers is None else layers
         with gathered_inputs(watched) as gathered, _not_tracking(watched), seeded(seed):
             for positions, (inputs, _) in with_positions(data, batches):
@@ -302,7 +373,8 @@ def reestimate_statistics(
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
-    """Give BatchNorm layers re-estimated statistics: the mean and the biased variance, by which a batch is normalised.
+    """Give BatchNorm layers re-estimated statistics: the mean and the biased variance,
+    by which a batch is normalised.
 
     Args:
         model: changed in place.
@@ -314,13 +386,28 @@ def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
         layer.running_var.copy_(of_layer.m2 / of_layer.count)
 
 
-def _positions(model: nn.Module | None, data: Batches, batch_size: int, prepared: Callable[[Any], Any]) -> list[Tensor]:
-    """Return the positions of each batch; ``model`` says whether one example can be alone, None = it cannot."""
+def _positions(
+    model: nn.Module | None,
+    data: Batches,
+    batch_size: int,
+    prepared: Callable[[Any], Any],
+) -> list[Tensor]:
+    """Return the positions of each batch; ``model`` says whether one example can be
+    alone, None = it cannot.
+    """
     if not len(data):
         return []
-    # From one example a BatchNorm after a linear layer computes no statistics, whatever the batches in training are.
-    batches = list(torch.split(torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)))
-    if len(batches[-1]) == 1 and (model is None or not takes_one_example(model, prepared(data.batch(batches[-1])[0]))):
+    # From one example a BatchNorm after a linear layer computes no statistics,
+    # whatever # the batches in training are.
+    batches = list(
+        torch.split(
+            torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)
+        )
+    )
+    if len(batches[-1]) == 1 and (
+        model is None
+        or not takes_one_example(model, prepared(data.batch(batches[-1])[0]))
+    ):
         return join_last(batches)
     return batches
 
@@ -333,7 +420,9 @@ def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sums.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers
+    ]
     try:
         yield sums
     finally:

@@ -1,7 +1,8 @@
-"""A BatchNorm layer's forward pass, taken over by a method for the training of a round. Torch only.
+"""A BatchNorm layer's forward pass, taken over by a method for the training of a round.
+Torch only.
 
-What a method needs to write such a forward pass, beside the statistics of ``reestimation``: normalisation by any
-statistics, through which gradients flow.
+What a method needs to write such a forward pass, beside the statistics of
+``reestimation``: normalisation by any statistics, through which gradients flow.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ __all__ = [
 ]
 
 ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
-"""``compute(layer, x)`` returns the output of a layer in training for its input (N, C, *), in the input's dtype."""
+"""``compute(layer, x)`` returns the output of a layer in training for its input (N, C,
+*), in the input's dtype.
+"""
 
 
 def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that track running statistics once the model is in train mode, by path.
+    """Return the BatchNorm layers that track running statistics once the model is in
+    train mode, by path.
 
-    Layers that the model keeps in eval mode, or has in it while it trains itself, are left out. A layer registered at
-    several paths has its first one.
+    Layers that the model keeps in eval mode, or has in it while it trains itself, are
+    left out. A layer registered at several paths has its first one.
 
     Raises:
         NormLayerError: TorchScript holds a layer.
@@ -53,28 +57,35 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the layers of ``layers_in_training``, whose forward pass a method can replace.
+    """Return the layers of ``layers_in_training``, whose forward pass a method can
+    replace.
 
     Raises:
-        NormLayerError: a layer has a forward pass of its own, which would be left out, or TorchScript holds it.
+        NormLayerError: a layer has a forward pass of its own, which would be left out,
+            or TorchScript holds it.
     """
     layers = layers_in_training(model)
     for path, layer in layers.items():
         if has_own_forward(layer, training=True):
             raise NormLayerError(
-                f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a forward pass of its own: the "
-                "method would replace it. Use torch's BatchNorm1d, BatchNorm2d or BatchNorm3d."
+                f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a"
+                " forward pass of its own: the method would replace it. Use torch's"
+                " BatchNorm1d, BatchNorm2d or BatchNorm3d."
             )
     return layers
 
 
 class _Forward:
-    """A forward pass in the place of a layer's own. A copy of the layer, deep or pickled, has its own again.
+    """A forward pass in the place of a layer's own. A copy of the layer, deep or
+    pickled, has its own again.
 
-    Such as an average of the weights that is made in mid-training: with the replacement it would use the original.
+    Such as an average of the weights that is made in mid-training: with the replacement
+    it would use the original.
     """
 
-    def __init__(self, layer: _BatchNorm, function: ForwardFunction | Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, layer: _BatchNorm, function: ForwardFunction | Callable[[Tensor], Tensor]
+    ) -> None:
         self._layer, self._function = layer, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,18 +105,27 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
 
 
 def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
-    """Let ``compute`` be the forward pass of the layers of ``layers_in_training``; return the function that undoes it.
+    """Let ``compute`` be the forward pass of the layers of ``layers_in_training``;
+    return the function that undoes it.
 
-    A layer that does not track when it is called (in eval mode, or while ``reestimate_statistics`` passes the data
-    through the model) uses its own forward pass. Running statistics and counters change only if ``compute`` does it.
-    A compiled model runs ``compute`` between its compiled parts.
+    A layer that does not track when it is called (in eval mode, or while
+    ``reestimate_statistics`` passes the data through the model) uses its own forward
+    pass. Running statistics and counters change only if ``compute`` does it. A compiled
+    model runs ``compute`` between its compiled parts.
 
     Raises:
         NormLayerError: a layer has a forward pass of its own, which would be left out.
     """
     undo = [
         replace_method(
-            layer, "forward", _Forward(layer, not_compiled(functools.partial(_forward, layer, layer.forward, compute)))
+            layer,
+            "forward",
+            _Forward(
+                layer,
+                not_compiled(
+                    functools.partial(_forward, layer, layer.forward, compute)
+                ),
+            ),
         )
         for layer in replaceable_layers(model).values()
     ]
@@ -118,7 +138,10 @@ def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], Non
 
 
 def _forward(
-    layer: _BatchNorm, original: Callable[[Tensor], Tensor], compute: ForwardFunction, input: Tensor
+    layer: _BatchNorm,
+    original: Callable[[Tensor], Tensor],
+    compute: ForwardFunction,
+    input: Tensor,
 ) -> Tensor:
     if not (layer.training and layer.track_running_stats):
         return original(input)
@@ -126,11 +149,14 @@ def _forward(
     return compute(layer, input)
 
 
-def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) -> Callable[[], None]:
-    """Call ``note(layer, x)`` before each forward pass of a layer; return the function that undoes it.
+def watch_inputs(
+    layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]
+) -> Callable[[], None]:
+    """Call ``note(layer, x)`` before each forward pass of a layer; return the function
+    that undoes it.
 
-    Not a hook of torch's: a compiled model does not look for hooks that come after its compilation. It runs ``note``
-    between its compiled parts.
+    Not a hook of torch's: a compiled model does not look for hooks that come after its
+    compilation. It runs ``note`` between its compiled parts.
     """
     original, noted = layer.forward, not_compiled(note)
 
@@ -142,7 +168,8 @@ def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) 
 
 
 def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype, with the layer's gamma, beta (if any) and eps.
+    """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype, with the layer's
+    gamma, beta (if any) and eps.
 
     Args:
         layer: the layer.
@@ -150,10 +177,14 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
         mean: (C,), in float32, or in float64 with a float64 input.
         var: biased (C,), likewise; it is at least 0.
     """
-    # torch's kernel sends no gradient to the statistics that it is given, m and v. So mean and var enter a second time,
-    # as a factor of gamma that is 1 and a term of beta that is 0: the output stays, and the gradients are exact.
+    # torch's kernel sends no gradient to the statistics that it is given, m and v.
+    # So # mean and var enter a second time, as a factor of gamma that is 1 and a term
+    # of # beta that is 0: the output stays, and the gradients are exact.
     m, v = mean.detach(), var.detach()
-    weight, bias = ((v + layer.eps) / (var + layer.eps)).sqrt(), (m - mean) * (var + layer.eps).rsqrt()
+    weight, bias = (
+        ((v + layer.eps) / (var + layer.eps)).sqrt(),
+        (m - mean) * (var + layer.eps).rsqrt(),
+    )
     if layer.weight is not None:
         weight, bias = weight * layer.weight, bias * layer.weight
     if layer.bias is not None:

@@ -1,4 +1,6 @@
-"""The client half: ``TorchClient``, and the mod and hooks for users' own training loops."""
+"""The client half: ``TorchClient``, and the mod and hooks for users' own training
+loops.
+"""
 
 from __future__ import annotations
 

@@ -11,16 +11,28 @@ from torch import nn
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import encode_moments
-from fedbn_flwr.messages.protocol import METRICS, NUM_EXAMPLES, NodeProperties, num_partitions_of, partition_of
+from fedbn_flwr.messages.protocol import (
+    METRICS,
+    NUM_EXAMPLES,
+    NodeProperties,
+    num_partitions_of,
+    partition_of,
+)
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
-from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
+from fedbn_flwr.training.wrappers import (
+    load_state,
+    unwrap,
+    view_with_names,
+    wrapper_prefix,
+)
 
 __all__ = ["answer_query", "answer_statistics"]
 
 
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
-    """Return the answer to the strategies' ``query``: partition id, training examples, size of the first batch.
+    """Return the answer to the strategies' ``query``: partition id, training examples,
+    size of the first batch.
 
     ::
 
@@ -28,21 +40,25 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         def query(msg: Message, context: Context) -> Message:
             return answer_query(msg, context, trainloader(context))
 
-    FedTAN needs the answer before its first round. The other strategies use it to sample repeatably and to leave out
-    clients without data.
+    FedTAN needs the answer before its first round. The other strategies use it to
+    sample repeatably and to leave out clients without data.
 
     Args:
         message: the query.
         context: Flower's context.
-        loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
+        loader: the training data, a ``DataLoader`` or anything with ``dataset`` and
+            ``batch_size``.
 
     Raises:
         ConfigError: the node's ``partition-id`` is no number.
-        DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
+        DataError: the data set has no length, or the sampler's choice is not known
+            (``LoadedBatches``).
     """
     size = num_examples(loader)
     partition_id, parts = partition_of(context), num_partitions_of(context)
-    properties = NodeProperties(partition_id, size, min(first_batch(loader) or size, size), num_partitions=parts)
+    properties = NodeProperties(
+        partition_id, size, min(first_batch(loader) or size, size), num_partitions=parts
+    )
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 
@@ -54,7 +70,8 @@ def answer_statistics(
     *,
     forward: Callable[[Any], Any] | None = None,
 ) -> Message:
-    """Return the answer to ``query.statistics``: BN statistics of the training data under the received weights.
+    """Return the answer to ``query.statistics``: BN statistics of the training data
+    under the received weights.
 
     ::
 
@@ -68,11 +85,11 @@ def answer_statistics(
         message: the query, with the model's state.
         context: Flower's context.
         model: the model on its device; the received state is loaded into it.
-        loader: a ``DataLoader`` whose batches are (inputs, targets), without random transforms; one pass, in the order
-            of its data set.
-        forward: called with the inputs of each batch in the place of ``model``, where the training calls BatchNorm
-            layers that the model's own forward does not reach: ``lambda x: net.decoder(net.encoder(x))`` with ``net``
-            as the model.
+        loader: a ``DataLoader`` whose batches are (inputs, targets), without random
+            transforms; one pass, in the order of its data set.
+        forward: called with the inputs of each batch in the place of ``model``, where
+            the training calls BatchNorm layers that the model's own forward does not
+            reach: ``lambda x: net.decoder(net.encoder(x))`` with ``net`` as the model.
 
     Raises:
         StateError: the received entries do not fit the model.
@@ -81,9 +98,17 @@ def answer_statistics(
     received = next(iter(of_kind(message.content, ArrayRecord).values()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data = LoadedBatches(loader)
-    moments = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size, forward=forward)
+    moments = reestimate_statistics(
+        unwrap(model), data, batch_size=data.batch_size, forward=forward
+    )
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
-    entries = {prefix + name: entry for name, entry in encode_moments(moments, unwrap(model).state_dict()).items()}
+    entries = {
+        prefix + name: entry
+        for name, entry in encode_moments(moments, unwrap(model).state_dict()).items()
+    }
     key = next(iter(of_kind(message.content, ArrayRecord)))
     metrics = MetricRecord({NUM_EXAMPLES: len(data)})
-    return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)
+    return Message(
+        RecordDict({key: to_record(to_state(entries)), METRICS: metrics}),
+        reply_to=message,
+    )

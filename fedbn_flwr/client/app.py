@@ -16,7 +16,13 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.client.update_clipping import clipped_update
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
-from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.numpy_client import (
+    checked,
+    describe,
+    open_message,
+    reply_to_evaluate,
+    reply_to_fit,
+)
 from fedbn_flwr.messages.protocol import (
     EXCHANGE_QUERY,
     INFO,
@@ -39,7 +45,9 @@ __all__ = ["SizedApp", "client_app"]
 
 
 class RepeatableApp(ClientApp):
-    """A ClientApp whose function draws from generators that its mod ``seeded_client`` has seeded."""
+    """A ClientApp whose function draws from generators that its mod ``seeded_client``
+    has seeded.
+    """
 
     seeds_itself = True
 
@@ -52,20 +60,30 @@ class SizedApp(RepeatableApp):
         mods: as in Flower's ``ClientApp(mods=[...])``.
     """
 
-    def __init__(self, num_examples: Callable[[Context], int], mods: Sequence[Mod] = ()) -> None:
+    def __init__(
+        self, num_examples: Callable[[Context], int], mods: Sequence[Mod] = ()
+    ) -> None:
         super().__init__(mods=list(mods))
         self.num_examples = num_examples
 
-    def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
+    def node_properties(
+        self, config: Mapping[str, Any], context: Context
+    ) -> NodeProperties:
         """Return the partition id, the number of examples and that of the partitions.
 
         Raises:
-            NotImplementedError: the query has a config, and the client itself must answer.
+            NotImplementedError: the query has a config, and the client itself must
+                answer.
         """
         if config:
             raise NotImplementedError("the client must try what the method needs")
-        partition_id, parts = int(context.node_config[PARTITION_ID]), num_partitions_of(context)
-        return NodeProperties(partition_id, self.num_examples(context), num_partitions=parts)
+        partition_id, parts = (
+            int(context.node_config[PARTITION_ID]),
+            num_partitions_of(context),
+        )
+        return NodeProperties(
+            partition_id, self.num_examples(context), num_partitions=parts
+        )
 
 
 def client_app(
@@ -76,34 +94,49 @@ def client_app(
     num_examples: Callable[[Context], int] | None = None,
     reason: Callable[[Exception, Context], str] | None = None,
 ) -> ClientApp:
-    """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
+    """Return a ``ClientApp`` for the Message API, made from a function that returns a
+    ``NumPyClient``.
 
-    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
-    partition id (from ``get_properties`` or the node's config), the ``num-partitions`` of the node's config and the
-    number of training examples, and ``query.statistics`` with the ``statistics`` of a ``TorchClient``.
-    ``messages.numpy_client`` describes how arrays and their names are sent. In a SuperNode's process they travel in one
-    piece (``mods.packed``).
+    It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``,
+    the strategies' ``query`` with the partition id (from ``get_properties`` or the
+    node's config), the ``num-partitions`` of the node's config and the number of
+    training examples, and ``query.statistics`` with the ``statistics`` of a
+    ``TorchClient``. ``messages.numpy_client`` describes how arrays and their names are
+    sent. In a SuperNode's process they travel in one piece (``mods.packed``).
 
     Args:
-        client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
-        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any ``NumPyClient`` that takes and returns the
-            whole state dict can keep its part; a ``TorchClient`` needs no mod.
-        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the training messages alone.
-        num_examples: returns the number of a node's training examples, as its client would report it. ``InProcessGrid``
-            then sends no query, which takes a message and a client for each node.
-            Not used with ``mods``, or by methods that synchronise the clients' steps.
-        reason: returns what the server is told of an error of a node's data; default: the error's text.
+        client_fn: called for every message, as in Flower's
+            ``ClientApp(client_fn=...)``.
+        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any
+            ``NumPyClient`` that takes and returns the whole state dict can keep its
+            part; a ``TorchClient`` needs no mod.
+        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the
+            training messages alone.
+        num_examples: returns the number of a node's training examples, as its client
+            would report it. ``InProcessGrid`` then sends no query, which takes a
+            message and a client for each node. Not used with ``mods``, or by methods
+            that synchronise the clients' steps.
+        reason: returns what the server is told of an error of a node's data; default:
+            the error's text.
 
     Raises:
         ConfigError: a mod stands in place of a list of mods.
     """
     for name, given in (("mods", mods), ("train_mods", train_mods)):
         if callable(given):
-            raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
+            raise ConfigError(
+                f"{name}={given!r:.80} is one mod, and client_app takes a list: write"
+                f" {name}=[...]"
+            )
     answers = _ClientMessages(client_fn, reason or _text)
-    outermost = [packed] if on_network_node() else []  # elsewhere no array has a cost of its own, and a mod has one
+    # elsewhere no array has a cost of its own, and a mod has one
+    outermost = [packed] if on_network_node() else []
     every = [*outermost, masked_if_asked, clipped_update, seeded_client, *mods]
-    app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
+    app = (
+        RepeatableApp(mods=every)
+        if num_examples is None or mods
+        else SizedApp(num_examples, every)
+    )
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)
     app.query()(answers.properties)
@@ -113,16 +146,26 @@ def client_app(
 
 
 class _ClientMessages:
-    """The answers to each kind of message, by the client that ``client_fn`` returns for it."""
+    """The answers to each kind of message, by the client that ``client_fn`` returns for
+    it.
+    """
 
-    def __init__(self, client_fn: Callable[[Context], Any], reason: Callable[[Exception, Context], str]) -> None:
+    def __init__(
+        self,
+        client_fn: Callable[[Context], Any],
+        reason: Callable[[Exception, Context], str],
+    ) -> None:
         self._client_fn, self._reason = client_fn, reason
 
     def _client(self, context: Context) -> NumPyClient:
         client = self._client_fn(context)
-        client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
+        # what NumPyClient.to_client() wraps
+        client = getattr(client, "numpy_client", client)
         if not isinstance(client, NumPyClient):
-            raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
+            raise TypeError(
+                f"client_fn returned {type(client).__name__}; client_app needs a"
+                " flwr.client.NumPyClient"
+            )
         return client
 
     @NamedConfigErrors()
@@ -131,8 +174,11 @@ class _ClientMessages:
         client = self._client(context)
         fit = client.fit
         if only_reads := _only_reads(fit, TorchClient.fit):
-            fit = cast(Any, fit).__self__.fit_uncopied  # of the client that owns `fit`; the reply copies the arrays
-        return reply_to_fit(message, *checked(fit(*open_message(message, copy=not only_reads)), "fit"))
+            # of the client that owns `fit`; the reply copies the arrays
+            fit = cast(Any, fit).__self__.fit_uncopied
+        return reply_to_fit(
+            message, *checked(fit(*open_message(message, copy=not only_reads)), "fit")
+        )
 
     @NamedConfigErrors()
     def evaluate(self, message: Message, context: Context) -> Message:
@@ -148,9 +194,16 @@ class _ClientMessages:
         info: dict[str, Any] = {}
         try:
             properties = self._client(context).get_properties(merged_config(message))
-        except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
-            properties, info = {NUM_EXAMPLES: 0}, {UNUSABLE: self._reason(error, context)}
-        node: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
+        # an answer: the server reports it and goes on with the others
+        except (DataError, NormLayerError) as error:
+            properties, info = (
+                {NUM_EXAMPLES: 0},
+                {UNUSABLE: self._reason(error, context)},
+            )
+        node: dict[str, Any] = {
+            PARTITION_ID: partition_of(context),
+            NUM_PARTITIONS: num_partitions_of(context),
+        }
         properties = {**node, **properties}
         if on_network_node():
             info[VERSIONS] = as_text(own_versions())
@@ -164,12 +217,21 @@ class _ClientMessages:
         """Return the re-estimated BN statistics of a ``TorchClient``."""
         client = self._client(context)
         if not isinstance(client, TorchClient):
-            raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
-        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
+            raise TypeError(
+                f"{type(client).__name__} does not re-estimate BN statistics;"
+                " fedbn_flwr.TorchClient does"
+            )
+        return reply_to_fit(
+            message, *client.statistics(*open_message(message)), of="statistics"
+        )
 
 
-def masked_if_asked(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """``masked_update``, whose modules are imported where the server asks for masks: a Flower mod."""
+def masked_if_asked(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """``masked_update``, whose modules are imported where the server asks for masks: a
+    Flower mod.
+    """
     if merged_config(message).keys().isdisjoint((MASK_PRESENT, MASK_STAGE)):
         return call_next(message, context)
     from fedbn_flwr.client.masking import masked_update
@@ -178,7 +240,9 @@ def masked_if_asked(message: Message, context: Context, call_next: ClientAppCall
 
 
 @repeatable
-def seeded_client(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def seeded_client(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
     """Let what the client draws repeat: a Flower mod."""
     return call_next(message, context)
 
@@ -188,7 +252,9 @@ def _text(error: Exception, _: Context) -> str:
 
 
 def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
-    """Return whether a client's method is ``TorchClient``'s own, which does not write into the arrays it gets."""
+    """Return whether a client's method is ``TorchClient``'s own, which does not write
+    into the arrays it gets.
+    """
     return getattr(method, "__func__", None) is ours
 
 

@@ -1,7 +1,7 @@
 """The client half of a method inside a user's own training loop: ``bn_rules``.
 
-It attaches the client hooks that ``TorchClient`` uses to the user's model and optimizer. The mod ``local_bn`` adds
-their metrics and their names to the reply.
+It attaches the client hooks that ``TorchClient`` uses to the user's model and
+optimizer. The mod ``local_bn`` adds their metrics and their names to the reply.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
@@ -24,23 +27,36 @@ from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.kinds import of_kind
-from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, TrainConfig, merged_config
+from fedbn_flwr.messages.protocol import (
+    APPLIED,
+    ARRAY_NAMES,
+    INBOX,
+    TrainConfig,
+    merged_config,
+)
 from fedbn_flwr.messages.records import from_record, tensors, to_state
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
 from fedbn_flwr.training.loaded import LoadedBatches
-from fedbn_flwr.training.optimizer_hooks import before_steps, parameters_of, stepping_optimizers
+from fedbn_flwr.training.optimizer_hooks import (
+    before_steps,
+    parameters_of,
+    stepping_optimizers,
+)
 from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 
 __all__ = ["Hooks", "bn_rules"]
 
-_PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")  # what acts once or adds up in a round
+# what acts once or adds up in a round
+_PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")
 
 
 @contextmanager
 def bn_rules(
-    model: nn.Module, message_or_config: Message | Mapping[str, Any], context: Context | None = None
+    model: nn.Module,
+    message_or_config: Message | Mapping[str, Any],
+    context: Context | None = None,
 ) -> Iterator[Hooks]:
     """Apply the client hooks of the strategy to the training inside the block.
 
@@ -57,44 +73,66 @@ def bn_rules(
                     loss.backward()
                 optimizer.step()
 
-    FixBN needs only the ``with``, and ``msg.content["config"]`` is enough for it; frozen layers stay frozen when the
-    block calls ``model.train()``. A strategy without client hooks changes nothing. The mod ``local_bn`` sends and keeps
-    the arrays of the hooks: ``ClientApp(mods=[local_bn])``.
+    FixBN needs only the ``with``, and ``msg.content["config"]`` is enough for it;
+    frozen layers stay frozen when the block calls ``model.train()``. A strategy without
+    client hooks changes nothing. The mod ``local_bn`` sends and keeps the arrays of the
+    hooks: ``ClientApp(mods=[local_bn])``.
 
-    The hooks measure the model at the end of the block: return this model. Where a loop loads other weights in the
-    block, as those of its best epoch or an average, they are accepted, or the error says what to do.
+    The hooks measure the model at the end of the block: return this model. Where a loop
+    loads other weights in the block, as those of its best epoch or an average, they are
+    accepted, or the error says what to do.
 
     Args:
-        model: the model on its device, with the received state loaded; it may be compiled or in DDP.
-        message_or_config: the training message or its config; in a ``NumPyClient`` the config of ``fit``.
+        model: the model on its device, with the received state loaded; it may be
+            compiled or in DDP.
+        message_or_config: the training message or its config; in a ``NumPyClient`` the
+            config of ``fit``.
         context: Flower's context, needed if a hook keeps or sends arrays.
 
     Raises:
-        ConfigError: at the start if the message or the context is needed and missing, or if a block has ended before in
-            this message; in a step of an optimizer that was not wrapped, if the method acts in every step; at the end
-            if a hook took no part in the training (the optimizer was not wrapped, or no step was taken), or the weights
-            are not those of the last step and the hook needs it.
+        ConfigError: at the start if the message or the context is needed and missing,
+            or if a block has ended before in this message; in a step of an optimizer
+            that was not wrapped, if the method acts in every step; at the end if a hook
+            took no part in the training (the optimizer was not wrapped, or no step was
+            taken), or the weights are not those of the last step and the hook needs it.
     """
-    message = message_or_config if isinstance(message_or_config, Message) else None
-    config: dict[str, Any] = merged_config(message) if message else dict(message_or_config)  # type: ignore[arg-type]
+    if isinstance(message_or_config, Message):
+        message, config = message_or_config, merged_config(message_or_config)
+    else:
+        message, config = None, dict(message_or_config)
     read = TrainConfig.read(config)
-    hooks = make_hooks(read.hooks, HookContext(config, frozenset(read.local_entries), replay(context, config)))
+    hooks = make_hooks(
+        read.hooks,
+        HookContext(config, frozenset(read.local_entries), replay(context, config)),
+    )
     _refuse_second_block(context, hooks.values())
     store: LocalState | None = None
-    if need_context := [name for name, hook in hooks.items() if overrides(hook, "receive", "reply", "keep", "around")]:
+    if need_context := [
+        name
+        for name, hook in hooks.items()
+        if overrides(hook, "receive", "reply", "keep", "around")
+    ]:
         whole = _whole(message, config, model) if context is not None else None
         if whole is None:
             raise ConfigError(
-                f"client hook '{need_context[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; "
-                "in a NumPyClient (ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
+                f"client hook '{need_context[0]}' sends or keeps arrays: write `with"
+                " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
+                " mods=[local_bn]) `with bn_rules(model, config, context)`"
             )
         model = view_with_names(model, whole)
         parts = split_state(whole)
-        fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in whole.items()})
+        fingerprint = parts.fingerprint(
+            {name: tuple(entry.shape) for name, entry in whole.items()}
+        )
         store = LocalState(context, parts, fingerprint, read.start_id)
-        sent = {name: tensors(from_record(record)) for name, record in records_in(context, INBOX).items()}
+        sent = {
+            name: tensors(from_record(record))
+            for name, record in records_in(context, INBOX).items()
+        }
         for name in need_context:
-            hooks[name].receive(sent, tensors(store.hook_state(type(hooks[name]).__name__)))
+            hooks[name].receive(
+                sent, tensors(store.hook_state(type(hooks[name]).__name__))
+            )
     rules = Hooks(model, hooks)
     with rules._block():
         yield rules
@@ -106,15 +144,23 @@ def bn_rules(
 
 
 def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:
-    if context is not None and is_filled(context) and any(overrides(hook, *_PER_ROUND) for hook in hooks):
+    if (
+        context is not None
+        and is_filled(context)
+        and any(overrides(hook, *_PER_ROUND) for hook in hooks)
+    ):
         raise ConfigError(
-            "a second `with bn_rules(...)` in the training of one message: the hooks of the strategy would begin anew, "
-            "and what they found in the first block would be lost. Write one block around all epochs."
+            "a second `with bn_rules(...)` in the training of one message: the hooks of"
+            " the strategy would begin anew, and what they found in the first block"
+            " would be lost. Write one block around all epochs."
         )
 
 
-def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any] | None:
-    """Return the whole model under the server's names, from the message or from a NumPyClient's loaded model.
+def _whole(
+    message: Message | None, config: Mapping[str, Any], model: nn.Module
+) -> Mapping[str, Any] | None:
+    """Return the whole model under the server's names, from the message or from a
+    NumPyClient's loaded model.
 
     Raises:
         StateError: the names do not fit the model.
@@ -129,13 +175,16 @@ def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module)
 
 
 class Hooks:
-    """The client hooks of a round in a user's training loop: the value of ``with bn_rules(...) as rules``.
+    """The client hooks of a round in a user's training loop: the value of
+    ``with bn_rules(...) as rules``.
 
-    Call ``survey``, ``wrap`` and ``step`` where the method needs them; where it does not they do nothing.
+    Call ``survey``, ``wrap`` and ``step`` where the method needs them; where it does
+    not they do nothing.
 
     Attributes:
-        metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of the block. The mod adds them to
-            the reply; a ``NumPyClient`` returns them with its own metrics.
+        metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of
+            the block. The mod adds them to the reply; a ``NumPyClient`` returns them
+            with its own metrics.
     """
 
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
@@ -153,35 +202,46 @@ class Hooks:
         self._in_step = False
         self._watching = ExitStack()
         self._compares = any(hook.compares_with_start for hook in hooks.values())
-        self._acting = [hook for hook in hooks.values() if overrides(hook, "start", "penalty", "gradients")]
+        self._acting = [
+            hook
+            for hook in hooks.values()
+            if overrides(hook, "start", "penalty", "gradients")
+        ]
         if self._compares or any(overrides(hook, "begin") for hook in self._acting):
             self._at_start.note()
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
-            for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
+            for layer in (
+                module for module in model.modules() if isinstance(module, _BatchNorm)
+            ):
                 self._watching.callback(layer.register_forward_pre_hook(note).remove)
 
     def survey(self, batches: Any, forward: Callable[[Any], Any] | None = None) -> None:
-        """Pass the training data through the model before the first step, for methods that measure statistics there.
+        """Pass the training data through the model before the first step, for methods
+        that measure statistics there.
 
-        No gradient is computed, and running statistics do not change. Other methods do nothing.
+        No gradient is computed, and running statistics do not change. Other methods do
+        nothing.
 
         Args:
-            batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set and
-                without its last batch left out. The statistics are those of the examples as it gives them: take one
-                without random transforms.
-            forward: called with the inputs of each batch in the place of the model, where the training calls BatchNorm
-                layers that the model's own forward does not reach: ``lambda x: net.decoder(net.encoder(x))``.
+            batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in
+                the order of its data set and without its last batch left out. The
+                statistics are those of the examples as it gives them: take one without
+                random transforms.
+            forward: called with the inputs of each batch in the place of the model,
+                where the training calls BatchNorm layers that the model's own forward
+                does not reach: ``lambda x: net.decoder(net.encoder(x))``.
 
         Raises:
-            ConfigError: a step was taken before, or the model had a forward pass in train mode with gradients.
+            ConfigError: a step was taken before, or the model had a forward pass in
+                train mode with gradients.
             DataError: the data set has no length, or a batch is no pair.
         """
         if self._steps or self._passes or self._trained:
             raise ConfigError(
-                "rules.survey(loader) came after a step, or after a forward pass in train mode: call it first; try a "
-                "model with torch.no_grad()"
+                "rules.survey(loader) came after a step, or after a forward pass in"
+                " train mode: call it first; try a model with torch.no_grad()"
             )
         self._watching.close()
         self._surveyed, data = True, LoadedBatches(batches)
@@ -191,28 +251,38 @@ class Hooks:
                 hook.survey(self._model, data, data.batch_size, 0)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
+        """Let the client hooks act before every step of ``optimizer`` (by a torch
+        hook), and return ``optimizer``.
 
-        A loop may have several optimizers, each with parameters of its own: wrap each. Of an optimizer around another
-        one, as Opacus' or one of sharpness-aware minimisation, the hooks act in the steps of the inner one.
+        A loop may have several optimizers, each with parameters of its own: wrap each.
+        Of an optimizer around another one, as Opacus' or one of sharpness-aware
+        minimisation, the hooks act in the steps of the inner one.
 
         Raises:
-            ConfigError: the optimizer is of another model or none of torch (fastai's is refused only if a client hook
-                acts in every step), a client hook needs plain SGD or refuses its settings, an optimizer with the same
-                parameters was already wrapped, or the model has changed or moved to another device inside the block. A
-                model that changes later is refused in the first step.
+            ConfigError: the optimizer is of another model or none of torch (fastai's is
+                refused only if a client hook acts in every step), a client hook needs
+                plain SGD or refuses its settings, an optimizer with the same parameters
+                was already wrapped, or the model has changed or moved to another device
+                inside the block. A model that changes later is refused in the first
+                step.
         """
-        if not self._acting and hasattr(optimizer, "zero_grad") and not isinstance(optimizer, torch.optim.Optimizer):
+        if (
+            not self._acting
+            and hasattr(optimizer, "zero_grad")
+            and not isinstance(optimizer, torch.optim.Optimizer)
+        ):
             return optimizer  # as fastai's own, in whose steps no hook could act
         for stepping in stepping_optimizers(optimizer):
             self._wrap(stepping)
         return optimizer
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(parameters_of(optimizer) & parameters_of(other) for other in self._wrapped):
+        if any(
+            parameters_of(optimizer) & parameters_of(other) for other in self._wrapped
+        ):
             raise ConfigError(
-                "rules.wrap was called twice in a block for the same parameters: make and wrap one optimizer for all "
-                "epochs"
+                "rules.wrap was called twice in a block for the same parameters: make"
+                " and wrap one optimizer for all epochs"
             )
         if self._acting:
             if not any(overrides(hook, "begin") for hook in self._acting):
@@ -221,19 +291,23 @@ class Hooks:
             elif not self._steps:
                 self._at_start.check_device()
                 self._at_start.check_parameters()
-            if not parameters_of(optimizer) & {*self._model.parameters()}:  # the hooks would change nothing
+            # the hooks would change nothing
+            if not parameters_of(optimizer) & {*self._model.parameters()}:
                 raise ConfigError(
-                    "the optimizer has no parameter of the model that `bn_rules` was given: give both the same model, "
-                    "and no copy of it"
+                    "the optimizer has no parameter of the model that `bn_rules` was"
+                    " given: give both the same model, and no copy of it"
                 )
             for hook in self._acting:
-                hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
+                # it refuses an optimizer that it cannot use
+                hook.start(self._model, optimizer)
             self._exit.callback(before_steps(optimizer, self._act).remove)
         self._wrapped.append(optimizer)
 
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
-        """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN synchronises the first one."""
+        """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN
+        synchronises the first one.
+        """
         self.begin_step(batch_size)
         try:
             with self._open_step:
@@ -243,7 +317,8 @@ class Hooks:
         self._passes += 1
 
     def begin_step(self, batch_size: int) -> None:
-        """Begin ``step`` before a forward pass that is in a framework's hands: for its callbacks, with ``end_step``.
+        """Begin ``step`` before a forward pass that is in a framework's hands: for its
+        callbacks, with ``end_step``.
 
         An exception that leaves the block of ``bn_rules`` ends the step.
 
@@ -252,10 +327,13 @@ class Hooks:
         """
         if self._in_step:
             raise ConfigError(
-                "a step began inside another one: call rules.begin_step(batch_size) before each training batch and no "
-                "other, and rules.end_step() after its backward pass"
+                "a step began inside another one: call rules.begin_step(batch_size)"
+                " before each training batch and no other, and rules.end_step() after"
+                " its backward pass"
             )
-        self._open_step.enter_context(around_step(self._hooks.values(), self._passes, self._model, batch_size))
+        self._open_step.enter_context(
+            around_step(self._hooks.values(), self._passes, self._model, batch_size)
+        )
         self._in_step = True
 
     def end_step(self) -> None:
@@ -265,13 +343,18 @@ class Hooks:
             ConfigError: no step has begun.
         """
         if not self._in_step:
-            raise ConfigError("rules.end_step() without rules.begin_step(batch_size) before it, in the same block")
+            raise ConfigError(
+                "rules.end_step() without rules.begin_step(batch_size) before it, in"
+                " the same block"
+            )
         self._in_step = False
         self._open_step.close()
         self._passes += 1
 
     def _note(self, *_: Any) -> None:
-        """Note a training pass that no other call sees: the optimizer need not be wrapped."""
+        """Note a training pass that no other call sees: the optimizer need not be
+        wrapped.
+        """
         if self._trained or not (self._model.training and torch.is_grad_enabled()):
             return
         self._trained = True
@@ -279,17 +362,25 @@ class Hooks:
             self._at_start.check_parameters()
 
     def _act(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
-        """Apply the hooks to the gradients of the optimizer's parameters; return the sum of the penalties."""
+        """Apply the hooks to the gradients of the optimizer's parameters; return the
+        sum of the penalties.
+        """
         if any(overrides(hook, "begin", "start") for hook in self._hooks.values()):
             self._at_start.check_device()
             if not self._steps:
                 self._at_start.check_parameters()
                 self._at_start.forget()
         own = parameters_of(optimizer)
-        set_aside = {p: p.grad for p in self._model.parameters() if p.grad is not None and p not in own}
+        set_aside = {
+            p: p.grad
+            for p in self._model.parameters()
+            if p.grad is not None and p not in own
+        }
         for p in set_aside:
             p.grad = None  # another optimizer steps it
-        total = self._change_gradients([p for p in self._model.parameters() if p.requires_grad and p in own])
+        total = self._change_gradients(
+            [p for p in self._model.parameters() if p.requires_grad and p in own]
+        )
         for p, grad in set_aside.items():
             p.grad = grad
         self._steps += 1
@@ -301,7 +392,8 @@ class Hooks:
             with torch.enable_grad():
                 penalty = hook.penalty(self._model)
             if penalty is not None and parameters:
-                total = total + penalty.detach()  # not a number: that would wait for the device in each step
+                # not a number: that would wait for the device in each step
+                total = total + penalty.detach()
                 gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
                 for p, grad in zip(parameters, gradients, strict=True):
                     if grad is not None:
@@ -314,8 +406,9 @@ class Hooks:
         """Check a step of any optimizer of the process.
 
         Raises:
-            ConfigError: it is of this model and not wrapped, and the method acts in every step; or the weights are not
-                those of the step before, and a hook needs it.
+            ConfigError: it is of this model and not wrapped, and the method acts in
+                every step; or the weights are not those of the step before, and a hook
+                needs it.
         """
         if optimizer not in stepping_optimizers(optimizer):
             return  # it calls the one that takes the step
@@ -323,9 +416,10 @@ class Hooks:
         names = [name for name, p in self._model.named_parameters() if p in own]
         if names and self._acting and optimizer not in self._wrapped:
             raise ConfigError(
-                f"{type(optimizer).__name__} steps {len(names)} parameters ('{names[0]}', ...) and was not wrapped, "
-                "and the method acts in every step. Write: optimizer = rules.wrap(optimizer). A loop with several "
-                "optimizers wraps each."
+                f"{type(optimizer).__name__} steps {len(names)} parameters"
+                f" ('{names[0]}', ...) and was not wrapped, and the method acts in"
+                " every step. Write: optimizer = rules.wrap(optimizer). A loop with"
+                " several optimizers wraps each."
             )
         if names:
             self._check_last_step(self._after_step.changed())
@@ -338,55 +432,74 @@ class Hooks:
         for name, hook in self._hooks.items():
             if changed and hook.of_all_steps:
                 raise ConfigError(
-                    f"{len(changed)} parameters ('{changed[0]}', ...) have changed inside `with bn_rules(...)` after a "
-                    f"step, as by loading the best epoch or an average. Client hook '{name}': {hook.of_all_steps}."
+                    f"{len(changed)} parameters ('{changed[0]}', ...) have changed"
+                    " inside `with bn_rules(...)` after a step, as by loading the best"
+                    f" epoch or an average. Client hook '{name}': {hook.of_all_steps}."
                 )
 
     def _check(self) -> None:
-        """Check that every client hook took part, and that the weights fit what it has found.
+        """Check that every client hook took part, and that the weights fit what it has
+        found.
 
         Raises:
-            ConfigError: a call is missing, or other weights were loaded; the error names it.
+            ConfigError: a call is missing, or other weights were loaded; the error
+                names it.
         """
         if self._in_step:
-            raise ConfigError("the block ended inside a step: call rules.end_step() after each backward pass")
+            raise ConfigError(
+                "the block ended inside a step: call rules.end_step() after each"
+                " backward pass"
+            )
         if any(hook.of_all_steps for hook in self._hooks.values()):
             self._check_last_step(self._after_step.changed(thorough=True))
         for name, hook in self._hooks.items():
             if overrides(hook, "start", "penalty", "gradients") and not self._steps:
                 missing = "took no step" if self._wrapped else "was not wrapped"
                 raise ConfigError(
-                    f"client hook '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) "
-                    "as rules`. Write: optimizer = rules.wrap(optimizer)."
+                    f"client hook '{name}' acts in every step, and the optimizer"
+                    f" {missing} inside `with bn_rules(...) as rules`. Write: optimizer"
+                    " = rules.wrap(optimizer)."
                 )
             if overrides(hook, "survey") and not self._surveyed:
                 raise ConfigError(
-                    f"client hook '{name}' measures statistics of the training data under the received weights. Write "
-                    "before the first step: rules.survey(loader)."
+                    f"client hook '{name}' measures statistics of the training data"
+                    " under the received weights. Write before the first step:"
+                    " rules.survey(loader)."
                 )
             if overrides(hook, "around") and not self._passes:
                 raise ConfigError(
-                    f"client hook '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = "
-                    "...; loss.backward()"
+                    f"client hook '{name}' acts around the first step. Write: with"
+                    " rules.step(len(inputs)): loss = ...; loss.backward()"
                 )
 
     @contextmanager
     def _block(self) -> Iterator[None]:
-        """Begin the hooks; at the end of the block check that each took part, end them and collect their metrics."""
+        """Begin the hooks; at the end of the block check that each took part, end them
+        and collect their metrics.
+        """
         with self._exit:
             notes = any(hook.of_all_steps for hook in self._hooks.values())
             if notes or self._acting:
-                self._exit.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
+                self._exit.callback(
+                    register_optimizer_step_pre_hook(self._before_any_step).remove
+                )
             if notes:
-                self._exit.callback(register_optimizer_step_post_hook(self._after_any_step).remove)
+                self._exit.callback(
+                    register_optimizer_step_post_hook(self._after_any_step).remove
+                )
             with ExitStack() as undo:
                 for hook in self._hooks.values():
                     hook.begin(self._model)
                     undo.callback(hook.end, self._model)
-                undo.enter_context(self._open_step)  # an exception may leave a framework's loop between its callbacks
+                # an exception may leave a framework's loop between its callbacks
+                undo.enter_context(self._open_step)
                 yield
                 self._check()
                 undo.pop_all()
-            self.metrics = {key: value for hook in self._hooks.values() for key, value in hook.end(self._model).items()}
+            self.metrics = {
+                key: value
+                for hook in self._hooks.values()
+                for key, value in hook.end(self._model).items()
+            }
             if self._hooks:
                 self.metrics[APPLIED] = ",".join(self._hooks)

@@ -1,8 +1,9 @@
 """The models of this process: each is built once, and lent to one client at a time.
 
-To build a model and draw its first weights for every message takes longer than many clients' training. A client's
-message brings every entry of the model's state dict, and buffers that are not in it are put back, so one model serves
-all clients. What a model keeps in other Python attributes stays: let ``client_fn`` build such a model itself.
+To build a model and draw its first weights for every message takes longer than many
+clients' training. A client's message brings every entry of the model's state dict, and
+buffers that are not in it are put back, so one model serves all clients. What a model
+keeps in other Python attributes stays: let ``client_fn`` build such a model itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]
 
-_FREE: weakref.WeakKeyDictionary[BuildModel, list[LentModel]] = weakref.WeakKeyDictionary()
+_FREE: weakref.WeakKeyDictionary[BuildModel, list[LentModel]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass
@@ -46,9 +49,12 @@ class LentModel:
         layout: the module inside such wrappers, with the places of its entries.
         parts: the split of its state.
         fingerprint: that of the parts and the shapes, which kept entries must fit.
-        buffers: buffers that are not in the state dict, as they were built: module, name, value.
-        tied: entries that are the same tensor as an earlier one, each with the name of the first.
-        by_copy: whether a state is loaded by copies of its entries; if not, by ``load_state_dict``.
+        buffers: buffers that are not in the state dict, as they were built: module,
+            name, value.
+        tied: entries that are the same tensor as an earlier one, each with the name of
+            the first.
+        by_copy: whether a state is loaded by copies of its entries; if not, by
+            ``load_state_dict``.
         tried: whether a synchronised step was tried with it.
     """
 
@@ -72,8 +78,18 @@ class LentModel:
             if name in module._non_persistent_buffers_set and buffer is not None
         ]
         layout, parts = Layout(plain), split_state(plain)
-        fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in layout.state.items()})
-        return cls(model, layout, parts, fingerprint, buffers, tied_entries(plain), loads_by_copy(plain))
+        fingerprint = parts.fingerprint(
+            {name: tuple(entry.shape) for name, entry in layout.state.items()}
+        )
+        return cls(
+            model,
+            layout,
+            parts,
+            fingerprint,
+            buffers,
+            tied_entries(plain),
+            loads_by_copy(plain),
+        )
 
     @property
     def plain(self) -> nn.Module:
@@ -86,7 +102,9 @@ class LentModel:
         return self.layout.state
 
     def current(self) -> LentModel:
-        """Return this model; if the client's code has added or removed layers since it was read, read anew."""
+        """Return this model; if the client's code has added or removed layers since it
+        was read, read anew.
+        """
         return self if self.layout.is_current else LentModel.of(self.model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -101,10 +119,12 @@ class LentModel:
 def lender(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[LentModel]]:
-    """Return the function that lends a model: the given one, or one that this process builds with the given function.
+    """Return the function that lends a model: the given one, or one that this process
+    builds with the given function.
 
-    A built model that is not lent serves the next client. It is thrown away if its client raised an exception, and with
-    the function that builds it. ``example`` is that of ``set_memory_format``.
+    A built model that is not lent serves the next client. It is thrown away if its
+    client raised an exception, and with the function that builds it. ``example`` is
+    that of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
         given: list[LentModel] = []
@@ -118,7 +138,9 @@ def lender(
 
 
 def two_inputs(sets: Iterable[Batches]) -> Any:
-    """Return the inputs of two examples of the first set that has any, for ``lender(example=...)``."""
+    """Return the inputs of two examples of the first set that has any, for
+    ``lender(example=...)``.
+    """
     data = next(data for data in sets if len(data))
     # With a generator: without one a data set with random transforms is warned of.
     return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]
@@ -133,10 +155,15 @@ def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
     """
     if why := no_tensors(unwrap(model)):
         raise ConfigError(why)
-    if lazy := [name for name, entry in unwrap(model).state_dict(keep_vars=True).items() if is_lazy(entry)]:
+    if lazy := [
+        name
+        for name, entry in unwrap(model).state_dict(keep_vars=True).items()
+        if is_lazy(entry)
+    ]:
         raise StateError(
-            f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)} entries). Run one batch "
-            "through the model first, in the function that builds it."
+            f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)}"
+            " entries). Run one batch through the model first, in the function that"
+            " builds it."
         )
     for told in (keep_eval(unwrap(model)), unlike_in_tests(unwrap(model))):
         if told:
@@ -155,9 +182,13 @@ def _built(build: BuildModel, example: Callable[[], Any] | None) -> Iterator[Len
     if free:
         lent = free.pop().current()
     else:
-        with seeded(0):  # the first weights are drawn in some processes only; what the client draws is as in the others
+        # the first weights are drawn in some processes only; what the client draws
+        # is # as in the others
+        with seeded(0):
             lent = _lendable(build(), example)
-    yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
+    # after an exception the model is not free again: its modes and hooks are as
+    # the # exception left them
+    yield lent
     for parameter in lent.layout.parameters():
         parameter.grad = None
     for module, name, buffer in lent.buffers:

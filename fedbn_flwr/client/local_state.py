@@ -1,6 +1,8 @@
-"""The state that a method keeps with the client, in Flower's ``Context.state``: versioned and checked.
+"""The state that a method keeps with the client, in Flower's ``Context.state``:
+versioned and checked.
 
-A context exists as long as its node's process and its run. The copies in a ``StateFolder`` remain after both.
+A context exists as long as its node's process and its run. The copies in a
+``StateFolder`` remain after both.
 """
 
 from __future__ import annotations
@@ -36,20 +38,30 @@ from fedbn_flwr.messages.records import from_record, state_sha256, to_record, vi
 __all__ = ["LocalState"]
 
 _VERSION = 1
-_ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (KEPT, KEPT_BY_HOOKS, KEPT_ABOUT)}  # before the round
+# before the round
+_ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (KEPT, KEPT_BY_HOOKS, KEPT_ABOUT)}
 
 
 class LocalState:
     """A client's own entries between rounds.
 
     Args:
-        context: Flower's context of the node; None for a client that cannot keep entries.
+        context: Flower's context of the node; None for a client that cannot keep
+            entries.
         parts: the split of the model's state.
-        fingerprint: that of the split with the model's shapes, which kept entries must fit.
-        start_id: id of the strategy's start: ``restore`` removes what was kept in another. None = it does not.
+        fingerprint: that of the split with the model's shapes, which kept entries must
+            fit.
+        start_id: id of the strategy's start: ``restore`` removes what was kept in
+            another. None = it does not.
     """
 
-    def __init__(self, context: Context | None, parts: Parts, fingerprint: str, start_id: str | None = None) -> None:
+    def __init__(
+        self,
+        context: Context | None,
+        parts: Parts,
+        fingerprint: str,
+        start_id: str | None = None,
+    ) -> None:
         self._context = context
         self._without_context = RecordDict()
         self._parts = parts
@@ -67,17 +79,24 @@ class LocalState:
         self._folder = StateFolder(root, continuity, partition_id, self._fingerprint)
 
     def restore(self, expected: str | None, used: str | None = None) -> None:
-        """Restore the state that the server expects, and undo a round whose reply it has not used.
+        """Restore the state that the server expects, and undo a round whose reply it
+        has not used.
 
         Args:
-            expected: the hash of the state, "" for no state in this run; None = the client takes its newest state.
-            used: the hash of the state after the last round whose reply the server used, "" if there was none; None =
-                nothing is undone. A client that does not have this state begins anew, and its reply says so.
+            expected: the hash of the state, "" for no state in this run; None = the
+                client takes its newest state.
+            used: the hash of the state after the last round whose reply the server
+                used, "" if there was none; None = nothing is undone. A client that does
+                not have this state begins anew, and its reply says so.
 
         Raises:
             StateError: the client does not have the expected state.
         """
-        if self._start_id is not None and self._holds() and self._about().get(START_ID) != self._start_id:
+        if (
+            self._start_id is not None
+            and self._holds()
+            and self._about().get(START_ID) != self._start_id
+        ):
             self._replace(None)
         self._restore(expected)
         if used is None:
@@ -96,26 +115,42 @@ class LocalState:
             if expected:
                 raise StateError(self._lost(expected, "no state folder (state-dir)"))
             return
-        content = self._folder.newest() if expected is None else self._folder.find(expected)
+        content = (
+            self._folder.newest() if expected is None else self._folder.find(expected)
+        )
         if expected and content is None:
-            raise StateError(self._lost(expected, f"no good file with it in {self._folder.path}"))
+            raise StateError(
+                self._lost(expected, f"no good file with it in {self._folder.path}")
+            )
         self._replace(content)
 
     def _earlier(self, used: str) -> dict[str, Any] | None:
-        """Return the kept state ``used``, from the state folder or as it was set aside; None if it is gone."""
+        """Return the kept state ``used``, from the state folder or as it was set aside;
+        None if it is gone.
+        """
         if self._folder is not None:
             content = self._folder.find(used)  # and removes the files of what is undone
-            if content and not used:  # of an earlier run: the hooks' entries belong to that run's server
+            # of an earlier run: the hooks' entries belong to that run's server
+            if content and not used:
                 content["kept"].pop(KEPT_BY_HOOKS, None)
             return content
-        aside: dict[str, Any] = {key: self._state[name] for key, name in _ASIDE.items() if name in self._state}
+        aside: dict[str, Any] = {
+            key: self._state[name]
+            for key, name in _ASIDE.items()
+            if name in self._state
+        }
         about = aside.pop(KEPT_ABOUT, {})
         if not used or about.get(LOCAL_SHA256) != used:
             return None
-        return {"round": about[SERVER_ROUND], "kept": {key: from_record(record) for key, record in aside.items()}}
+        return {
+            "round": about[SERVER_ROUND],
+            "kept": {key: from_record(record) for key, record in aside.items()},
+        }
 
     def _set_aside(self) -> None:
-        """Name the kept records once more, so that the coming round can be undone; they share their arrays."""
+        """Name the kept records once more, so that the coming round can be undone; they
+        share their arrays.
+        """
         self.sha256()  # the copy has it
         for key, name in _ASIDE.items():
             self._state.pop(name, None)
@@ -129,8 +164,13 @@ class LocalState:
             StateError: the folder cannot be written.
         """
         if self._folder is not None and (sha256 := self.sha256()):
-            kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, KEPT_BY_HOOKS)}
-            content: dict[str, Any] = {"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}
+            kept: dict[str, Any] = {
+                key: dict(self._read(key)) for key in (KEPT, KEPT_BY_HOOKS)
+            }
+            content: dict[str, Any] = {
+                "sha256": sha256,
+                "kept": {k: v for k, v in kept.items() if v},
+            }
             self._folder.write(content, server_round)
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
@@ -151,13 +191,25 @@ class LocalState:
         self._write(KEPT, entries, server_round)
 
     def hook_state(self, hook: str) -> Mapping[str, Array]:
-        """Return the entries that a client hook kept in the client's last round, else none. Raises as ``load``."""
+        """Return the entries that a client hook kept in the client's last round, else
+        none. Raises as ``load``.
+        """
         kept = self._read(KEPT_BY_HOOKS)
-        return {name.removeprefix(f"{hook}/"): a.copy() for name, a in kept.items() if name.startswith(f"{hook}/")}
+        return {
+            name.removeprefix(f"{hook}/"): a.copy()
+            for name, a in kept.items()
+            if name.startswith(f"{hook}/")
+        }
 
     def save_hook_state(self, kept: Mapping[str, State], server_round: int) -> None:
-        """Keep the entries of the client hooks, by hook, until the client's next round. Raises as ``keep``."""
-        entries = {f"{hook}/{name}": array for hook, state in kept.items() for name, array in state.items()}
+        """Keep the entries of the client hooks, by hook, until the client's next round.
+        Raises as ``keep``.
+        """
+        entries = {
+            f"{hook}/{name}": array
+            for hook, state in kept.items()
+            for name, array in state.items()
+        }
         if entries:
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
@@ -169,14 +221,20 @@ class LocalState:
         self._check(about)
         known = about.get(LOCAL_SHA256)
         if known is None:
-            kept = {f"{key}/{name}": array for key in (KEPT, KEPT_BY_HOOKS) for name, array in self._read(key).items()}
+            kept = {
+                f"{key}/{name}": array
+                for key in (KEPT, KEPT_BY_HOOKS)
+                for name, array in self._read(key).items()
+            }
             self._records[KEPT_ABOUT][LOCAL_SHA256] = known = state_sha256(kept)
         return str(known)
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
         """Return the reply's entries about the kept state; empty if nothing is kept."""
         began = _begun(self._about(), server_round) == server_round
-        return ReplyInfo(local_sha256=self.sha256(), durable=self._folder is not None, began=began).write()
+        return ReplyInfo(
+            local_sha256=self.sha256(), durable=self._folder is not None, began=began
+        ).write()
 
     def _read(self, key: str) -> Mapping[str, Array]:
         records = self._records
@@ -188,23 +246,31 @@ class LocalState:
     def _check(self, about: Mapping[str, Any]) -> None:
         if about[VERSION] != _VERSION or about[FINGERPRINT] != self._fingerprint:
             raise StateError(
-                f"what this client kept (version {about[VERSION]!s}, round {about[SERVER_ROUND]!s}) belongs to "
-                f"another model: its names, layer types or shapes changed (its first entry is now "
-                f"'{self._parts.names[0]}'). Start a new run, or use the earlier model again."
+                f"what this client kept (version {about[VERSION]!s}, round"
+                f" {about[SERVER_ROUND]!s}) belongs to another model: its names, layer"
+                " types or shapes changed (its first entry is now"
+                f" '{self._parts.names[0]}'). Start a new run, or use the earlier model"
+                " again."
             )
 
     def _write(self, key: str, entries: State, server_round: int) -> None:
         if self._context is None:
             raise StateError(
-                f"the strategy keeps {len(entries)} entries with the client, but this client has no Context. Pass "
-                "context= from client_fn(context)."
+                f"the strategy keeps {len(entries)} entries with the client, but this"
+                " client has no Context. Pass context= from client_fn(context)."
             )
-        # Diverged entries are not kept: the engine restores the context, and the part of the round before stays.
-        bad = [n for n, array in entries.items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
+        # Diverged entries are not kept: the engine restores the context, and the
+        # part # of the round before stays.
+        bad = [
+            n
+            for n, array in entries.items()
+            if array.dtype.kind == "f" and not np.isfinite(array).all()
+        ]
         if bad:
             text = (
-                f"entry '{bad[0]}' is not finite after training ({len(bad)} of {len(entries)} entries). The client "
-                "keeps its values of the round before. Use a smaller learning-rate."
+                f"entry '{bad[0]}' is not finite after training ({len(bad)} of"
+                f" {len(entries)} entries). The client keeps its values of the round"
+                " before. Use a smaller learning-rate."
             )
             raise StateError(coded(NOT_FINITE, text))
         about = self._about()
@@ -226,7 +292,9 @@ class LocalState:
         return dict(self._state.items())
 
     def _replace(self, content: Mapping[str, Any] | None) -> None:
-        """Replace what is kept with the content of a file of the state folder; None = nothing."""
+        """Replace what is kept with the content of a file of the state folder; None =
+        nothing.
+        """
         for key in _ASIDE:
             self._state.pop(key, None)
         if content and content["kept"]:
@@ -235,16 +303,22 @@ class LocalState:
             self._describe(int(content["round"]), begun=0)
 
     def _describe(self, server_round: int, begun: int) -> None:
-        about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
+        about: dict[str, int | str] = {
+            VERSION: _VERSION,
+            FINGERPRINT: self._fingerprint,
+        }
         if self._start_id is not None:
             about[START_ID] = self._start_id
-        self._state[KEPT_ABOUT] = filled(ConfigRecord, {**about, SERVER_ROUND: server_round, BEGUN: begun})
+        self._state[KEPT_ABOUT] = filled(
+            ConfigRecord, {**about, SERVER_ROUND: server_round, BEGUN: begun}
+        )
 
     @staticmethod
     def _lost(expected: str, why: str) -> str:
         return (
-            f"the server expects the part that this client kept with SHA-256 {expected[:12]}..., and the client has "
-            f"{why}: the part is lost, and the server will send the whole state again"
+            "the server expects the part that this client kept with SHA-256"
+            f" {expected[:12]}..., and the client has {why}: the part is lost, and the"
+            " server will send the whole state again"
         )
 
 

@@ -1,7 +1,8 @@
-"""What the mod ``local_bn`` and ``bn_rules`` hand each other during a message, in ``Context.state``.
+"""What the mod ``local_bn`` and ``bn_rules`` hand each other during a message, in
+``Context.state``.
 
-The mod fills the inbox with the method's further records of the message, ``bn_rules`` the outbox with additions to the
-reply.
+The mod fills the inbox with the method's further records of the message, ``bn_rules``
+the outbox with additions to the reply.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ __all__ = ["fill_outbox", "is_filled", "open_outbox", "records_in", "take_record
 
 def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
     """Return the records of ``box`` (INBOX or OUTBOX) by name."""
-    records: Mapping[str, ArrayRecord] = of_kind(context.state, ArrayRecord) if context else {}
-    return {name.removeprefix(f"{box}/"): records[name] for name in records if name.startswith(f"{box}/")}
+    records: Mapping[str, ArrayRecord] = (
+        of_kind(context.state, ArrayRecord) if context else {}
+    )
+    return {
+        name.removeprefix(f"{box}/"): records[name]
+        for name in records
+        if name.startswith(f"{box}/")
+    }
 
 
 def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
-    """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the context."""
+    """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the
+    context.
+    """
     records = records_in(context, box)
     for name in records:
         del context.state[f"{box}/{name}"]
@@ -44,8 +53,12 @@ def is_filled(context: Context) -> bool:
     return bool(context.state.get(OUTBOX))
 
 
-def fill_outbox(context: Context, metrics: Mapping[str, Any], hooks: Iterable[ClientHook]) -> None:
-    """Store the metrics and records of the client hooks for the reply, if the mod has opened the outbox."""
+def fill_outbox(
+    context: Context, metrics: Mapping[str, Any], hooks: Iterable[ClientHook]
+) -> None:
+    """Store the metrics and records of the client hooks for the reply, if the mod has
+    opened the outbox.
+    """
     if OUTBOX not in context.state:  # without the mod nobody would empty it
         return
     context.state[OUTBOX] = ConfigRecord(dict(metrics))

@@ -1,7 +1,9 @@
-"""``masked_update``: the mod of a client that masks what it sends, so that the server sees sums alone.
+"""``masked_update``: the mod of a client that masks what it sends, so that the server
+sees sums alone.
 
-It answers the three queries of a round's masks, and masks the update and the tensors of a synchronised step. What it
-sends is described in ``privacy.masked_sums``, its secrets in ``privacy.masks``; they stay in ``Context.state``.
+It answers the three queries of a round's masks, and masks the update and the tensors of
+a synchronised step. What it sends is described in ``privacy.masked_sums``, its secrets
+in ``privacy.masks``; they stay in ``Context.state``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
@@ -61,13 +70,16 @@ __all__ = ["masked_update"]
 _IN_THE_CLEAR = (APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, PARTITION_ID)
 
 
-def masked_update(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Return the app's reply with masked numbers in place of its update, if the server asks for it: a Flower mod.
+def masked_update(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Return the app's reply with masked numbers in place of its update, if the server
+    asks for it: a Flower mod.
 
-    It must be the first mod, so that it masks what leaves the client: ``ClientApp(mods=[masked_update, local_bn])``.
-    Before it stands ``packed`` alone, which changes no value.
-    Without ``masked-sums=true`` nothing changes. In the clear remain the number of examples, the names of the client
-    hooks and hashes.
+    It must be the first mod, so that it masks what leaves the client:
+    ``ClientApp(mods=[masked_update, local_bn])``. Before it stands ``packed`` alone,
+    which changes no value. Without ``masked-sums=true`` nothing changes. In the clear
+    remain the number of examples, the names of the client hooks and hashes.
 
     Raises:
         MaskingError: the server asks for something that would tell more than a sum.
@@ -92,7 +104,9 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
 class _Masking:
     """How this client's numbers leave it in a round."""
 
-    def __init__(self, party: Party, config: Mapping[str, Any], context: Context) -> None:
+    def __init__(
+        self, party: Party, config: Mapping[str, Any], context: Context
+    ) -> None:
         self.config = config
         self.party = party
         self._context = context
@@ -102,15 +116,17 @@ class _Masking:
         self._point = FixedPoint(total)
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
             raise MaskingError(
-                "the server's weights do not fit its dp setting. With dp=client the server must clip updates and give "
-                "all clients weight 1, without it neither. The server has another version of this package, or other "
-                "code changes its messages. The client has sent no update."
+                "the server's weights do not fit its dp setting. With dp=client the"
+                " server must clip updates and give all clients weight 1, without it"
+                " neither. The server has another version of this package, or other"
+                " code changes its messages. The client has sent no update."
             )
 
     def exchange(self, tag: str, array: Array) -> Array:
         vector = self._point.vector({tag: array}, self.weight)
         masked = self.party.exchange(tag, vector).reshape(array.shape)
-        _keep(self._context, self.party)  # before it leaves: the training may fail later, and be asked for again
+        # before it leaves: the training may fail later, and be asked for again
+        _keep(self._context, self.party)
         return masked
 
     def update(self, state: State, before: State) -> Array:
@@ -130,7 +146,8 @@ class _Masking:
         """
         if not self.equal and [self.weight] != counts:
             raise MaskingError(
-                f"the server gives this client the weight {self.weight:g}, and it has trained on {counts} examples"
+                f"the server gives this client the weight {self.weight:g}, and it has"
+                f" trained on {counts} examples"
             )
 
     def reducer(self, reducer: Reducer) -> Reducer:
@@ -148,33 +165,58 @@ class _MaskedReducer:
         return self._reducer.begin()
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        return self._reducer.reduce(tag, torch.from_numpy(self._masking.exchange(tag, tensor.detach().cpu().numpy())))
+        return self._reducer.reduce(
+            tag,
+            torch.from_numpy(
+                self._masking.exchange(tag, tensor.detach().cpu().numpy())
+            ),
+        )
 
     def close(self) -> None:
         self._reducer.close()
 
 
 def _received(message: Message, context: Context) -> tuple[str, State]:
-    """Return the key of the model's record, and the round's model; by messages only the first one of a step has it."""
+    """Return the key of the model's record, and the round's model; by messages only the
+    first one of a step has it.
+    """
     key, record = next(iter(of_kind(message.content, ArrayRecord).items()))
-    return key, views(ArrayRecord(dict(record or of_kind(context.state, ArrayRecord).get(STEP_MODEL, ArrayRecord()))))
+    return key, views(
+        ArrayRecord(
+            dict(
+                record
+                or of_kind(context.state, ArrayRecord).get(STEP_MODEL, ArrayRecord())
+            )
+        )
+    )
 
 
-def _masked(message: Message, content: RecordDict, key: str, before: State, masking: _Masking) -> RecordDict:
+def _masked(
+    message: Message, content: RecordDict, key: str, before: State, masking: _Masking
+) -> RecordDict:
     """Return what the server may see of a reply."""
     records, metrics = of_kind(content, ArrayRecord), of_kind(content, MetricRecord)
     seen: RecordDict = RecordDict({key: ArrayRecord()})
     if EXCHANGE in records:
         sent = views(records[EXCHANGE])
-        seen[EXCHANGE] = to_record({str(tag): masking.exchange(tag, array) for tag, array in sent.items()})
-    counts = [int(record[NUM_EXAMPLES]) for record in metrics.values() if NUM_EXAMPLES in record]  # type: ignore[arg-type]
+        seen[EXCHANGE] = to_record(
+            {str(tag): masking.exchange(tag, array) for tag, array in sent.items()}
+        )
+    counts = []
+    for record in metrics.values():
+        if NUM_EXAMPLES in record:
+            counts.append(int(record[NUM_EXAMPLES]))  # type: ignore[arg-type]
     if records.get(key):
         masking.check_weight(counts)
-        seen[key] = to_record({str(MASKED): masking.update(views(records[key]), before)})
+        seen[key] = to_record(
+            {str(MASKED): masking.update(views(records[key]), before)}
+        )
     if counts:
         seen[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
     info: Mapping[str, Any] = of_kind(content, ConfigRecord).get(INFO, {})
-    seen[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
+    seen[INFO] = ConfigRecord(
+        {name: info[name] for name in _IN_THE_CLEAR if name in info}
+    )
     return seen
 
 
@@ -188,16 +230,30 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
     elif stage == "shares":
         party = _party(context, config)
         keys = list(config[MASK_KEYS])
-        pairs = dict(zip(config[MASK_NUMBERS], map(PublicKeys, keys[::2], keys[1::2]), strict=True))
-        encrypted = party.shares(int(config[MASK_NUMBER]), pairs, int(config[MASK_THRESHOLD]))
+        pairs = dict(
+            zip(
+                config[MASK_NUMBERS],
+                map(PublicKeys, keys[::2], keys[1::2]),
+                strict=True,
+            )
+        )
+        encrypted = party.shares(
+            int(config[MASK_NUMBER]), pairs, int(config[MASK_THRESHOLD])
+        )
         answer = {MASK_NUMBERS: list(encrypted), MASK_SHARES: list(encrypted.values())}
     else:
         party = _party(context, config)
-        received = dict(zip(config.get(MASK_NUMBERS, ()), config.get(MASK_SHARES, ()), strict=True))
-        revealed = party.reveal(config.get(MASK_ANSWERED, []), config.get(MASK_LOST, []), received)
+        received = dict(
+            zip(config.get(MASK_NUMBERS, ()), config.get(MASK_SHARES, ()), strict=True)
+        )
+        revealed = party.reveal(
+            config.get(MASK_ANSWERED, []), config.get(MASK_LOST, []), received
+        )
         answer = {MASK_NUMBERS: list(revealed), MASK_SHARES: list(revealed.values())}
     _keep(context, party)
-    return Message(RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))}), reply_to=message)
+    return Message(
+        RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))}), reply_to=message
+    )
 
 
 def _party(context: Context, config: Mapping[str, Any]) -> Party:
@@ -205,8 +261,9 @@ def _party(context: Context, config: Mapping[str, Any]) -> Party:
     party = Party.load(kept[MASK_SECRETS]) if MASK_SECRETS in kept else None
     if party is None or party.server_round != config[SERVER_ROUND]:
         raise MaskingError(
-            f"this client has no keys for the masks of round {config[SERVER_ROUND]}: its node was probably restarted "
-            "in this round; it takes part again in the next"
+            f"this client has no keys for the masks of round {config[SERVER_ROUND]}:"
+            " its node was probably restarted in this round; it takes part again in"
+            " the next"
         )
     return party
 

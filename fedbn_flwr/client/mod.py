@@ -1,11 +1,13 @@
-"""``local_bn``: the client part of the strategies for apps on Flower's Message API, a mod.
+"""``local_bn``: the client part of the strategies for apps on Flower's Message API, a
+mod.
 
 ::
 
     app = ClientApp(mods=[local_bn])
 
-``local_bn`` needs only the arrays of the messages, not the model. It keeps the entries that stay with the client, names
-the partition and the applied client hooks (``bn_rules``) in the reply, and sends FedTAN's exchanges.
+``local_bn`` needs only the arrays of the messages, not the model. It keeps the entries
+that stay with the client, names the partition and the applied client hooks
+(``bn_rules``) in the reply, and sends FedTAN's exchanges.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.local_state import LocalState
@@ -50,27 +60,37 @@ from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
 __all__ = ["local_bn"]
 
-_LOST = "entries were neither sent nor kept by this client; the server will send the whole state again"
+_LOST = (
+    "entries were neither sent nor kept by this client; the server will send the whole"
+    " state again"
+)
 
 
 @NamedConfigErrors()
 @repeatable
 @with_names
-def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Return the app's reply with the client part of the strategy done: a Flower mod for every strategy.
+def local_bn(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Return the app's reply with the client part of the strategy done: a Flower mod
+    for every strategy.
 
-    The app's functions receive the whole model, in the order of the server's first message, and reply with the whole
-    model. The mod adds the entries that stay with the client before the call and removes them after it; it checks
-    names, layer types and shapes. It keeps them in ``Context.state``, and also on disk if the node's or the run's
-    config names a ``state-dir`` and the server sends its run (``strategy.continuity``). If the strategy needs no client
-    part, the arrays pass unchanged. The default generators of torch, NumPy and Python are seeded for each message while
-    the app's function works, so what it draws repeats; what other mods draw does not (``repeatable``).
+    The app's functions receive the whole model, in the order of the server's first
+    message, and reply with the whole model. The mod adds the entries that stay with the
+    client before the call and removes them after it; it checks names, layer types and
+    shapes. It keeps them in ``Context.state``, and also on disk if the node's or the
+    run's config names a ``state-dir`` and the server sends its run
+    (``strategy.continuity``). If the strategy needs no client part, the arrays pass
+    unchanged. The default generators of torch, NumPy and Python are seeded for each
+    message while the app's function works, so what it draws repeats; what other mods
+    draw does not (``repeatable``).
 
-    The mod also works on the messages of ``to_legacy``: ``ClientApp(client_fn, mods=[local_bn])``.
+    The mod also works on the messages of ``to_legacy``:
+    ``ClientApp(client_fn, mods=[local_bn])``.
 
     Raises:
-        StateError: an entry was neither sent nor kept here, the kept state belongs to another model or is not finite,
-            or the app's reply is not the whole model.
+        StateError: an entry was neither sent nor kept here, the kept state belongs to
+            another model or is not finite, or the app's reply is not the whole model.
     """
     if not of_kind(message.content, ArrayRecord):
         return _sign(_answered(message, call_next(message, context)), context)
@@ -84,7 +104,11 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "local_bn"
     if trained := message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
         open_outbox(context)
-    kept = {name: record for name, record in context.state.items() if name.startswith(PREFIX)}
+    kept = {
+        name: record
+        for name, record in context.state.items()
+        if name.startswith(PREFIX)
+    }
     try:
         reply = _call(call_next, message, context, key, whole, bool(config.hooks))
     except StopStep as stop:
@@ -92,7 +116,10 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         return _exchange_reply(message, key, stop.exchange)
     if trained:
         kept.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
-    context.state.update({name: kept[name] for name in kept.keys() - context.state.keys()})  # the app may replace it
+    # the app may replace it
+    context.state.update(
+        {name: kept[name] for name in kept.keys() - context.state.keys()}
+    )
     if trained:
         clear_log(context)
         take_records(context, INBOX)
@@ -103,18 +130,28 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
 
 
 def _exchange_reply(message: Message, key: str, exchange: NextExchange) -> Message:
-    """Return the reply with the tensor of an exchange; without one if the step has all its answers."""
+    """Return the reply with the tensor of an exchange; without one if the step has all
+    its answers.
+    """
     records = {key: ArrayRecord(), EXCHANGE: to_record(exchange.tensors)}
-    return Message(RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}), reply_to=message)
+    return Message(
+        RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}),
+        reply_to=message,
+    )
 
 
 def _call(
-    call_next: ClientAppCallable, message: Message, context: Context, key: str, whole: ArrayRecord, hooks: bool
+    call_next: ClientAppCallable,
+    message: Message,
+    context: Context,
+    key: str,
+    whole: ArrayRecord,
+    hooks: bool,
 ) -> Message:
     """Call the app, and repeat the call if a client was lost in the synchronised step.
 
-    A call that stops in mid-step runs again, now or in the next message, so what it wrote into ``Context.state`` is
-    undone. Without client hooks there is no such step.
+    A call that stops in mid-step runs again, now or in the next message, so what it
+    wrote into ``Context.state`` is undone. Without client hooks there is no such step.
     """
     while True:
         message.content[key] = ArrayRecord(dict(whole))
@@ -128,7 +165,9 @@ def _call(
             raise
 
 
-def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> tuple[ArrayRecord, LocalState]:
+def _completed(
+    received: ArrayRecord, context: Context, config: TrainConfig
+) -> tuple[ArrayRecord, LocalState]:
     """Return the whole model in the server's order, and the kept state."""
     location = StateLocation.of(context, config.continuity)
     if not config.local_entries:
@@ -146,7 +185,10 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
     if missing := [name for name in spec.shapes if name not in entries]:
         raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
     if extra := [name for name in received if name not in spec.shapes]:
-        raise StateError(f"received '{extra[0]}', which the model of this run did not have at its start")
+        raise StateError(
+            f"received '{extra[0]}', which the model of this run did not have at its"
+            " start"
+        )
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
 
 
@@ -158,16 +200,23 @@ def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) 
         if not state:
             others = ", ".join(f"'{name}'" for name in records if name != key)
             raise StateError(
-                f"the app's reply has no arrays in an ArrayRecord '{key}'{f', but in {others}' if others else ''}. "
-                "Reply with the whole state dict under this key."
+                "the app's reply has no arrays in an ArrayRecord"
+                f" '{key}'{f', but in {others}' if others else ''}. Reply with the"
+                " whole state dict under this key."
             )
         if missing := [name for name in local if name not in state]:
             raise StateError(
-                f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "
-                "the whole state dict, under the names received: the mod takes out what stays."
+                f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its"
+                f" ArrayRecord '{key}'. Reply with the whole state dict, under the"
+                " names received: the mod takes out what stays."
             )
-        store.keep(from_record(ArrayRecord({name: state[name] for name in local})), config.server_round)
-        reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
+        store.keep(
+            from_record(ArrayRecord({name: state[name] for name in local})),
+            config.server_round,
+        )
+        reply.content[key] = ArrayRecord(
+            {name: array for name, array in state.items() if name not in set(local)}
+        )
     store.save(config.server_round)
     add_info(reply, store.reply_metadata(config.server_round))
 
@@ -175,16 +224,23 @@ def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) 
 def _add_outbox(reply: Message, context: Context) -> None:
     """Add the metrics and records of the client hooks to the reply."""
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
-    numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
+    numbers = {
+        name: value for name, value in report.items() if isinstance(value, (int, float))
+    }
     for metrics in of_kind(reply.content, MetricRecord).values():
         metrics.update(numbers)
-    add_info(reply, {name: value for name, value in report.items() if isinstance(value, str)})
+    add_info(
+        reply, {name: value for name, value in report.items() if isinstance(value, str)}
+    )
     for name, record in take_records(context, OUTBOX).items():
         reply.content[name] = record
 
 
-def _set_aside_extras(message: Message, context: Context, names: Sequence[str]) -> tuple[str, ArrayRecord]:
-    """Return the key and the record of the model; move the method's records into the context.
+def _set_aside_extras(
+    message: Message, context: Context, names: Sequence[str]
+) -> tuple[str, ArrayRecord]:
+    """Return the key and the record of the model; move the method's records into the
+    context.
 
     Further records are the user's, and stay.
     """
@@ -198,10 +254,15 @@ def _set_aside_extras(message: Message, context: Context, names: Sequence[str]) 
 
 
 def _answered(query: Message, reply: Message) -> Message:
-    """Return the reply; in place of a later mod's refusal of the strategies' query an answer that tells of it."""
+    """Return the reply; in place of a later mod's refusal of the strategies' query an
+    answer that tells of it.
+    """
     if query.metadata.message_type != MessageType.QUERY or not is_mod_refusal(reply):
         return reply
-    return Message(RecordDict(dict(NodeProperties(refusal=str(reply.error.reason)).write())), reply_to=query)
+    return Message(
+        RecordDict(dict(NodeProperties(refusal=str(reply.error.reason)).write())),
+        reply_to=query,
+    )
 
 
 def _sign(reply: Message, context: Context) -> Message:

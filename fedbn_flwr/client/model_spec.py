@@ -1,7 +1,9 @@
-"""The names, order and shapes of a model's entries: all that the mod knows of a model that it never builds.
+"""The names, order and shapes of a model's entries: all that the mod knows of a model
+that it never builds.
 
-The first message of a run holds the whole model. The mod keeps its spec in ``Context.state`` and in the node's state
-folder, if there is one, so that a restarted node can complete the model again.
+The first message of a run holds the whole model. The mod keeps its spec in
+``Context.state`` and in the node's state folder, if there is one, so that a restarted
+node can complete the model again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.state_folder import partition_folder, state_dir
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.kinds import of_kind
-from fedbn_flwr.messages.protocol import MODEL_SPEC, SPEC_SHAPES, Continuity, partition_of
+from fedbn_flwr.messages.protocol import (
+    MODEL_SPEC,
+    SPEC_SHAPES,
+    Continuity,
+    partition_of,
+)
 
 __all__ = ["ModelSpec", "StateLocation"]
 
@@ -30,15 +37,20 @@ _FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class StateLocation:
-    """The place of a node's kept state on disk: its state folder, its run, its partition."""
+    """The place of a node's kept state on disk: its state folder, its run, its
+    partition.
+    """
 
     root: Path
     continuity: Continuity
     partition_id: int
 
     @classmethod
-    def of(cls, context: Context, continuity: Continuity | None) -> StateLocation | None:
-        """Return the location if the node or the run names a ``state-dir`` and the server sends its run, else None.
+    def of(
+        cls, context: Context, continuity: Continuity | None
+    ) -> StateLocation | None:
+        """Return the location if the node or the run names a ``state-dir`` and the
+        server sends its run, else None.
 
         Raises:
             ConfigError: the folder is not absolute, or the partition id is no number.
@@ -49,7 +61,10 @@ class StateLocation:
         if (root := state_dir(context)) is None:
             return None
         if (partition_id := partition_of(context)) is None:
-            raise StateError("state-dir needs a partition id: give the SuperNode one in --node-config")
+            raise StateError(
+                "state-dir needs a partition id: give the SuperNode one in"
+                " --node-config"
+            )
         return cls(root, continuity, partition_id)
 
     @property
@@ -82,20 +97,30 @@ class ModelSpec:
                 location.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 write_checked(location.path, content)
             except OSError as error:
-                raise StateError(f"state folder {location.path.parent} cannot be written: {error}") from error
+                raise StateError(
+                    f"state folder {location.path.parent} cannot be written: {error}"
+                ) from error
 
     @classmethod
     def load(cls, context: Context, location: StateLocation | None) -> ModelSpec | None:
         """Return the saved spec; None if there is none or it cannot be read."""
         content: dict[str, Any] | None = None
         if MODEL_SPEC in context.state:
-            content = json.loads(str(of_kind(context.state, ConfigRecord)[MODEL_SPEC][SPEC_SHAPES]))
+            content = json.loads(
+                str(of_kind(context.state, ConfigRecord)[MODEL_SPEC][SPEC_SHAPES])
+            )
         elif location is not None:
             with suppress(StateError):
                 content = read_checked(location.path)
-        return None if content is None else cls({name: tuple(s) for name, s in content["shapes"].items()})
+        return (
+            None
+            if content is None
+            else cls({name: tuple(s) for name, s in content["shapes"].items()})
+        )
 
-    def store(self, context: Context, location: StateLocation | None, start_id: str | None) -> LocalState:
+    def store(
+        self, context: Context, location: StateLocation | None, start_id: str | None
+    ) -> LocalState:
         """Return the kept state of a model with this spec."""
         parts = split_state(self.shapes)
         store = LocalState(context, parts, parts.fingerprint(self.shapes), start_id)

@@ -17,15 +17,18 @@ logger = logging.getLogger("flwr")
 
 
 def packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Return the app's reply with its arrays in one piece if those of the message are: a Flower mod.
+    """Return the app's reply with its arrays in one piece if those of the message are:
+    a Flower mod.
 
-    Over a network each array of a message costs the server as much as two megabytes of it, whatever its size
-    (docs/scale.md). With this mod the server sends all arrays of a message as one, and gets those of the reply as one.
-    The app and its other mods see ordinary records, with the same bits.
+    Over a network each array of a message costs the server as much as two megabytes of
+    it, whatever its size (docs/scale.md). With this mod the server sends all arrays of
+    a message as one, and gets those of the reply as one. The app and its other mods see
+    ordinary records, with the same bits.
 
-    It must be the first mod of the app: ``ClientApp(mods=[packed, local_bn])``. ``client_app`` has it already. The app
-    says in its answer to the strategies' query (``answer_query``) that it reads such messages. Without that answer, in
-    simulation, in process and under Flower's own loops arrays travel one by one.
+    It must be the first mod of the app: ``ClientApp(mods=[packed, local_bn])``.
+    ``client_app`` has it already. The app says in its answer to the strategies' query
+    (``answer_query``) that it reads such messages. Without that answer, in simulation,
+    in process and under Flower's own loops arrays travel one by one.
 
     Raises:
         PackingError: the arrays of the message do not fit their manifest.
@@ -40,8 +43,9 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     if message.metadata.message_type == MessageType.QUERY and reply.has_content():
         if earlier := earlier_mods():
             logger.warning(
-                "the mod packed comes after %d other mod(s) of the app, which do not read arrays in one piece, so that "
-                "arrays travel one by one. Put it first: ClientApp(mods=[packed, ...]).",
+                "the mod packed comes after %d other mod(s) of the app, which do not"
+                " read arrays in one piece, so that arrays travel one by one. Put it"
+                " first: ClientApp(mods=[packed, ...]).",
                 earlier,
             )
         else:

@@ -1,8 +1,9 @@
 """What a run may ask of a node: the paths and modules that the server names.
 
-A node's own settings win always. ``allow-paths`` and ``allow-modules`` of its config say what a run may name beside
-them; over a network nothing, unless they say so, and on one machine everything. They hold where the node's operator has
-chosen the app: an app that comes with the run is code, and reads and writes what its process may.
+A node's own settings win always. ``allow-paths`` and ``allow-modules`` of its config
+say what a run may name beside them; over a network nothing, unless they say so, and on
+one machine everything. They hold where the node's operator has chosen the app: an app
+that comes with the run is code, and reads and writes what its process may.
 """
 
 from __future__ import annotations
@@ -20,34 +21,43 @@ __all__ = ["check_module", "check_path"]
 
 
 def check_path(context: Context, key: str, path: str) -> None:
-    """Refuse a path of the run's config that lies in no folder of the node's ``allow-paths``, symbolic links resolved.
+    """Refuse a path of the run's config that lies in no folder of the node's
+    ``allow-paths``, symbolic links resolved.
 
     Raises:
-        ConfigError: it does not. The text has nothing of the node, so that it is the same for all nodes.
+        ConfigError: it does not. The text has nothing of the node, so that it is the
+            same for all nodes.
     """
     allowed = _allowed(context, ALLOW_PATHS)
     real = Path(os.path.expanduser(path)).resolve()
-    if allowed is None or any(real.is_relative_to(Path(folder).resolve()) for folder in allowed):
+    if allowed is None or any(
+        real.is_relative_to(Path(folder).resolve()) for folder in allowed
+    ):
         return
     raise ConfigError(
-        f"{key}={path!r} is a path of this run's config, and a node opens those alone that its operator allows. On the "
-        f"node, add to --node-config {ALLOW_PATHS}='FOLDER', a comma list of absolute folders; or leave {key} out.",
+        f"{key}={path!r} is a path of this run's config, and a node opens those alone"
+        " that its operator allows. On the node, add to --node-config"
+        f" {ALLOW_PATHS}='FOLDER', a comma list of absolute folders; or leave {key}"
+        " out.",
         code=NOT_ALLOWED,
     )
 
 
 def check_module(context: Context, key: str, module: str) -> None:
-    """Refuse a module of the run's config that is not in the node's ``allow-modules``, nor in a package of it.
+    """Refuse a module of the run's config that is not in the node's ``allow-modules``,
+    nor in a package of it.
 
     Raises:
-        ConfigError: it is not. The text has nothing of the node, so that it is the same for all nodes.
+        ConfigError: it is not. The text has nothing of the node, so that it is the same
+            for all nodes.
     """
     allowed = _allowed(context, ALLOW_MODULES)
     if allowed is None or any(f"{module}.".startswith(f"{name}.") for name in allowed):
         return
     raise ConfigError(
-        f"{key}={module!r} is a module of this run's config, and a node imports those alone that its operator allows. "
-        f"On the node, add to --node-config {ALLOW_MODULES}='MODULE', a comma list; or use a model of the package.",
+        f"{key}={module!r} is a module of this run's config, and a node imports those"
+        " alone that its operator allows. On the node, add to --node-config"
+        f" {ALLOW_MODULES}='MODULE', a comma list; or use a model of the package.",
         code=NOT_ALLOWED,
     )
 
@@ -56,4 +66,8 @@ def _allowed(context: Context, key: Key) -> list[str] | None:
     """Return the entries of a comma list in the node's config; None = everything."""
     if key not in context.node_config and not on_network_node():
         return None
-    return [entry.strip() for entry in str(context.node_config.get(key, "")).split(",") if entry.strip()]
+    return [
+        entry.strip()
+        for entry in str(context.node_config.get(key, "")).split(",")
+        if entry.strip()
+    ]

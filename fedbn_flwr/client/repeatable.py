@@ -1,6 +1,8 @@
-"""Which part of a client's work repeats: what the app's own function draws, and nothing that a mod draws.
+"""Which part of a client's work repeats: what the app's own function draws, and nothing
+that a mod draws.
 
-The server knows the run's seed. Noise that followed it, as that of Flower's ``LocalDpMod``, could be subtracted again.
+The server knows the run's seed. Noise that followed it, as that of Flower's
+``LocalDpMod``, could be subtracted again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from flwr.app import Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from fedbn_flwr.compat.flower import later_mods, with_mods
-from fedbn_flwr.errors import MOD_ON_QUERIES, MOD_RAISED, ClientPartError, FedBNError, coded
+from fedbn_flwr.errors import (
+    MOD_ON_QUERIES,
+    MOD_RAISED,
+    ClientPartError,
+    FedBNError,
+    coded,
+)
 from fedbn_flwr.messages.protocol import merged_config, message_seed
 from fedbn_flwr.training.randomness import seed_generators, seed_secretly
 
@@ -20,15 +28,18 @@ __all__ = ["repeatable"]
 
 
 def repeatable(mod: Mod) -> Mod:
-    """Return ``mod`` as one that seeds the default generators of torch, NumPy and Python for the app's function alone.
+    """Return ``mod`` as one that seeds the default generators of torch, NumPy and
+    Python for the app's function alone.
 
-    The seed is that of the message (``message_seed``): what the function draws repeats, and is the same in every
-    engine. Mods between this one and the function, and those before it once it has answered, draw from the operating
-    system's entropy.
+    The seed is that of the message (``message_seed``): what the function draws repeats,
+    and is the same in every engine. Mods between this one and the function, and those
+    before it once it has answered, draw from the operating system's entropy.
     """
 
     @functools.wraps(mod)
-    def seeded_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    def seeded_mod(
+        message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
         seed = message_seed(message, context)
         mods, function = later_mods(call_next)
         of_function: list[Exception] = []
@@ -59,7 +70,9 @@ def _named(mod: Mod, of_function: Sequence[Exception]) -> Mod:
     """
 
     @functools.wraps(mod)
-    def named(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    def named(
+        message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
         kind, keys = message.metadata.message_type, sorted(merged_config(message))
         try:
             return mod(message, context, call_next)
@@ -67,9 +80,10 @@ def _named(mod: Mod, of_function: Sequence[Exception]) -> Mod:
             if error in of_function or isinstance(error, FedBNError):
                 raise
             text = (
-                f"the mod {getattr(mod, '__name__', type(mod).__name__)!r} of the app raised {type(error).__name__}: "
-                f"{error}, on a message of type {kind!r} whose config has {', '.join(keys) or 'no entry'}. "
-                f"{MOD_ON_QUERIES}"
+                f"the mod {getattr(mod, '__name__', type(mod).__name__)!r} of the app"
+                f" raised {type(error).__name__}: {error}, on a message of type"
+                f" {kind!r} whose config has {', '.join(keys) or 'no entry'}."
+                f" {MOD_ON_QUERIES}"
             )
             raise ClientPartError(coded(MOD_RAISED, text)) from error
 

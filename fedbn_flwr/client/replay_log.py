@@ -1,7 +1,8 @@
-"""The replay log of a step that travels in messages: the round's model and the answers so far.
+"""The replay log of a step that travels in messages: the round's model and the answers
+so far.
 
-It is in Flower's ``Context.state`` from the first message of the round to the last. If the app raises an error, the
-engine restores the context, and the log with it.
+It is in Flower's ``Context.state`` from the first message of the round to the last. If
+the app raises an error, the engine restores the context, and the log with it.
 """
 
 from __future__ import annotations
@@ -37,38 +38,57 @@ __all__ = ["clear_log", "log_answer", "log_sent", "replay"]
 def log_answer(
     context: Context | None, parameters: list[Array], config: dict[str, Any]
 ) -> tuple[list[Array], dict[str, Any]]:
-    """Add one message of the step to the log; return the round's model, and the config with the names of its arrays.
+    """Add one message of the step to the log; return the round's model, and the config
+    with the names of its arrays.
 
     Args:
         context: the context with the log.
-        parameters: the model in the round's first message, the newest answer in every later message.
-        config: has ``ARRAY_NAMES`` (JSON; answers are named ``fedtan/TAG``), ``ATTEMPT`` and ``UNION``.
+        parameters: the model in the round's first message, the newest answer in every
+            later message.
+        config: has ``ARRAY_NAMES`` (JSON; answers are named ``fedtan/TAG``),
+            ``ATTEMPT`` and ``UNION``.
 
     Raises:
         StateError: there is no context, or it has lost the round's model.
     """
     if context is None:
-        raise StateError("FedTAN by messages keeps the step in the client's Context; pass context= from client_fn")
-    state, server_round, attempt = context.state, int(config[SERVER_ROUND]), int(config[ATTEMPT])
+        raise StateError(
+            "FedTAN by messages keeps the step in the client's Context; pass context="
+            " from client_fn"
+        )
+    state, server_round, attempt = (
+        context.state,
+        int(config[SERVER_ROUND]),
+        int(config[ATTEMPT]),
+    )
     arrays = dict(zip(json.loads(config[ARRAY_NAMES]), parameters, strict=True))
     prefix = f"{EXCHANGE}/"
-    answers = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    model = {name: array for name, array in arrays.items() if not name.startswith(prefix)}
+    answers = {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
+    model = {
+        name: array for name, array in arrays.items() if not name.startswith(prefix)
+    }
     about = dict(of_kind(state, ConfigRecord).get(STEP_ABOUT, {}))
     if model:
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
         state.pop(STEP_SENT, None)
     elif about.get(SERVER_ROUND) != server_round:
         raise StateError(
-            f"the model of round {server_round} came in an earlier message, and this client's Context does not have it "
-            "any more: the node was restarted in the middle of the synchronised step. The client leaves this step, and "
-            "takes part in the next round. If it happens in each round, use fedtan-transport=channel, which needs no "
-            "earlier message."
+            f"the model of round {server_round} came in an earlier message, and this"
+            " client's Context does not have it any more: the node was restarted in"
+            " the middle of the synchronised step. The client leaves this step, and"
+            " takes part in the next round. If it happens in each round, use"
+            " fedtan-transport=channel, which needs no earlier message."
         )
     elif about.get(STEP_ATTEMPT) != attempt:
         state[STEP_ANSWERS] = ArrayRecord()
         state.pop(STEP_SENT, None)
-    state[STEP_ABOUT] = ConfigRecord({SERVER_ROUND: server_round, STEP_ATTEMPT: attempt})
+    state[STEP_ABOUT] = ConfigRecord(
+        {SERVER_ROUND: server_round, STEP_ATTEMPT: attempt}
+    )
     of_kind(state, ArrayRecord)[STEP_ANSWERS].update(to_record(answers))
     kept = from_record(of_kind(state, ArrayRecord)[STEP_MODEL])
     return list(kept.values()), {**config, ARRAY_NAMES: json.dumps(list(kept))}
@@ -80,11 +100,18 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
         return None
     records = of_kind(context.state, ArrayRecord)
     sent = tensors(from_record(records[STEP_SENT])) if STEP_SENT in records else None
-    return Replay(tensors(from_record(records[STEP_ANSWERS])), int(config[UNION]), sent, STEP_ONLY in config)
+    return Replay(
+        tensors(from_record(records[STEP_ANSWERS])),
+        int(config[UNION]),
+        sent,
+        STEP_ONLY in config,
+    )
 
 
 def log_sent(context: Context, exchange: NextExchange) -> None:
-    """Add the sent tensor to the log, to check that a user's training repeats itself exactly."""
+    """Add the sent tensor to the log, to check that a user's training repeats itself
+    exactly.
+    """
     sent = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
     context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})
 
@@ -93,5 +120,7 @@ def clear_log(context: Context | None) -> None:
     """Remove the log at the end of the round."""
     if context is None:
         return
-    for key in {STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT}.intersection(context.state.keys()):
+    for key in {STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT}.intersection(
+        context.state.keys()
+    ):
         del context.state[key]

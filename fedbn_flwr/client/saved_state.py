@@ -1,4 +1,6 @@
-"""The model of a finished run, and a client's own model: the shared entries joined with what the client kept."""
+"""The model of a finished run, and a client's own model: the shared entries joined with
+what the client kept.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,19 @@ __all__ = [
 ]
 
 ABSENT = "absent: it stays with the clients"
-"""The metadata of ``model.safetensors`` for a part of the state whose entries are left out."""
+"""The metadata of ``model.safetensors`` for a part of the state whose entries are left
+out.
+"""
 
 AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
-"""The metadata of ``model.safetensors`` for a part of the state that is the average of what the clients kept."""
+"""The metadata of ``model.safetensors`` for a part of the state that is the average of
+what the clients kept.
+"""
 
 KEPT_HASHES = "kept-sha256"
-"""The metadata of ``model.safetensors`` with the SHA-256 of what each client kept at the end of the run, JSON."""
+"""The metadata of ``model.safetensors`` with the SHA-256 of what each client kept at
+the end of the run, JSON.
+"""
 
 
 def client_file(run: Path, client: int | str) -> Path:
@@ -53,12 +61,17 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
         clients: the clients with a file in the run's folder.
     """
     text = (
-        f"model.safetensors has no {', '.join(absent)} entries: they stay with the clients, and the server has only "
-        f"their initial values. fedbn_flwr.personal_state(run, client) gives a client's own model ({_here(clients)})."
+        f"model.safetensors has no {', '.join(absent)} entries: they stay with the"
+        " clients, and the server has only their initial values."
+        " fedbn_flwr.personal_state(run, client) gives a client's own model"
+        f" ({_here(clients)})."
     )
     if Part.REST in absent:
         return f"{text} Nothing is shared, so there is no global model."
-    return f"{text} A run with eval-on=averaged-bn saves the average of the clients' entries."
+    return (
+        f"{text} A run with eval-on=averaged-bn saves the average of the clients'"
+        " entries."
+    )
 
 
 def global_state(run: str | Path) -> dict[str, torch.Tensor]:
@@ -68,7 +81,8 @@ def global_state(run: str | Path) -> dict[str, torch.Tensor]:
         run: the output folder.
 
     Raises:
-        StateError: the folder has no model, or entries are left out, because they stay with the clients.
+        StateError: the folder has no model, or entries are left out, because they stay
+            with the clients.
     """
     state, absent = _shared(Path(run))
     if absent:
@@ -77,17 +91,21 @@ def global_state(run: str | Path) -> dict[str, torch.Tensor]:
 
 
 def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
-    """Return the state of a client's own model after a run: the shared entries, and those that this client kept.
+    """Return the state of a client's own model after a run: the shared entries, and
+    those that this client kept.
 
-    It is the model that ``personal-own`` tested in the last round. A client without entries of its own has the global
-    model, if that is whole: where nothing stays with the clients, or with ``eval-on=averaged-bn``.
+    It is the model that ``personal-own`` tested in the last round. A client without
+    entries of its own has the global model, if that is whole: where nothing stays with
+    the clients, or with ``eval-on=averaged-bn``.
 
     Args:
-        run: the output folder of a run whose clients shared its disk (``state-dir=out``).
+        run: the output folder of a run whose clients shared its disk
+            (``state-dir=out``).
         client: the partition id.
 
     Raises:
-        StateError: the folder has no model, or not what this client kept; the error says where it is.
+        StateError: the folder has no model, or not what this client kept; the error
+            says where it is.
     """
     folder = Path(run)
     state, absent = _shared(folder)
@@ -96,12 +114,14 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     there = "export its model there, with `fedbn-flwr export --state-dir DIR`"
     if str(client) in json.loads(metadata(folder).get(KEPT_HASHES, "{}")):
         raise StateError(
-            f"{run}: what client={client} kept is not here ({_here(_clients(folder))}). It is on its node: {there}."
+            f"{run}: what client={client} kept is not here ({_here(_clients(folder))})."
+            f" It is on its node: {there}."
         )
     if absent:
         raise StateError(
-            f"{run}: client={client} has no entries of its own ({_here(_clients(folder))}). It did not train in this "
-            f"run, or its {', '.join(absent)} entries are on another disk: {there}."
+            f"{run}: client={client} has no entries of its own"
+            f" ({_here(_clients(folder))}). It did not train in this run, or its"
+            f" {', '.join(absent)} entries are on another disk: {there}."
         )
     return state
 
@@ -113,10 +133,14 @@ class SiteState(NamedTuple):
     client: int
 
 
-def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None) -> SiteState:
-    """Return the state of a site's own model: the shared entries, and those in the site's state folder.
+def site_state(
+    run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None
+) -> SiteState:
+    """Return the state of a site's own model: the shared entries, and those in the
+    site's state folder.
 
-    What the site kept never left it. The server knows its SHA-256 only, so that no other run's entries are used.
+    What the site kept never left it. The server knows its SHA-256 only, so that no
+    other run's entries are used.
 
     Args:
         run: a folder with ``model.safetensors`` of the run.
@@ -125,15 +149,16 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
         client: the partition id; None = the only one in the folder.
 
     Raises:
-        StateError: the folder has no file that this run left; the error says what each file is.
+        StateError: the folder has no file that this run left; the error says what each
+            file is.
         ConfigError: the folder has several clients of this run, and ``client`` is None.
     """
     state, _ = _shared(Path(run))
     expected = json.loads(metadata(run).get(KEPT_HASHES, "{}"))
     if not expected:
         raise StateError(
-            f"{run}: model.safetensors does not say what its clients kept. The run kept nothing with them (leave "
-            "--state-dir out)."
+            f"{run}: model.safetensors does not say what its clients kept. The run kept"
+            " nothing with them (leave --state-dir out)."
         )
     found: dict[int, dict[str, Any]] = {}
     others: list[str] = []
@@ -143,23 +168,36 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
             if content.get("kind") != "client":
                 raise StateError(f"{path} is not what a client kept")
             if content[FINGERPRINT] != fingerprint:
-                raise StateError(f"{path} belongs to another model: its names, layer types or shapes differ")
+                raise StateError(
+                    f"{path} belongs to another model: its names, layer types or shapes"
+                    " differ"
+                )
             if content["sha256"] != expected.get(str(content["partition"])):
-                raise StateError(f"{path} is of another run, or of another round than the last of this one")
+                raise StateError(
+                    f"{path} is of another run, or of another round than the last of"
+                    " this one"
+                )
         except StateError as error:
             others.append(str(error))
             continue
         found[content["partition"]] = content
     if client is None and len(found) > 1:
         here = ", ".join(map(str, sorted(found)))
-        raise ConfigError(f"{state_dir} has what several clients of this run kept: {here}. Choose one with --client.")
+        raise ConfigError(
+            f"{state_dir} has what several clients of this run kept: {here}. Choose one"
+            " with --client."
+        )
     chosen = next(iter(found), None) if client is None else client
     if chosen is None or chosen not in found:
         who = "a client" if client is None else f"client={client}"
-        why = "\n".join(others) or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(found)}."
+        why = (
+            "\n".join(others)
+            or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(found)}."
+        )
         raise StateError(
-            f"{state_dir} has nothing that {who} kept at the end of the run in {run}. Give the state folder of the "
-            f"node that took part in this run, and the model.safetensors of this run.\n{why}"
+            f"{state_dir} has nothing that {who} kept at the end of the run in {run}."
+            " Give the state folder of the node that took part in this run, and the"
+            f" model.safetensors of this run.\n{why}"
         )
     kept = tensors(found[chosen]["kept"].get(KEPT, {}))
     return SiteState({**state, **kept}, chosen)
@@ -177,13 +215,19 @@ def _shared(run: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def _clients(run: Path) -> list[str]:
-    names = [path.stem.removeprefix("client-") for path in (run / "clients").glob("client-*.safetensors")]
+    names = [
+        path.stem.removeprefix("client-")
+        for path in (run / "clients").glob("client-*.safetensors")
+    ]
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def _here(clients: Sequence[str]) -> str:
     if not clients:
-        return "none is in the run's folder: state-dir=out saves them there, if the clients share its disk"
+        return (
+            "none is in the run's folder: state-dir=out saves them there, if the"
+            " clients share its disk"
+        )
     return f"here: client {', '.join(clients)}"
 
 
@@ -197,6 +241,8 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
         raise StateError(f"{path} is absent. A run writes it at its end.")
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            names = file.keys()  # it cannot be iterated
+            entries = {name: file.get_tensor(name) for name in names}
+            return entries, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise StateError(f"{path} cannot be read: {error}") from error

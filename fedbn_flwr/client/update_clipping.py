@@ -1,4 +1,6 @@
-"""``clipped_update``: the mod of a client that clips its own update, for differential privacy with ``dp=client``."""
+"""``clipped_update``: the mod of a client that clips its own update, for differential
+privacy with ``dp=client``.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,25 @@ from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, clipped
 __all__ = ["clipped_update"]
 
 
-def clipped_update(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def clipped_update(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
     """Return the app's reply with its update clipped as the server asks: a Flower mod.
 
-    It must be the first mod, so that it sees what leaves the client: ``ClientApp(mods=[clipped_update, local_bn])``.
-    Before it stands ``packed`` alone, which changes no value.
-    Counters leave as they came, since they tell the number of batches. Without ``dp=client`` nothing changes. Metrics
-    leave as they are.
+    It must be the first mod, so that it sees what leaves the client:
+    ``ClientApp(mods=[clipped_update, local_bn])``. Before it stands ``packed`` alone,
+    which changes no value. Counters leave as they came, since they tell the number of
+    batches. Without ``dp=client`` nothing changes. Metrics leave as they are.
 
     Raises:
-        StateError: the reply does not hold the model as it was received; nothing is sent.
+        StateError: the reply does not hold the model as it was received; nothing is
+            sent.
     """
     config = merged_config(message)
-    if CLIP not in config or message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
+    if (
+        CLIP not in config
+        or message.metadata.message_type.partition(".")[0] != MessageType.TRAIN
+    ):
         return call_next(message, context)
     key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     before = views(ArrayRecord(dict(received)))
@@ -35,11 +43,18 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
     if reply.has_content():
         records = of_kind(reply.content, ArrayRecord)
         if key not in records:
-            raise StateError(f"clipped_update: the reply has no ArrayRecord '{key}'; nothing is sent")
-        state = views(records[key])
-        if odd := [name for name in state if name not in before or state[name].shape != before[name].shape]:
             raise StateError(
-                f"clipped_update: the reply's entry '{odd[0]}' is not one that was received; nothing is sent"
+                f"clipped_update: the reply has no ArrayRecord '{key}'; nothing is sent"
+            )
+        state = views(records[key])
+        if odd := [
+            name
+            for name in state
+            if name not in before or state[name].shape != before[name].shape
+        ]:
+            raise StateError(
+                f"clipped_update: the reply's entry '{odd[0]}' is not one that was"
+                " received; nothing is sent"
             )
         sent = {name: before[name] for name in state}
         coordinates = Coordinates(sent, split_state(sent))

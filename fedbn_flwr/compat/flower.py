@@ -1,7 +1,8 @@
-"""All uses of Flower's internals. No other module imports or reads what Flower does not document.
+"""All uses of Flower's internals. No other module imports or reads what Flower does not
+document.
 
-Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and what to do, when a new version of
-Flower changes it. Supported: Flower 1.41 and 1.42.
+Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and
+what to do, when a new version of Flower changes it. Supported: Flower 1.41 and 1.42.
 """
 
 from __future__ import annotations
@@ -18,13 +19,30 @@ from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import httpx
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client.mod.utils import make_ffn
 from flwr.clientapp.client_app import ClientAppException
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY, SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.constant import (
+    NUM_PARTITIONS_KEY,
+    PARTITION_ID_KEY,
+    SUPERLINK_NODE_ID,
+    ErrorCode,
+)
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords, log_strategy_start_info
+from flwr.serverapp.strategy.strategy_utils import (
+    aggregate_metricrecords,
+    log_strategy_start_info,
+)
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -72,21 +90,23 @@ _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
 
 
 def node_config_of(text: str) -> dict[str, Any]:
-    """Return the entries of ``flower-supernode --node-config``, as that command reads them.
+    """Return the entries of ``flower-supernode --node-config``, as that command reads
+    them.
 
     Raises:
-        ConfigError: the text is no ``key=value key='text' ...``. Flower leaves out words without ``=``; here they are
-            refused.
+        ConfigError: the text is no ``key=value key='text' ...``. Flower leaves out
+            words without ``=``; here they are refused.
     """
     from click import ClickException
     from flwr.common.config import parse_config_args
 
-    with suppress(ValueError, ClickException):  # a quotation without an end; a value that is none
+    # a quotation without an end; a value that is none
+    with suppress(ValueError, ClickException):
         if all("=" in word for word in shlex.split(text)):
             return parse_config_args([text])
     raise ConfigError(
-        f"--node-config={text!r} is not key=value key='text' ..., as flower-supernode takes it. Texts stand in quotes: "
-        "data-path='/data'."
+        f"--node-config={text!r} is not key=value key='text' ..., as flower-supernode"
+        " takes it. Texts stand in quotes: data-path='/data'."
     )
 
 
@@ -96,7 +116,9 @@ def empty_run(run_id: int) -> Run:
 
 
 def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
-    """Return the mods between a mod and the app's function, outermost first, and that function."""
+    """Return the mods between a mod and the app's function, outermost first, and that
+    function.
+    """
     mods = []
     while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
         variables = inspect.getclosurevars(call_next).nonlocals
@@ -119,19 +141,29 @@ def with_mods(function: ClientAppCallable, mods: Sequence[Mod]) -> ClientAppCall
     return make_ffn(function, list(mods))
 
 
-_CHAINED = make_ffn(lambda message, context: message, [lambda message, context, call_next: message]).__code__
+_CHAINED = make_ffn(
+    lambda message, context: message, [lambda message, context, call_next: message]
+).__code__
 
 
 def identify_process(run_id: int) -> None:
-    """Give this process the identity that Flower needs to make messages, as its engines do; keep an existing one."""
+    """Give this process the identity that Flower needs to make messages, as its engines
+    do; keep an existing one.
+    """
     try:
         _ = TaskIdentity.run_id
     except RuntimeError:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+            1,
+            run_id,
+            SUPERLINK_NODE_ID,
+        )
 
 
 def on_network_node() -> bool:
-    """Return whether this process works for a SuperNode: it was given that node's identity, which no other one has."""
+    """Return whether this process works for a SuperNode: it was given that node's
+    identity, which no other one has.
+    """
     try:
         return TaskIdentity.node_id != SUPERLINK_NODE_ID
     except RuntimeError:  # it has none, as in simulation
@@ -140,7 +172,9 @@ def on_network_node() -> bool:
 
 @contextmanager
 def as_network_node() -> Iterator[None]:
-    """Let this process be one that works for a SuperNode in the block: what such a node refuses is refused here."""
+    """Let this process be one that works for a SuperNode in the block: what such a node
+    refuses is refused here.
+    """
     identify_process(1)
     before = TaskIdentity.node_id
     TaskIdentity.node_id = before + 1 if before == SUPERLINK_NODE_ID else before
@@ -163,65 +197,92 @@ def is_network_grid(grid: Grid) -> bool:
 def _is_instance(grid: Grid, class_name: str) -> bool:
     """Return whether the grid is an instance of this class of Flower's.
 
-    The module is not imported here, because SQLAlchemy and FastAPI come with it (0.7 s): as long as nobody has imported
-    it, there is no such grid.
+    The module is not imported here, because SQLAlchemy and FastAPI come with it (0.7
+    s): as long as nobody has imported it, there is no such grid.
     """
     module = sys.modules.get("flwr.superlink.grid")
     return module is not None and isinstance(grid, getattr(module, class_name))
 
 
 def copied_message(message: Message) -> Message:
-    """Return a message with the same metadata, and with records of its own, which may be changed."""
+    """Return a message with the same metadata, and with records of its own, which may
+    be changed.
+    """
     copied = _shallow(message)
-    copied.__dict__.update(_metadata=_shallow(message.metadata), _content=_copied(message.content))
+    copied.__dict__.update(
+        _metadata=_shallow(message.metadata), _content=_copied(message.content)
+    )
     return copied
 
 
 def copied_context(context: Context) -> Context:
-    """Return an equal context with records and configs of its own, which may be changed."""
+    """Return an equal context with records and configs of its own, which may be
+    changed.
+    """
     copied = _shallow(context)  # with the attributes that an app may have added
     copied.state = _copied(context.state)
-    copied.node_config, copied.run_config = dict(context.node_config), dict(context.run_config)
+    copied.node_config, copied.run_config = (
+        dict(context.node_config),
+        dict(context.run_config),
+    )
     return copied
 
 
 def _shallow(value: T) -> T:
-    """Return ``copy.copy(value)`` of an object whose attributes are in its dict, in a fifth of the time."""
+    """Return ``copy.copy(value)`` of an object whose attributes are in its dict, in a
+    fifth of the time.
+    """
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied
 
 
 def _copied(records: RecordDict) -> RecordDict:
-    """Return a copy of the records. Arrays are shared, since an array's bytes cannot be changed."""
+    """Return a copy of the records. Arrays are shared, since an array's bytes cannot be
+    changed.
+    """
     copied = {key: record.copy() for key, record in records.items()}
     for record in copied.values():
         if not isinstance(record, ArrayRecord):
-            record.__dict__["_data"].update({name: list(v) for name, v in record.items() if isinstance(v, list)})
+            record.__dict__["_data"].update(
+                {name: list(v) for name, v in record.items() if isinstance(v, list)}
+            )
     return filled(RecordDict, copied)
 
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
-    """Return a record of this class with values that it takes; Flower checks each assignment, in four to nine calls."""
+    """Return a record of this class with values that it takes; Flower checks each
+    assignment, in four to nine calls.
+    """
     record: R = _EMPTY[kind].copy()
     record.__dict__["_data"] = dict(values)
     return record
 
 
-_EMPTY: dict[type, Any] = {kind: kind() for kind in (ArrayRecord, ConfigRecord, MetricRecord, RecordDict)}
+_EMPTY: dict[type, Any] = {
+    kind: kind() for kind in (ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
+}
 
 
-def array_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray") -> Array:
-    """Return ``Array(dtype, shape, stype, data)``, whose constructor takes longer than a copy of bytes."""
+def array_of_bytes(
+    dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray"
+) -> Array:
+    """Return ``Array(dtype, shape, stype, data)``, whose constructor takes longer than
+    a copy of bytes.
+    """
     array = Array.__new__(Array)
     array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
     return array
 
 
 class BufferArray(Array):
-    """An ``Array`` over any buffer of bytes; ``data``, which Flower keeps as bytes, is a copy of them."""
+    """An ``Array`` over any buffer of bytes; ``data``, which Flower keeps as bytes, is
+    a copy of them.
+    """
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], stype: str, buffer: bytes | memoryview) -> None:
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], stype: str, buffer: bytes | memoryview
+    ) -> None:
         self.__dict__.update(dtype=dtype, shape=shape, stype=stype, buffer=buffer)
 
     buffer: bytes | memoryview
@@ -238,7 +299,12 @@ class BufferArray(Array):
     def __eq__(self, other: object) -> bool:
         """Compare as Array does, also with a plain one."""
         array = (self.dtype, self.shape, self.stype, self.data)
-        return isinstance(other, Array) and array == (other.dtype, other.shape, other.stype, other.data)
+        return isinstance(other, Array) and array == (
+            other.dtype,
+            other.shape,
+            other.stype,
+            other.data,
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -248,7 +314,9 @@ class BufferArray(Array):
 
 
 def stamped(message: Message, message_id: str, run_id: int) -> Message:
-    """Return the message with these ids, as Flower's own engines set them, and with the same content."""
+    """Return the message with these ids, as Flower's own engines set them, and with the
+    same content.
+    """
     sent = _shallow(message)
     sent.__dict__["_metadata"] = metadata = _shallow(message.metadata)
     metadata.__dict__.update(_message_id=message_id, _run_id=run_id)
@@ -256,7 +324,9 @@ def stamped(message: Message, message_id: str, run_id: int) -> Message:
 
 
 def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
-    """Return the same message with another content to another node; Flower's constructor makes forty calls."""
+    """Return the same message with another content to another node; Flower's
+    constructor makes forty calls.
+    """
     sent = _shallow(message)
     metadata = _shallow(message.metadata)
     metadata.__dict__["_dst_node_id"] = node_id
@@ -265,7 +335,9 @@ def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
 
 
 def answer(message: Message, content: RecordDict) -> Message:
-    """Return ``Message(content, reply_to=message)``, whose constructor makes seventy calls."""
+    """Return ``Message(content, reply_to=message)``, whose constructor makes seventy
+    calls.
+    """
     metadata = _shallow(message.metadata)
     about = metadata.__dict__
     now = time.time()
@@ -291,16 +363,23 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:
-    """Set the node that sent a reply; Flower's error reply for a lost node does not have it."""
+    """Set the node that sent a reply; Flower's error reply for a lost node does not
+    have it.
+    """
     reply.metadata.__dict__["_src_node_id"] = node_id
 
 
 def set_reply_address(reply: Message, message: Message) -> bool:
-    """Make ``reply`` the reply of the message's node to ``message``; return whether it was addressed otherwise.
+    """Make ``reply`` the reply of the message's node to ``message``; return whether it
+    was addressed otherwise.
 
-    Flower's mods answer their own reply where they refuse it, and Flower's own engines lose such an answer.
+    Flower's mods answer their own reply where they refuse it, and Flower's own engines
+    lose such an answer.
     """
-    wanted = {"_reply_to_message_id": message.metadata.message_id, "_src_node_id": message.metadata.dst_node_id}
+    wanted = {
+        "_reply_to_message_id": message.metadata.message_id,
+        "_src_node_id": message.metadata.dst_node_id,
+    }
     if wanted.items() <= reply.metadata.__dict__.items():
         return False
     reply.metadata.__dict__.update(wanted)
@@ -308,22 +387,30 @@ def set_reply_address(reply: Message, message: Message) -> bool:
 
 
 def app_error(message: Message, reason: str | Exception) -> Message:
-    """Return the reply of a node whose app raised an exception, with the same text as Flower's own engines."""
+    """Return the reply of a node whose app raised an exception, with the same text as
+    Flower's own engines.
+    """
     if isinstance(reason, Exception):
         raised = ClientAppException(str(reason))
         reason = f"{type(raised)}:<'{raised}'>"
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    return Message(
+        Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message
+    )
 
 
 def as_error(reply: Message, reason: str) -> Message:
-    """Return the reply with an error in the place of its content, from the same node and to the same message."""
+    """Return the reply with an error in the place of its content, from the same node
+    and to the same message.
+    """
     failed = _shallow(reply)
     failed.__dict__.update(_content=None, _error=Error(ErrorCode.UNKNOWN, reason))
     return failed
 
 
 def is_app_error(reply: Message) -> bool:
-    """Return whether the error reply comes from an app's exception; Flower also sends error replies for lost nodes."""
+    """Return whether the error reply comes from an app's exception; Flower also sends
+    error replies for lost nodes.
+    """
     return bool(reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
 
 
@@ -333,42 +420,57 @@ def is_mod_refusal(reply: Message) -> bool:
 
 
 def lacks_function(reply: Message, message_type: str) -> bool:
-    """Return whether the reply is the error of an app that has no function for messages ``category.action``."""
+    """Return whether the reply is the error of an app that has no function for messages
+    ``category.action``.
+    """
     category, _, action = message_type.partition(".")
     missing = f"No {category} function registered with name '{action}'"
-    return reply.has_error() and is_app_error(reply) and missing in str(reply.error.reason)
+    return (
+        reply.has_error() and is_app_error(reply) and missing in str(reply.error.reason)
+    )
 
 
 def calling_dp_wrapper() -> str:
-    """Return the class of Flower's wrapper for differential privacy that calls the caller; "" if there is none.
+    """Return the class of Flower's wrapper for differential privacy that calls the
+    caller; "" if there is none.
 
-    A wrapped strategy is not told that it is wrapped, in the Message API or in the legacy one.
+    A wrapped strategy is not told that it is wrapped, in the Message API or in the
+    legacy one.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")):
+        if frame.f_globals.get("__name__", "").startswith(
+            ("flwr.serverapp.strategy.dp_", "flwr.server.strategy.dp_")
+        ):
             return type(frame.f_locals.get("self")).__name__
         frame = frame.f_back
     return ""
 
 
 def is_default_aggregation(function: Any) -> bool:
-    """Return whether the function is the one that Flower's strategies average metrics with by default."""
+    """Return whether the function is the one that Flower's strategies average metrics
+    with by default.
+    """
     return function is aggregate_metricrecords
 
 
 def log_start(
-    num_rounds: int, arrays: ArrayRecord, train_config: ConfigRecord | None, evaluate_config: ConfigRecord | None
+    num_rounds: int,
+    arrays: ArrayRecord,
+    train_config: ConfigRecord | None,
+    evaluate_config: ConfigRecord | None,
 ) -> None:
     """Log what Flower's own ``start`` logs first."""
     log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config)
 
 
 def retry_http_500(grid: Grid) -> None:
-    """Make Flower's HTTP grid repeat a request after an answer 500, as it already does after 502 to 504.
+    """Make Flower's HTTP grid repeat a request after an answer 500, as it already does
+    after 502 to 504.
 
-    A SuperLink answers 500 while writes of the nodes lock its SQLite database. To repeat a whole ``pull_messages``
-    would lose the messages already pulled. Other grids do not change.
+    A SuperLink answers 500 while writes of the nodes lock its SQLite database. To
+    repeat a whole ``pull_messages`` would lose the messages already pulled. Other grids
+    do not change.
     """
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None or isinstance(invoker.should_giveup, _GiveUp):
@@ -385,9 +487,11 @@ def retry_http_500(grid: Grid) -> None:
 
 
 class _GiveUp:
-    """The decision whether to give up a request: Flower's own, and after repeated HTTP 500 answers.
+    """The decision whether to give up a request: Flower's own, and after repeated HTTP
+    500 answers.
 
-    Flower's own threads use the same grid, so each thread, and with it each request, has its own count.
+    Flower's own threads use the same grid, so each thread, and with it each request,
+    has its own count.
     """
 
     def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
@@ -407,5 +511,7 @@ class _GiveUp:
         if give_up:
             self.reset()
         elif failed:
-            logging.getLogger("flwr").warning("The SuperLink failed (500; its database may be locked); trying again.")
+            logging.getLogger("flwr").warning(
+                "The SuperLink failed (500; its database may be locked); trying again."
+            )
         return give_up

@@ -1,8 +1,10 @@
-"""The strategies in Flower's legacy loop: ``to_legacy`` turns a strategy into a ``flwr.server.strategy.Strategy``.
+"""The strategies in Flower's legacy loop: ``to_legacy`` turns a strategy into a
+``flwr.server.strategy.Strategy``.
 
-For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, or with ``DefaultWorkflow`` and
-``SecAggPlusWorkflow``. The legacy loop sends a list of arrays and a config of scalars each way, with one ``fit`` and
-one ``evaluate`` per round. The config has the names, as for ``client_app`` (``messages.numpy_client``). Methods that
+For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, or with
+``DefaultWorkflow`` and ``SecAggPlusWorkflow``. The legacy loop sends a list of arrays
+and a config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The
+config has the names, as for ``client_app`` (``messages.numpy_client``). Methods that
 need exchanges inside a round are refused.
 """
 
@@ -14,7 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.common import (
     Code,
     EvaluateIns,
@@ -37,7 +47,13 @@ from flwr.serverapp import Grid
 from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.compat.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.numpy_client import (
+    Config,
+    describe,
+    open_message,
+    reply_to_evaluate,
+    reply_to_fit,
+)
 from fedbn_flwr.messages.protocol import CLIENT_KEYS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.failures import losses_not_finite, note_losses
@@ -49,33 +65,44 @@ __all__ = ["LegacyStrategy", "to_legacy"]
 
 ConfigFn = Callable[[int], dict[str, Scalar]]
 MetricsFn = Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
-EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None]
+EvaluateFn = Callable[
+    [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
+]
 Failures = list[tuple[ClientProxy, Any] | BaseException]
 
 
 class LegacyStrategy(FlowerLegacyStrategy):
-    """A strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
+    """A strategy for Flower's legacy loop:
+    ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
 
-    ``to_legacy`` is its other name. ``DefaultWorkflow`` takes it too: ``LegacyContext(context, config=...,
-    strategy=to_legacy(...))``, also with ``SecAggPlusWorkflow`` for fit. A project's own strategy that overrides
-    methods of Flower's FedAvg is derived from this class in its place.
+    ``to_legacy`` is its other name. ``DefaultWorkflow`` takes it too:
+    ``LegacyContext(context, config=..., strategy=to_legacy(...))``, also with
+    ``SecAggPlusWorkflow`` for fit. A project's own strategy that overrides methods of
+    Flower's FedAvg is derived from this class in its place.
 
-    Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the other methods need the mod
-    ``local_bn`` (and ``bn_rules`` in ``fit``), or a ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs
-    repeat bit for bit only with the mod, or with a ``get_properties`` that returns the ``partition-id``; without them
-    the order of sums depends on node ids.
+    Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the
+    other methods need the mod ``local_bn`` (and ``bn_rules`` in ``fit``), or a
+    ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs repeat bit for
+    bit only with the mod, or with a ``get_properties`` that returns the
+    ``partition-id``; without them the order of sums depends on node ids.
 
-    A run that diverged ends as with ``start``, with a DivergedError. A run in which no round had enough usable replies
-    ends with a NothingTrainedError, in its last round if ``num_rounds`` says which it is, else in the second.
+    A run that diverged ends as with ``start``, with a DivergedError. A run in which no
+    round had enough usable replies ends with a NothingTrainedError, in its last round
+    if ``num_rounds`` says which it is, else in the second.
 
     Args:
-        strategy: a strategy of this package, with Flower's Message-API arguments (``fraction_train``, ...).
-        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``; it gives names and parts.
-        num_rounds: rounds of the run, which the legacy loop does not pass; needed if a setting is a share of them.
-        evaluate_fn: as in Flower's legacy FedAvg, ``(round, arrays, config) -> (loss, metrics)``.
+        strategy: a strategy of this package, with Flower's Message-API arguments
+            (``fraction_train``, ...).
+        initial_arrays: the common start, ``ArrayRecord(model.state_dict())``; it gives
+            names and parts.
+        num_rounds: rounds of the run, which the legacy loop does not pass; needed if a
+            setting is a share of them.
+        evaluate_fn: as in Flower's legacy FedAvg,
+            ``(round, arrays, config) -> (loss, metrics)``.
         on_fit_config_fn: as in FedAvg, more config for training.
         on_evaluate_config_fn: as in FedAvg, more config for evaluation.
-        fit_metrics_aggregation_fn: as in FedAvg, for the results that were used; default: the average of numbers.
+        fit_metrics_aggregation_fn: as in FedAvg, for the results that were used;
+            default: the average of numbers.
         evaluate_metrics_aggregation_fn: as in FedAvg, for evaluation.
         timeout: seconds to wait for enough clients, and for their properties.
 
@@ -83,8 +110,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
         strategy: the strategy itself, with its ``reports``.
 
     Raises:
-        ConfigError: the method exchanges messages inside a round, settings do not fit, or an argument is of another
-            type.
+        ConfigError: the method exchanges messages inside a round, settings do not fit,
+            or an argument is of another type.
     """
 
     def __init__(
@@ -108,19 +135,28 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._evaluate_fn = evaluate_fn
         self._fit_config = on_fit_config_fn or (lambda _: {})
         self._evaluate_config = on_evaluate_config_fn or (lambda _: {})
-        self._fit_metrics, self._evaluate_metrics = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
+        self._fit_metrics, self._evaluate_metrics = (
+            fit_metrics_aggregation_fn,
+            evaluate_metrics_aggregation_fn,
+        )
         self._sent: dict[str, Message] = {}  # by client id
-        self._failed: dict[str, str] = {}  # why a client's training failed, by client id
+        # why a client's training failed, by client id
+        self._failed: dict[str, str] = {}
         self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # the round whose results have not been aggregated
         self._fits = 0
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Return the initial arrays; Flower's loop calls this first, also for a second run of the same strategy."""
-        identify_process(secrets.randbits(63))  # start_simulation does not, and no message could be made
+        """Return the initial arrays; Flower's loop calls this first, also for a second
+        run of the same strategy.
+        """
+        # start_simulation does not, and no message could be made
+        identify_process(secrets.randbits(63))
         self._fits += 1
         if self._fits > 1:
-            self.strategy.prepare(self._initial, self.strategy.run.num_rounds, self.strategy.run.timeout)
+            self.strategy.prepare(
+                self._initial, self.strategy.run.num_rounds, self.strategy.run.timeout
+            )
         # Another run on the same nodes may be of another object, or of another process.
         self.strategy.run.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
@@ -130,19 +166,30 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
-        configure, config = self.strategy.configure_train, self._fit_config(server_round)
-        opened = self._configure(configure, server_round, parameters, config, client_manager)
+        configure, config = (
+            self.strategy.configure_train,
+            self._fit_config(server_round),
+        )
+        opened = self._configure(
+            configure, server_round, parameters, config, client_manager
+        )
         self._fitting = server_round if opened else 0
         if not opened:  # the loop leaves aggregate_fit out
             self.strategy.aggregate_train(server_round, [])
         return [
-            (proxy, FitIns(ndarrays_to_parameters(arrays), client_config)) for proxy, arrays, client_config in opened
+            (proxy, FitIns(ndarrays_to_parameters(arrays), client_config))
+            for proxy, arrays, client_config in opened
         ]
 
     def aggregate_fit(
-        self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: Failures,
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Return the aggregated model, or None if the strategy keeps the previous one, and the metrics."""
+        """Return the aggregated model, or None if the strategy keeps the previous one,
+        and the metrics.
+        """
         self._fitting = 0
         run, secure = self.strategy.run, is_secure_average(res for _, res in results)
         average: dict[str, ArrayRecord] = {}
@@ -155,12 +202,16 @@ class LegacyStrategy(FlowerLegacyStrategy):
             made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
             for key, record in made.content.array_records.items() if secure else ():
                 if key not in average:
-                    average[key] = to_record(restored(from_record(record), run.before, run.parts))
+                    average[key] = to_record(
+                        restored(from_record(record), run.before, run.parts)
+                    )
                 made.content[key] = average[key]
             return made
 
         before = dict(self.strategy.run.report.rejected)
-        arrays, averaged = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
+        arrays, averaged = self.strategy.aggregate_train(
+            server_round, self._replies(reply, results, failures)
+        )
         metrics: dict[str, Any] = dict(averaged or {})
         if self._fit_metrics and arrays is not None:
             metrics = self._summed_up(self._fit_metrics, results, before)
@@ -171,8 +222,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Return the strategy's evaluation messages as EvaluateIns."""
         self._end_halted_fit()
-        configure, config = self.strategy.configure_evaluate, self._evaluate_config(server_round)
-        opened = self._configure(configure, server_round, parameters, config, client_manager)
+        configure, config = (
+            self.strategy.configure_evaluate,
+            self._evaluate_config(server_round),
+        )
+        opened = self._configure(
+            configure, server_round, parameters, config, client_manager
+        )
         if not opened:  # the loop leaves aggregate_evaluate out
             self.strategy.aggregate_evaluate(server_round, [])
         return [
@@ -181,7 +237,10 @@ class LegacyStrategy(FlowerLegacyStrategy):
         ]
 
     def aggregate_evaluate(
-        self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: Failures,
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Return the averaged loss and metrics."""
 
@@ -189,21 +248,29 @@ class LegacyStrategy(FlowerLegacyStrategy):
             return reply_to_evaluate(message, res.loss, res.num_examples, res.metrics)
 
         before = dict(self.strategy.run.report.rejected)
-        averaged = self.strategy.aggregate_evaluate(server_round, self._replies(reply, results, failures))
+        averaged = self.strategy.aggregate_evaluate(
+            server_round, self._replies(reply, results, failures)
+        )
         metrics: dict[str, Any] = dict(averaged or MetricRecord())
         loss = metrics.pop(LOSS, None)
         if self._evaluate_metrics:
             metrics = self._summed_up(self._evaluate_metrics, results, before)
         return loss, metrics
 
-    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        """Return the result of ``evaluate_fn``, None without one; a loss that is not finite is a divergence."""
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Scalar]] | None:
+        """Return the result of ``evaluate_fn``, None without one; a loss that is not
+        finite is a divergence.
+        """
         if self._evaluate_fn is None:
             return None
         arrays = self.strategy.for_evaluate_fn(server_round, self._record(parameters))
         found = self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
         if found is not None and server_round:
-            note_losses(self.strategy.run, losses_not_finite({"": {LOSS: float(found[0])}}))
+            note_losses(
+                self.strategy.run, losses_not_finite({"": {LOSS: float(found[0])}})
+            )
         return found
 
     def _record(self, parameters: Parameters) -> ArrayRecord:
@@ -211,9 +278,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
         return ArrayRecord({name: FlowerArray(array) for name, array in arrays})
 
     def _summed_up(
-        self, fn: MetricsFn, results: Sequence[tuple[ClientProxy, Any]], before: dict[int, str]
+        self,
+        fn: MetricsFn,
+        results: Sequence[tuple[ClientProxy, Any]],
+        before: dict[int, str],
     ) -> dict[str, Scalar]:
-        """Return the result of the project's ``fn`` for the metrics of the accepted results.
+        """Return the result of the project's ``fn`` for the metrics of the accepted
+        results.
 
         Args:
             fn: the project's function.
@@ -221,8 +292,18 @@ class LegacyStrategy(FlowerLegacyStrategy):
             before: rejected replies of this round before these results, by node.
         """
         rejected = self.strategy.run.report.rejected
-        used = [res for proxy, res in results if rejected.get(int(proxy.cid)) == before.get(int(proxy.cid))]
-        metrics = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_KEYS}) for res in used]
+        used = [
+            res
+            for proxy, res in results
+            if rejected.get(int(proxy.cid)) == before.get(int(proxy.cid))
+        ]
+        metrics = [
+            (
+                res.num_examples,
+                {k: v for k, v in res.metrics.items() if k not in CLIENT_KEYS},
+            )
+            for res in used
+        ]
         return fn(metrics) if metrics else {}
 
     def _configure(
@@ -233,31 +314,53 @@ class LegacyStrategy(FlowerLegacyStrategy):
         config: dict[str, Scalar],
         client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
-        """Return the strategy's messages of a round as clients with their arrays and config."""
-        record, grid = self._record(parameters), _ManagerGrid(client_manager, self.strategy)
+        """Return the strategy's messages of a round as clients with their arrays and
+        config.
+        """
+        record, grid = (
+            self._record(parameters),
+            _ManagerGrid(client_manager, self.strategy),
+        )
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
         proxies = dict(client_manager.all())  # clients come and go meanwhile
-        self._sent = {str(message.metadata.dst_node_id): message for message in messages}
+        self._sent = {
+            str(message.metadata.dst_node_id): message for message in messages
+        }
         self._failed.clear()
-        here = [(proxies[cid], message) for cid, message in self._sent.items() if cid in proxies]
-        return [(_NamingProxy(proxy, self._failed), *open_message(message)) for proxy, message in here]
+        here = [
+            (proxies[cid], message)
+            for cid, message in self._sent.items()
+            if cid in proxies
+        ]
+        return [
+            (_NamingProxy(proxy, self._failed), *open_message(message))
+            for proxy, message in here
+        ]
 
     def _end_halted_fit(self) -> None:
         """Report a round whose training ended without results.
 
-        Secure aggregation has halted, or a wrapper has kept the results to itself because a client failed.
+        Secure aggregation has halted, or a wrapper has kept the results to itself
+        because a client failed.
         """
         if server_round := self._fitting:
             self._fitting = 0
-            failed = [app_error(self._sent[cid], reason) for cid, reason in self._failed.items()]
+            failed = [
+                app_error(self._sent[cid], reason)
+                for cid, reason in self._failed.items()
+            ]
             self.strategy.aggregate_train(server_round, failed)
 
     def _replies(
-        self, reply: Callable[[Message, Any], Message], results: Sequence[tuple[ClientProxy, Any]], failures: Failures
+        self,
+        reply: Callable[[Message, Any], Message],
+        results: Sequence[tuple[ClientProxy, Any]],
+        failures: Failures,
     ) -> list[Message]:
         """Return the results as replies to the messages; a failure is an error reply.
 
-        A workflow passes failures without their clients: each client that is missing gets all of them.
+        A workflow passes failures without their clients: each client that is missing
+        gets all of them.
         """
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
@@ -270,9 +373,13 @@ class LegacyStrategy(FlowerLegacyStrategy):
             except Exception as error:  # a client's result may cause any exception
                 reason = str(error) or type(error).__name__
                 replies.append(app_error(message, reason))
-        if unnamed := dict.fromkeys(_reason(failure) for failure in failures if not isinstance(failure, tuple)):
+        if unnamed := dict.fromkeys(
+            _reason(failure) for failure in failures if not isinstance(failure, tuple)
+        ):
             missing = self._sent.keys() - {proxy.cid for proxy, _ in [*results, *named]}
-            replies += [app_error(self._sent[cid], "; or: ".join(unnamed)) for cid in missing]
+            replies += [
+                app_error(self._sent[cid], "; or: ".join(unnamed)) for cid in missing
+            ]
         return replies
 
 
@@ -286,9 +393,11 @@ to_legacy = LegacyStrategy
 
 
 class _NamingProxy(ClientProxy):
-    """A client whose exceptions become results with the error; the loop does not say which client raised one.
+    """A client whose exceptions become results with the error; the loop does not say
+    which client raised one.
 
-    ``failed``: gets the error of its training, for a wrapper may not pass the result on.
+    ``failed``: gets the error of its training, for a wrapper may not pass the result
+    on.
     """
 
     def __init__(self, proxy: ClientProxy, failed: dict[str, str]) -> None:
@@ -301,21 +410,31 @@ class _NamingProxy(ClientProxy):
         try:
             res = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
-            res = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, str(error)), Parameters([], ""), 0, {})
+            res = FitRes(
+                Status(Code.FIT_NOT_IMPLEMENTED, str(error)), Parameters([], ""), 0, {}
+            )
         if res.status.code is not Code.OK:
             self._failed[self.cid] = res.status.message
         return res
 
-    def evaluate(self, ins: EvaluateIns, timeout: float | None, group_id: int | None) -> EvaluateRes:
+    def evaluate(
+        self, ins: EvaluateIns, timeout: float | None, group_id: int | None
+    ) -> EvaluateRes:
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
-            return EvaluateRes(Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error)), 0.0, 0, {})
+            return EvaluateRes(
+                Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error)), 0.0, 0, {}
+            )
 
-    def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+    def get_properties(
+        self, ins: Any, timeout: float | None, group_id: int | None
+    ) -> Any:
         return self._proxy.get_properties(ins, timeout, group_id)
 
-    def get_parameters(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+    def get_parameters(
+        self, ins: Any, timeout: float | None, group_id: int | None
+    ) -> Any:
         return self._proxy.get_parameters(ins, timeout, group_id)
 
     def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
@@ -323,7 +442,9 @@ class _NamingProxy(ClientProxy):
 
 
 class _ManagerGrid(Grid):
-    """The parts of a Grid that configure a round: the node ids, and the properties of the clients."""
+    """The parts of a Grid that configure a round: the node ids, and the properties of
+    the clients.
+    """
 
     def __init__(self, client_manager: ClientManager, strategy: Strategy) -> None:
         self._manager = client_manager
@@ -332,29 +453,52 @@ class _ManagerGrid(Grid):
     def get_node_ids(self) -> list[int]:
         return [int(cid) for cid in dict(self._manager.all())]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the clients' properties; a client without properties gives the error reply of an app."""
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Return the clients' properties; a client without properties gives the error
+        reply of an app.
+        """
         batch = list(messages)
-        if any(message.metadata.message_type != MessageType.QUERY or message.content for message in batch):
-            _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
+        if any(
+            message.metadata.message_type != MessageType.QUERY or message.content
+            for message in batch
+        ):
+            _refuse(
+                self._strategy,
+                "sends messages of its own between the rounds' fit and evaluate",
+            )
         proxies = dict(self._manager.all())
 
         def ask(message: Message) -> Message:
             silent = app_error(message, "no properties")
             try:
-                res = proxies[str(message.metadata.dst_node_id)].get_properties(GetPropertiesIns({}), timeout, None)
-            except Exception:  # it has gone, or Flower's proxy raises what the client raised
+                res = proxies[str(message.metadata.dst_node_id)].get_properties(
+                    GetPropertiesIns({}), timeout, None
+                )
+            # it has gone, or Flower's proxy raises what the client raised
+            except Exception:
                 return silent
-            return describe(message, dict(res.properties)) if res.status.code is Code.OK else silent
+            return (
+                describe(message, dict(res.properties))
+                if res.status.code is Code.OK
+                else silent
+            )
 
         with ThreadPoolExecutor() as pool:
             return list(pool.map(ask, batch))
 
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
-        _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
+        _refuse(
+            self._strategy,
+            "sends messages of its own between the rounds' fit and evaluate",
+        )
 
     def pull_messages(
-        self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
+        self,
+        message_ids: Iterable[str] | None = None,
+        *,
+        reply_to_message_ids: Iterable[str] | None = None,
     ) -> list[Message]:
         return []
 
@@ -366,12 +510,22 @@ class _ManagerGrid(Grid):
         raise NotImplementedError
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
-def _prepare(strategy: Strategy, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> None:
+def _prepare(
+    strategy: Strategy,
+    initial_arrays: ArrayRecord,
+    num_rounds: int | None,
+    timeout: float,
+) -> None:
     """Prepare the strategy for a run.
 
     Raises:
@@ -379,19 +533,32 @@ def _prepare(strategy: Strategy, initial_arrays: ArrayRecord, num_rounds: int | 
     """
     if not isinstance(strategy, Strategy):
         raise ConfigError(
-            f"to_legacy takes a strategy of fedbn_flwr.strategies, and strategy={strategy!r:.80} is none: write "
-            "to_legacy(FedBN(), arrays), with the brackets"
+            "to_legacy takes a strategy of fedbn_flwr.strategies, and"
+            f" strategy={strategy!r:.80} is none: write to_legacy(FedBN(), arrays),"
+            " with the brackets"
         )
     if strategy.methods.whole.exchanges:
-        _refuse(strategy, "exchanges statistics with its clients inside a local step", _EXCHANGES)
+        _refuse(
+            strategy,
+            "exchanges statistics with its clients inside a local step",
+            _EXCHANGES,
+        )
     if strategy.methods.reestimates or RECALIBRATED in strategy.methods.tests:
-        _refuse(strategy, "re-estimates BN statistics from its clients before tests", _STATISTICS)
+        _refuse(
+            strategy,
+            "re-estimates BN statistics from its clients before tests",
+            _STATISTICS,
+        )
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
-        raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
+        raise ConfigError(
+            "Flower's legacy loop starts with round 1 and cannot continue after round"
+            f" {after}."
+        )
     if type(strategy.protection) is not Protection:
         raise ConfigError(
-            "differential privacy works on Flower's Message API alone: the legacy loop hands the clients' metrics to "
-            "the project's functions, and secure aggregation gives averages whose parts were not clipped"
+            "differential privacy works on Flower's Message API alone: the legacy loop"
+            " hands the clients' metrics to the project's functions, and secure"
+            " aggregation gives averages whose parts were not clipped"
         )
 
 
@@ -400,17 +567,24 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
 
 
 _EXCHANGES = (
-    "Keep the NumPyClient, with rules.step(...) around its steps and a get_properties that returns num-examples and "
-    "batch-size, and give it to fedbn_flwr.client_app(client_fn, mods=[local_bn])."
+    "Keep the NumPyClient, with rules.step(...) around its steps and a get_properties"
+    " that returns num-examples and batch-size, and give it to"
+    " fedbn_flwr.client_app(client_fn, mods=[local_bn])."
 )
 _STATISTICS = (
-    "No method of a NumPyClient measures statistics: make the client a TorchClient in fedbn_flwr.client_app(client_fn)"
-    ", or the app one of the Message API with answer_statistics."
+    "No method of a NumPyClient measures statistics: make the client a TorchClient in"
+    " fedbn_flwr.client_app(client_fn), or the app one of the Message API with"
+    " answer_statistics."
 )
 
 
-def _refuse(strategy: Strategy, does: str, client: str = "Give the NumPyClient to client_app(client_fn).") -> NoReturn:
+def _refuse(
+    strategy: Strategy,
+    does: str,
+    client: str = "Give the NumPyClient to client_app(client_fn).",
+) -> NoReturn:
     raise ConfigError(
-        f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and one evaluate a round. Start the "
-        f"strategy from the Message API's ServerApp. {client}"
+        f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and"
+        " one evaluate a round. Start the strategy from the Message API's ServerApp."
+        f" {client}"
     )

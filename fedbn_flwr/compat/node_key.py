@@ -1,10 +1,13 @@
-"""What the check of a node takes from Flower's Fleet API: one activation of its key, which ends at once.
+"""What the check of a node takes from Flower's Fleet API: one activation of its key,
+which ends at once.
 
-No other module imports it. ``tests/compat/test_node_key.py`` says what broke when a new version of Flower changes it.
+No other module imports it. ``tests/compat/test_node_key.py`` says what broke when a new
+version of Flower changes it.
 
-Read in Flower 1.41: the SuperLink activates a key that is registered and not online, and answers the same error
-(2004) for one that is not registered and for one that is online; it then changes nothing. A node cannot ask about a key
-otherwise. An activation that is not ended lasts two heartbeat intervals, the shortest 20 s.
+Read in Flower 1.41: the SuperLink activates a key that is registered and not online,
+and answers the same error (2004) for one that is not registered and for one that is
+online; it then changes nothing. A node cannot ask about a key otherwise. An activation
+that is not ended lasts two heartbeat intervals, the shortest 20 s.
 """
 
 from __future__ import annotations
@@ -20,7 +23,11 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.interceptors.http.utils import add_headers
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufClientInterceptor, ProtobufRequestContext
+from flwr.supercore.protobuf.client import (
+    ProtobufCall,
+    ProtobufClientInterceptor,
+    ProtobufRequestContext,
+)
 from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -34,7 +41,8 @@ class RefusedKey(Exception):
     """The SuperLink did not activate a key.
 
     Attributes:
-        code: ``REFUSED`` (the key is not registered, or is online), or "" for another answer.
+        code: ``REFUSED`` (the key is not registered, or is online), or "" for another
+            answer.
     """
 
     def __init__(self, text: str, code: str = "") -> None:
@@ -62,7 +70,9 @@ def public_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
     return public_key_to_bytes(key.public_key())
 
 
-def try_key(address: str, root_certificates: bytes | None, key: ec.EllipticCurvePrivateKey) -> None:
+def try_key(
+    address: str, root_certificates: bytes | None, key: ec.EllipticCurvePrivateKey
+) -> None:
     """Activate a key and end the activation at once; nothing else is sent.
 
     Args:
@@ -74,25 +84,48 @@ def try_key(address: str, root_certificates: bytes | None, key: ec.EllipticCurve
         RefusedKey: the SuperLink did not activate the key.
         httpx.HTTPError: it does not answer.
     """
-    signed: list[ProtobufClientInterceptor] = [_Version(), NodeAuthHttpInterceptor(key, key.public_key())]
+    signed: list[ProtobufClientInterceptor] = [
+        _Version(),
+        NodeAuthHttpInterceptor(key, key.public_key()),
+    ]
     insecure = root_certificates is None
-    with FleetHttpClient.from_server_address(address, insecure, root_certificates, interceptors=signed) as client:
-        request = ActivateNodeRequest(public_key=public_bytes(key), heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
+    with FleetHttpClient.from_server_address(
+        address, insecure, root_certificates, interceptors=signed
+    ) as client:
+        request = ActivateNodeRequest(
+            public_key=public_bytes(key), heartbeat_interval=HEARTBEAT_MIN_INTERVAL
+        )
         try:
             node_id = client.ActivateNode(request).node_id
         except httpx.HTTPStatusError as error:
             told = FlowerError.from_json(error.response.text)
-            text = told.message if told else f"HTTP {error.response.status_code}: {error.response.text[:200]}"
-            refused = told is not None and told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+            text = (
+                told.message
+                if told
+                else f"HTTP {error.response.status_code}: {error.response.text[:200]}"
+            )
+            refused = (
+                told is not None
+                and told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+            )
             raise RefusedKey(text, REFUSED if refused else "") from error
         with suppress(httpx.HTTPError):  # the activation ends by itself
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 
 
 class _Version:
-    """Says the version of Flower, as a SuperNode does. Flower's own interceptor ends the process at a refusal."""
+    """Says the version of Flower, as a SuperNode does. Flower's own interceptor ends
+    the process at a refusal.
+    """
 
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+    def intercept(
+        self, context: ProtobufRequestContext, call_next: ProtobufCall
+    ) -> httpx.Response:
         """Add the headers."""
-        add_headers(context.request, dict(RuntimeVersionMetadata.from_local_component("SuperNode").as_metadata()))
+        add_headers(
+            context.request,
+            dict(
+                RuntimeVersionMetadata.from_local_component("SuperNode").as_metadata()
+            ),
+        )
         return call_next(context)

@@ -1,18 +1,41 @@
-"""What masked sums take from Flower's secure aggregation: key agreement, secret sharing and encryption.
+"""What masked sums take from Flower's secure aggregation: key agreement, secret sharing
+and encryption.
 
-No other module imports it. ``tests/compat/test_secret_sharing.py`` says what broke when a new version changes it.
-Flower's stream of masks (``pseudo_rand_gen``) is not used: it folds the agreed key to 32 bits.
+No other module imports it. ``tests/compat/test_secret_sharing.py`` says what broke when
+a new version changes it. Flower's stream of masks (``pseudo_rand_gen``) is not used: it
+folds the agreed key to 32 bits.
 """
 
 from __future__ import annotations
 
 from cryptography.fernet import InvalidToken
-from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePrivateKey, derive_private_key
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    SECP384R1,
+    EllipticCurvePrivateKey,
+    derive_private_key,
+)
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
-from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt, encrypt, generate_shared_key
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, generate_key_pairs, public_key_to_bytes
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
+    decrypt,
+    encrypt,
+    generate_shared_key,
+)
+from flwr.supercore.primitives.asymmetric import (
+    bytes_to_public_key,
+    generate_key_pairs,
+    public_key_to_bytes,
+)
 
-__all__ = ["InvalidToken", "agreed", "combine_shares", "create_shares", "decrypt", "encrypt", "new_pair", "public_of"]
+__all__ = [
+    "InvalidToken",
+    "agreed",
+    "combine_shares",
+    "create_shares",
+    "decrypt",
+    "encrypt",
+    "new_pair",
+    "public_of",
+]
 
 _BYTES = 48  # of a secret key on the curve P-384
 
@@ -20,7 +43,9 @@ _BYTES = 48  # of a secret key on the curve P-384
 def new_pair() -> tuple[bytes, bytes]:
     """Return a fresh secret key of 48 bytes, and its public key."""
     secret, public = generate_key_pairs()
-    return secret.private_numbers().private_value.to_bytes(_BYTES, "big"), public_key_to_bytes(public)
+    return secret.private_numbers().private_value.to_bytes(
+        _BYTES, "big"
+    ), public_key_to_bytes(public)
 
 
 def public_of(secret: bytes) -> bytes:
@@ -29,7 +54,8 @@ def public_of(secret: bytes) -> bytes:
 
 
 def agreed(secret: bytes, public: bytes) -> bytes:
-    """Return the key that the owners of two pairs agree on: 32 bytes in URL-safe base64.
+    """Return the key that the owners of two pairs agree on: 32 bytes in URL-safe
+    base64.
 
     Raises:
         ValueError: a key is none.

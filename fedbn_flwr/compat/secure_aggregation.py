@@ -1,7 +1,8 @@
 """What Flower's secure aggregation returns, in the form of the strategies' replies.
 
-``SecAggPlusWorkflow`` sums masked and quantised vectors. It calls ``aggregate_fit`` with the average, weighted by
-``num_examples``, in place of every client's arrays: in float64, within ``clipping_range``, with errors of quantisation.
+``SecAggPlusWorkflow`` sums masked and quantised vectors. It calls ``aggregate_fit``
+with the average, weighted by ``num_examples``, in place of every client's arrays: in
+float64, within ``clipping_range``, with errors of quantisation.
 """
 
 from __future__ import annotations
@@ -25,44 +26,56 @@ logger = logging.getLogger("flwr")
 
 
 def is_secure_average(results: Iterable[FitRes]) -> bool:
-    """Return whether all results hold one and the same object of parameters, as only this workflow gives them."""
+    """Return whether all results hold one and the same object of parameters, as only
+    this workflow gives them.
+    """
     parameters = [result.parameters for result in results]
     return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
 
 def check(strategy: Strategy) -> None:
-    """Refuse what secure aggregation cannot do, and warn of the counters, which it cannot carry.
+    """Refuse what secure aggregation cannot do, and warn of the counters, which it
+    cannot carry.
 
     Raises:
-        ConfigError: the method or a setting needs the arrays of each client, or an entry has no dimension.
+        ConfigError: the method or a setting needs the arrays of each client, or an
+            entry has no dimension.
     """
     parts, before = strategy.run.parts, strategy.run.before
-    single = [method for method in strategy.methods if not sums_suffice(together(declared(method)))]
+    single = [
+        method
+        for method in strategy.methods
+        if not sums_suffice(together(declared(method)))
+    ]
     if single:
         raise ConfigError(
-            f"{single[-1].title} needs the arrays of each client, and Flower's secure aggregation gives only their "
-            f"average, weighted by num-examples. Use {single[-1].instead}, or a workflow without SecAggPlusWorkflow."
+            f"{single[-1].title} needs the arrays of each client, and Flower's secure"
+            " aggregation gives only their average, weighted by num-examples. Use"
+            f" {single[-1].instead}, or a workflow without SecAggPlusWorkflow."
         )
     local = set(strategy.run.local_entries)
     shared = [name for name in before if name not in local and before[name].ndim == 0]
     if lost := [name for name in shared if name not in parts.counters]:
         raise ConfigError(
-            f"entry '{lost[0]}' ({len(lost)} such) has no dimension, and Flower's secure aggregation returns a wrong "
-            "value for it. Give it the shape (1,)."
+            f"entry '{lost[0]}' ({len(lost)} such) has no dimension, and Flower's"
+            " secure aggregation returns a wrong value for it. Give it the shape (1,)."
         )
     if shared:
         logger.warning(
-            "Flower's secure aggregation returns wrong values for entries without a dimension: BN's counters ('%s', "
-            "...) stay as they were sent. Only layers with momentum=None use them.",
+            "Flower's secure aggregation returns wrong values for entries without a"
+            " dimension: BN's counters ('%s', ...) stay as they were sent. Only layers"
+            " with momentum=None use them.",
             shared[0],
         )
 
 
 def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
-    """Return an averaged record in the types of the model: counters as sent, no variance below zero.
+    """Return an averaged record in the types of the model: counters as sent, no
+    variance below zero.
 
     Args:
-        entries: the average, in float64; entries that the model does not have are left to the server's checks.
+        entries: the average, in float64; entries that the model does not have are left
+            to the server's checks.
         before: the global state that was sent.
         parts: its split.
     """
@@ -70,6 +83,11 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for name, average in entries.items():
         sent = before.get(name, average)
-        array = np.maximum(average, 0) if name in variances else average  # zero, quantised
-        found[name] = sent if name in parts.counters and name in before else array.astype(sent.dtype)
+        # zero, quantised
+        array = np.maximum(average, 0) if name in variances else average
+        found[name] = (
+            sent
+            if name in parts.counters and name in before
+            else array.astype(sent.dtype)
+        )
     return found

@@ -1,8 +1,10 @@
-"""What is wrong with the BatchNorm of a federation: measurements, and the findings drawn from them. Torch only.
+"""What is wrong with the BatchNorm of a federation: measurements, and the findings
+drawn from them. Torch only.
 
-Measurements are pure functions: ``by_batch``, ``differences``, ``each_client``, ``mismatch`` and ``state``;
-``measuring`` calls them in order. ``rules`` and ``data_rules`` turn them into findings, with the numbers in
-``thresholds`` and the texts in ``remedies``. ``diagnose`` does all of it.
+Measurements are pure functions: ``by_batch``, ``differences``, ``each_client``,
+``mismatch`` and ``state``; ``measuring`` calls them in order. ``rules`` and
+``data_rules`` turn them into findings, with the numbers in ``thresholds`` and the texts
+in ``remedies``. ``diagnose`` does all of it.
 """
 
 from fedbn_flwr.doctor.diagnose import diagnose, diagnose_state

@@ -1,9 +1,11 @@
-"""Statistics of single batches, as BatchNorm computes them in training, and distances between statistics.
+"""Statistics of single batches, as BatchNorm computes them in training, and distances
+between statistics.
 
-The model is in eval mode except for BatchNorm, which normalises by the batch: S_m,B of FixBN, section 5, under fixed
-weights. Nothing of the model changes.
+The model is in eval mode except for BatchNorm, which normalises by the batch: S_m,B of
+FixBN, section 5, under fixed weights. Nothing of the model changes.
 
-A layer with C channels has a mean mu (C,) and a variance var (C,). Three distances of (mu_k, var_k) from (mu, var):
+A layer with C channels has a mean mu (C,) and a variance var (C,). Three distances of
+(mu_k, var_k) from (mu, var):
 
 | name | formula | unit | source |
 |---|---|---|---|
@@ -11,8 +13,9 @@ A layer with C channels has a mean mu (C,) and a variance var (C,). Three distan
 | ``mean`` | average over the channels of abs(mu_k - mu) / sqrt(var + eps) | standard deviations | |
 | ``variance`` | average over the channels of abs(log((var_k + eps) / (var + eps))) | factor e | |
 
-``l1`` over all layers is the norm of the paper's figure. It depends on the scale of the activations, so layers are not
-comparable by it; ``mean`` and ``variance`` have no unit. Both variances must be of one kind, biased or unbiased.
+``l1`` over all layers is the norm of the paper's figure. It depends on the scale of the
+activations, so layers are not comparable by it; ``mean`` and ``variance`` have no unit.
+Both variances must be of one kind, biased or unbiased.
 """
 
 from __future__ import annotations
@@ -62,12 +65,18 @@ class Distance(NamedTuple):
 
 
 def distance(statistics: Statistics, reference: Statistics, eps: float) -> Distance:
-    """Return the distances of statistics from the reference, computed in float64; ``eps`` is the layer's."""
+    """Return the distances of statistics from the reference, computed in float64;
+    ``eps`` is the layer's.
+    """
     mean, variance = (values.double() for values in statistics)
     mean_0, variance_0 = (values.double() for values in reference)
     l1 = (mean - mean_0).abs().sum() + (variance - variance_0).abs().sum()
     shift = ((mean - mean_0).abs() / (variance_0.clamp(min=0) + eps).sqrt()).mean()
-    factor = torch.log((variance.clamp(min=0) + eps) / (variance_0.clamp(min=0) + eps)).abs().mean()
+    factor = (
+        torch.log((variance.clamp(min=0) + eps) / (variance_0.clamp(min=0) + eps))
+        .abs()
+        .mean()
+    )
     return Distance(float(l1), float(shift), float(factor))
 
 
@@ -76,23 +85,32 @@ BatchMoments = Mapping[str, Sequence[Moments]]
 
 
 def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers by path, found by type; a shared layer once, or at every path as in the state."""
+    """Return the BatchNorm layers by path, found by type; a shared layer once, or at
+    every path as in the state.
+    """
     modules = model.named_modules(remove_duplicate=not every_path)
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
 def held_layers(model: nn.Module) -> list[str]:
-    """Return the paths of the BatchNorm layers that stay in eval mode in training; a shared layer has all of its paths.
+    """Return the paths of the BatchNorm layers that stay in eval mode in training; a
+    shared layer has all of its paths.
 
-    They are those that are not in train mode after ``train``: ``hold_eval`` or a ``train`` of the model's own holds
-    them; and those that a model in train mode has in eval mode.
+    They are those that are not in train mode after ``train``: ``hold_eval`` or a
+    ``train`` of the model's own holds them; and those that a model in train mode has in
+    eval mode.
     """
     held = stays_in_eval(model)
-    return [path for path, layer in layers_of(model, every_path=True).items() if layer in held]
+    return [
+        path
+        for path, layer in layers_of(model, every_path=True).items()
+        if layer in held
+    ]
 
 
 def normalising_by_batch(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and change no running ones.
+    """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and
+    change no running ones.
 
     Held layers use their running statistics, as in training.
     """
@@ -104,10 +122,12 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
 
 
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
-    """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1.
+    """Return the moments of the client's batches, of the loader's size; of 2 examples
+    for a loader of batches of 1.
 
-    A last batch of one example joins another. Several calls of a layer in a pass are one batch. A layer that is not
-    called has no moments; a client of one example that BatchNorm cannot use has no layers.
+    A last batch of one example joins another. Several calls of a layer in a pass are
+    one batch. A layer that is not called has no moments; a client of one example that
+    BatchNorm cannot use has no layers.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)
@@ -125,7 +145,9 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
                 working(prepared(batch))
             for path, moments in sums.by_path(working).items():
                 if path in by_path:  # a shared layer has several paths
-                    by_path[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
+                    by_path[path].append(
+                        Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
+                    )
     return by_path
 
 
@@ -136,10 +158,12 @@ def pooled(moments: Sequence[Moments]) -> Statistics:
 
 
 def noise(moments: Sequence[Moments], eps: float) -> float:
-    """Return how much a batch's mean varies within the client, in standard deviations of the layer's input.
+    """Return how much a batch's mean varies within the client, in standard deviations
+    of the layer's input.
 
-    It is std_B(mu_B) / sqrt(var + eps), averaged over the channels; about 1 / sqrt(batch size) for inputs (N, C), less
-    for images, whose pixels count too. It needs two batches.
+    It is std_B(mu_B) / sqrt(var + eps), averaged over the channels; about 1 /
+    sqrt(batch size) for inputs (N, C), less for images, whose pixels count too. It
+    needs two batches.
     """
     means = torch.stack([m.mean for m in moments])
     return float((means.std(0) / (pooled(moments).variance + eps).sqrt()).mean())

@@ -1,4 +1,6 @@
-"""``diagnose``: measure a model on the clients' data, and say what is wrong with its BatchNorm."""
+"""``diagnose``: measure a model on the clients' data, and say what is wrong with its
+BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def diagnose(
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
-    """Return what is wrong with the BatchNorm of a federation, with evidence and remedies; ``print`` shows it.
+    """Return what is wrong with the BatchNorm of a federation, with evidence and
+    remedies; ``print`` shows it.
 
     ::
 
@@ -56,21 +59,25 @@ def diagnose(
 
         print(diagnose(model, client_loaders))
 
-    Nothing of the model, its mode, the default random generators or those of the loaders changes. Forward hooks of your
-    own run on copies of the model.
+    Nothing of the model, its mode, the default random generators or those of the
+    loaders changes. Forward hooks of your own run on copies of the model.
 
     Args:
         model: the global model, any module, in the mode in which it is tested.
-        client_loaders: a loader of training data for each client, in order or by name; it yields (inputs, targets).
-        test_loaders: the same of test data; without them the mismatch of training and test is measured on training
-            data, and a note says so.
-        loss: returns the mean loss of a batch, from outputs and targets; by default cross-entropy for classes.
-        training: E, the batch size, the method, as far as you know them: the remedies depend on it.
-        state: a state dict as saved, which may hold what loading hides, float counters say; None = the model's.
+        client_loaders: a loader of training data for each client, in order or by name;
+            it yields (inputs, targets).
+        test_loaders: the same of test data; without them the mismatch of training and
+            test is measured on training data, and a note says so.
+        loss: returns the mean loss of a batch, from outputs and targets; by default
+            cross-entropy for classes.
+        training: E, the batch size, the method, as far as you know them: the remedies
+            depend on it.
+        state: a state dict as saved, which may hold what loading hides, float counters
+            say; None = the model's.
         local_keys: names of the entries that stay with the client in your own FedBN.
-        max_examples: examples of each client to use. Of more they are drawn at random, if the loader is a
-            ``DataLoader`` of a data set with numbered examples; else they are the first of the loader, and a note
-            says so.
+        max_examples: examples of each client to use. Of more they are drawn at random,
+            if the loader is a ``DataLoader`` of a data set with numbered examples; else
+            they are the first of the loader, and a note says so.
         seed: of the groups of examples.
 
     Raises:
@@ -83,18 +90,29 @@ def diagnose(
     clients = read_clients(client_loaders, max_examples)
     tests = read_clients(test_loaders, max_examples)
     if not clients:
-        raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
+        raise ConfigError(
+            "client_loaders yield no examples. Give a loader for each client."
+        )
     notes = []
-    left_out = [len(loaders) - len(read) for loaders, read in ((client_loaders, clients), (test_loaders, tests))]
+    left_out = [
+        len(loaders) - len(read)
+        for loaders, read in ((client_loaders, clients), (test_loaders, tests))
+    ]
     if any(left_out):
-        notes.append(f"{number_of(sum(left_out), 'loader')} without examples: left out.")
+        notes.append(
+            f"{number_of(sum(left_out), 'loader')} without examples: left out."
+        )
     if ordered := [client.name for client in clients if client.first_only]:
         notes.append(
-            f"{clients_named(ordered)}: the first examples of the loader were used. If they come in an order, by class "
-            "say, clients seem to differ that do not: shuffle them."
+            f"{clients_named(ordered)}: the first examples of the loader were used. If"
+            " they come in an order, by class say, clients seem to differ that do not:"
+            " shuffle them."
         )
     if size := training.batch_size:
-        clients = [replace(c, batch_size=size if len(c) >= max_examples else min(size, len(c))) for c in clients]
+        clients = [
+            replace(c, batch_size=size if len(c) >= max_examples else min(size, len(c)))
+            for c in clients
+        ]
     return diagnose_clients(
         model,
         clients,
@@ -121,24 +139,43 @@ def diagnose_clients(
     notes: Sequence[str] = (),
     own: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> Diagnosis:
-    """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own.
+    """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go
+    before its own.
 
-    ``own`` has the entries that clients keep, by client: each is scored with its own model.
+    ``own`` has the entries that clients keep, by client: each is scored with its own
+    model.
     """
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys)
-    m.training_layers = [p for p, layer in layers_of(plain, every_path=True).items() if layer.training]
+    m.training_layers = [
+        p for p, layer in layers_of(plain, every_path=True).items() if layer.training
+    ]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
-    sizes = {"BatchNorm layer": m.num_layers, "client": len(clients), "example": sum(map(len, clients))}
+    sizes = {
+        "BatchNorm layer": m.num_layers,
+        "client": len(clients),
+        "example": sum(map(len, clients)),
+    }
     about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
     if not m.num_layers:
-        return Diagnosis(about, [], {}, ["everything: the model has no BatchNorm layer."])
+        return Diagnosis(
+            about, [], {}, ["everything: the model has no BatchNorm layer."]
+        )
     seen = layers_of(plain, every_path=True)
-    scripted = [layer.path for layer in split_state(plain).layers if layer.path not in seen]
-    lacking = [f"all that needs data, in {listed(scripted)}: {_SCRIPTED}"] if scripted else []
-    not_finite = [c.name for c in [*clients, *tests] if not bool(c.inputs.isfinite().all())]
+    scripted = [
+        layer.path for layer in split_state(plain).layers if layer.path not in seen
+    ]
+    lacking = (
+        [f"all that needs data, in {listed(scripted)}: {_SCRIPTED}"] if scripted else []
+    )
+    not_finite = [
+        c.name for c in [*clients, *tests] if not bool(c.inputs.isfinite().all())
+    ]
     if not_finite:
-        lacking.append(f"all that needs data: inputs hold NaN or infinity ({clients_named(not_finite)}).")
+        lacking.append(
+            "all that needs data: inputs hold NaN or infinity"
+            f" ({clients_named(not_finite)})."
+        )
     if not_finite or not seen:
         return Diagnosis(about, findings(m)[0], {}, lacking)
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m, own or {})
@@ -146,19 +183,25 @@ def diagnose_clients(
         measuring.everything()
     notes = [*notes]
     if not tests:
-        notes.append("training and test were compared on training examples: pass test_loaders for others.")
+        notes.append(
+            "training and test were compared on training examples: pass test_loaders"
+            " for others."
+        )
     if m.held:
         notes.append(
-            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode ({listed(m.held)}): in training "
-            "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
+            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode"
+            f" ({listed(m.held)}): in training they normalise by fixed statistics, so"
+            " what is said of batches and of clients leaves them out."
         )
     lacking += measuring.lacking
     if m.skew is not None and m.skew.counts:
-        lacking.append("feature shift apart from label skew: the clients hold different classes.")
+        lacking.append(
+            "feature shift apart from label skew: the clients hold different classes."
+        )
         if m.shift is not None and not m.shift.counts:
             notes.append(
-                "the clients hold different classes, but BatchNorm's statistics hardly differ with them. It is not "
-                "BatchNorm that this skew harms."
+                "the clients hold different classes, but BatchNorm's statistics hardly"
+                " differ with them. It is not BatchNorm that this skew harms."
             )
     of_rules, handled = findings(m)
     return Diagnosis(about, of_rules, measuring.figures, lacking, [*notes, *handled])
@@ -171,11 +214,13 @@ def diagnose_state(
     local_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
-    """Return what a state dict alone shows: counters, running statistics, and a split by names.
+    """Return what a state dict alone shows: counters, running statistics, and a split
+    by names.
 
     Args:
         state: the state dict.
-        model: the model, for the types of its layers; without it layers are found by ``running_mean`` in the names.
+        model: the model, for the types of its layers; without it layers are found by
+            ``running_mean`` in the names.
         local_keys: names of the entries that stay with the client in your own FedBN.
         training: see ``diagnose``.
 
@@ -185,15 +230,25 @@ def diagnose_state(
     model = None if model is None else unwrap(model)
     state = tensors_by_name(state) if model is None else _as_of(model, state)
     m = _of_state(model, state, training, local_keys)
-    lacking = ["all that needs data: distances of the clients, mismatch of training and test."]
+    lacking = [
+        "all that needs data: distances of the clients, mismatch of training and test."
+    ]
     if model is None:
-        lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
-    about = f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
+        lacking.append(
+            "BatchNorm layers without running statistics: names alone do not show them."
+        )
+    about = (
+        f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)}"
+        " entries."
+    )
     return Diagnosis(about, findings(m)[0], {}, lacking)
 
 
-def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-    """Return the tensors of the state under the model's names, without a wrapper's prefix; None = the model's own.
+def _as_of(
+    model: nn.Module, state: Mapping[str, Tensor] | None
+) -> Mapping[str, Tensor]:
+    """Return the tensors of the state under the model's names, without a wrapper's
+    prefix; None = the model's own.
 
     Raises:
         StateError: they do not fit the model, or the model's layers have no shapes yet.
@@ -201,8 +256,8 @@ def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str,
     entries = tensors_by_name(model.state_dict())
     if empty := [name for name, value in entries.items() if is_lazy(value)]:
         raise StateError(
-            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}): its layers are lazy. Run one "
-            "batch through it first."
+            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}):"
+            " its layers are lazy. Run one batch through it first."
         )
     return entries if state is None else named(tensors_by_name(state), entries)
 
@@ -215,19 +270,32 @@ def _of_state(
 ) -> Measured:
     parts = split_state(state if model is None else model)
     layers = {} if model is None else layers_of(model, every_path=True)
-    # Other buffers may hold infinity for a reason, a mask of attention say; names alone do not tell them apart.
-    weights = state if model is None else {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # Other buffers may hold infinity for a reason, a mask of attention say; names
+    # alone # do not tell them apart.
+    weights = (
+        state
+        if model is None
+        else {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    )
     statistics = frozenset(parts.select([Part.STATISTICS, Part.COUNTERS]))
     m = Measured(training, num_layers=len(parts.layers))
     m.first_layer = parts.layers[0].path if parts.layers else ""
     m.counters = averaged_counters(parts, state)
-    m.unusable = unusable_statistics(parts, state, [name for name in state if name in weights or name in statistics])
+    m.unusable = unusable_statistics(
+        parts, state, [name for name in state if name in weights or name in statistics]
+    )
     m.diverged = any(name not in statistics for name in m.unusable)
-    m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
+    m.extremes = variance_extremes(
+        parts, state, {path: layer.eps for path, layer in layers.items()}
+    )
     m.unmoved = unmoved(parts, state)
     m.held = [] if model is None else held_layers(model)
-    m.momenta = {path: layer.momentum for path, layer in layers.items() if path not in m.held}
-    m.corrected = [path for path, layer in layers.items() if isinstance(layer, BatchRenorm)]
+    m.momenta = {
+        path: layer.momentum for path, layer in layers.items() if path not in m.held
+    }
+    m.corrected = [
+        path for path, layer in layers.items() if isinstance(layer, BatchRenorm)
+    ]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None:
         m.missed = missed_entries(parts, _without_prefix(parts, local_keys))
@@ -244,7 +312,8 @@ def _without_prefix(parts: Parts, given: Collection[str]) -> set[str]:
     names = {name.removeprefix(prefix) for name in given}
     if unknown := sorted(names - {*parts.names}):
         raise ConfigError(
-            f"local_keys: {len(unknown)} of {len(names)} names are no entries of the model ({unknown[0]!r}, ...). Its "
-            f"first entries are {', '.join(parts.names[:3])}."
+            f"local_keys: {len(unknown)} of {len(names)} names are no entries of the"
+            f" model ({unknown[0]!r}, ...). Its first entries are"
+            f" {', '.join(parts.names[:3])}."
         )
     return names

@@ -1,9 +1,12 @@
-"""How the clients differ: in their classes, and in what BatchNorm sees of their examples.
+"""How the clients differ: in their classes, and in what BatchNorm sees of their
+examples.
 
-A model in eval mode reads small groups of each client's examples, drawn at random. The inputs of every BatchNorm layer
-have a mean and a variance in each group. An analysis of variance compares how these differ between the clients with how
-they differ within them: the noise of few examples is in both. The channels are not independent, so both sums of squares
-count only as many of them as are (Box 1954): tr(S)^2 / tr(S^2) with the covariance S within the clients.
+A model in eval mode reads small groups of each client's examples, drawn at random. The
+inputs of every BatchNorm layer have a mean and a variance in each group. An analysis of
+variance compares how these differ between the clients with how they differ within them:
+the noise of few examples is in both. The channels are not independent, so both sums of
+squares count only as many of them as are (Box 1954): tr(S)^2 / tr(S^2) with the
+covariance S within the clients.
 
 The classes are compared by the chi-square test of their counts.
 """
@@ -59,7 +62,10 @@ class Groups(NamedTuple):
         """Return the groups of these clients, which are numbered anew."""
         chosen = torch.isin(self.owner, torch.tensor(clients))
         places = torch.nonzero(chosen).flatten().tolist()
-        layers = {path: [moments[at] for at in places] for path, moments in self.layers.items()}
+        layers = {
+            path: [moments[at] for at in places]
+            for path, moments in self.layers.items()
+        }
         return Groups(layers, torch.unique(self.owner[chosen], return_inverse=True)[1])
 
 
@@ -68,7 +74,8 @@ class ClassSkew:
     """How the clients' classes differ.
 
     Attributes:
-        distances: total variation distance of each client's class mix from that of all, in [0, 1].
+        distances: total variation distance of each client's class mix from that of all,
+            in [0, 1].
         by_chance: what the average distance is by chance.
         p_value: of the chi-square test.
     """
@@ -93,12 +100,15 @@ class Shift:
     """How the inputs of BatchNorm differ between clients.
 
     Attributes:
-        layers: by path, the root mean square over clients and channels of the deviation of a client's statistics from
-            those of all: the mean in standard deviations, and the variance relative to itself.
+        layers: by path, the root mean square over clients and channels of the deviation
+            of a client's statistics from those of all: the mean in standard deviations,
+            and the variance relative to itself.
         by_chance: the same for clients that differ by chance alone.
-        excess: of all layers together, what is above chance: sqrt(mean square - mean square by chance).
+        excess: of all layers together, what is above chance: sqrt(mean square - mean
+            square by chance).
         p_value: of the analysis of variance over all layers.
-        distances: of each client the root mean square over layers and channels of its deviation.
+        distances: of each client the root mean square over layers and channels of its
+            deviation.
     """
 
     layers: dict[str, float]
@@ -110,7 +120,10 @@ class Shift:
     @property
     def worst(self) -> str:
         """The layer that is furthest above chance."""
-        return max(self.layers, key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2)
+        return max(
+            self.layers,
+            key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2,
+        )
 
     @property
     def counts(self) -> bool:
@@ -118,10 +131,14 @@ class Shift:
         return self.p_value <= CERTAIN and self.excess >= MIN_SHIFT
 
 
-def groups_of(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Groups:
-    """Return what BatchNorm sees of groups of examples, in eval mode; the model does not change.
+def groups_of(
+    model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator
+) -> Groups:
+    """Return what BatchNorm sees of groups of examples, in eval mode; the model does
+    not change.
 
-    All groups have nearly the same size, two examples or more: a client without running statistics needs them.
+    All groups have nearly the same size, two examples or more: a client without running
+    statistics needs them.
     """
     working = copied(model).eval()
     layers, prepared = layers_of(working), inputs_for(working)
@@ -137,35 +154,49 @@ def groups_of(model: nn.Module, clients: Sequence[ClientData], generator: torch.
                 owner.append(k)
                 for path, moments in sums.by_path(working).items():
                     if path in seen:
-                        seen[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
-    called = {path: moments for path, moments in seen.items() if len(moments) == len(owner)}
+                        seen[path].append(
+                            Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
+                        )
+    called = {
+        path: moments for path, moments in seen.items() if len(moments) == len(owner)
+    }
     return Groups(called, torch.tensor(owner))
 
 
-def units(groups: Sequence[Moments], eps: float, mean: Tensor, variance: Tensor) -> Tensor:
+def units(
+    groups: Sequence[Moments], eps: float, mean: Tensor, variance: Tensor
+) -> Tensor:
     """Return each group's distance from a mean and a variance without units, (R, 2 C).
 
-    The first C columns are (mu - mean) / sqrt(variance + eps), the others the same of the mean square about ``mean``:
-    (var + (mu - mean)^2 - variance) / (variance + eps).
+    The first C columns are (mu - mean) / sqrt(variance + eps), the others the same of
+    the mean square about ``mean``: (var + (mu - mean)^2 - variance) / (variance + eps).
     """
     means = torch.stack([one.mean for one in groups])
     within = torch.stack([one.m2 / one.count for one in groups])
     scale = variance + eps
     apart = means - mean
-    return torch.cat([apart / scale.sqrt(), (within + apart.square() - variance) / scale], 1)
+    return torch.cat(
+        [apart / scale.sqrt(), (within + apart.square() - variance) / scale], 1
+    )
 
 
 def group_means(rows: Tensor, groups: Tensor) -> Tensor:
-    """Return the mean of the rows (N, D) of each group, given the group of each row, (N,)."""
-    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1])).index_add_(0, groups, rows)
+    """Return the mean of the rows (N, D) of each group, given the group of each row,
+    (N,).
+    """
+    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1])).index_add_(
+        0, groups, rows
+    )
     return sums / torch.bincount(groups).clamp(min=1)[:, None].to(rows.dtype)
 
 
 def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
-    """Return how the inputs of BatchNorm differ between clients, given eps of each layer.
+    """Return how the inputs of BatchNorm differ between clients, given eps of each
+    layer.
 
     Raises:
-        DataError: inputs are not finite, or there are too few groups to see how they differ within the clients.
+        DataError: inputs are not finite, or there are too few groups to see how they
+            differ within the clients.
     """
     rows, owner = {}, groups.owner
     for path, moments in groups.layers.items():
@@ -173,7 +204,10 @@ def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
         rows[path] = units(moments, eps[path], together.mean, together.variance)
     table = torch.cat(list(rows.values()), 1)
     if not bool(table.isfinite().all()):
-        raise DataError("inputs of BatchNorm are not finite. Look for NaN and infinity in weights and inputs.")
+        raise DataError(
+            "inputs of BatchNorm are not finite. Look for NaN and infinity in weights"
+            " and inputs."
+        )
     whole = _Analysis.of(table, owner)
     by_layer = {path: _Analysis.of(part, owner) for path, part in rows.items()}
     observed = {path: math.sqrt(one.between) for path, one in by_layer.items()}
@@ -185,7 +219,9 @@ def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
 
 @dataclass(frozen=True)
 class _Analysis:
-    """An analysis of variance: mean squares over the columns between the clients, by chance, and the p value."""
+    """An analysis of variance: mean squares over the columns between the clients, by
+    chance, and the p value.
+    """
 
     between: float
     chance: float
@@ -198,7 +234,10 @@ class _Analysis:
         left = rows - means[owner]
         free = len(rows) - len(sizes)
         if free < 1:
-            raise DataError(f"{len(rows)} groups of examples of {len(sizes)} clients are too few for a test.")
+            raise DataError(
+                f"{len(rows)} groups of examples of {len(sizes)} clients are too few"
+                " for a test."
+            )
         apart = means - rows.mean(0)
         between = float((sizes / len(rows)) @ apart.square().mean(1))
         within = float(left.square().sum()) / free / rows.shape[1]
@@ -207,11 +246,16 @@ class _Analysis:
         with needs_package("scipy", "comparisons of the clients' statistics"):
             from scipy.stats import f
         ratio = between / max(chance, 1e-300)
-        return cls(between, chance, float(f.sf(ratio, independent * (len(sizes) - 1), independent * free)))
+        return cls(
+            between,
+            chance,
+            float(f.sf(ratio, independent * (len(sizes) - 1), independent * free)),
+        )
 
 
 def degrees(left: Tensor, free: int) -> float:
-    """Return how many of the columns (R, D) are independent: tr(S)^2 / tr(S^2), S the covariance.
+    """Return how many of the columns (R, D) are independent: tr(S)^2 / tr(S^2), S the
+    covariance.
 
     Args:
         left: the rows without the mean of their client.
@@ -225,20 +269,29 @@ def degrees(left: Tensor, free: int) -> float:
 
 
 def class_counts(classes: Tensor, owner: Tensor) -> Tensor:
-    """Return the examples of each client in each class, float64 (K, C), given class and client of each example."""
+    """Return the examples of each client in each class, float64 (K, C), given class and
+    client of each example.
+    """
     _, known = torch.unique(classes, return_inverse=True)
     clients, width = int(owner.max()) + 1, int(known.max()) + 1
-    return torch.bincount(owner * width + known, minlength=clients * width).view(clients, width).double()
+    return (
+        torch.bincount(owner * width + known, minlength=clients * width)
+        .view(clients, width)
+        .double()
+    )
 
 
 def total_variation(counts: Tensor) -> Tensor:
-    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given the examples by client and class, (K, C)."""
+    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given the examples by
+    client and class, (K, C).
+    """
     shares = counts / counts.sum(1, keepdim=True)
     return (shares - counts.sum(0) / counts.sum()).abs().sum(1) / 2
 
 
 def class_skew(counts: Tensor) -> ClassSkew:
-    """Return how the clients' classes differ, given the examples of each client in each class, (K, C).
+    """Return how the clients' classes differ, given the examples of each client in each
+    class, (K, C).
 
     Raises:
         ConfigError: scipy is not installed.
@@ -250,5 +303,7 @@ def class_skew(counts: Tensor) -> ClassSkew:
     # The mean absolute deviation of a share by chance, of nearly normal counts.
     spread = (2 / math.pi * shares * (1 - shares)).sqrt().sum() / 2
     by_chance = (spread * (1 / sizes - 1 / counts.sum()).clamp(min=0).sqrt()).mean()
-    p_value = float(chi2_contingency(counts.numpy()).pvalue) if counts.shape[1] > 1 else 1.0
+    p_value = (
+        float(chi2_contingency(counts.numpy()).pvalue) if counts.shape[1] > 1 else 1.0
+    )
     return ClassSkew(total_variation(counts).tolist(), float(by_chance), p_value)

@@ -1,4 +1,6 @@
-"""What the doctor says: findings with evidence and remedies, and the figures behind them."""
+"""What the doctor says: findings with evidence and remedies, and the figures behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -77,30 +79,46 @@ class Diagnosis:
         verdict = "Nothing found."
         if self.not_measured:  # no finding, and no proof of health
             verdict = (
-                f"Nothing found in what was measured. Not known: {number_of(len(self.not_measured), 'part')}, below."
+                "Nothing found in what was measured. Not known:"
+                f" {number_of(len(self.not_measured), 'part')}, below."
             )
         if self.findings:
             verdict = f"{number_of(len(self.findings), 'finding')}, the cause first."
         blocks = [f"{self.about}\n{verdict}"]
         for number, one in enumerate(self.findings, 1):
-            lines = [_wrapped(f"{number}. {one.what}"), *(_wrapped(f"- {text}", "  ") for text in one.evidence)]
+            lines = [
+                _wrapped(f"{number}. {one.what}"),
+                *(_wrapped(f"- {text}", "  ") for text in one.evidence),
+            ]
             if one.remedies:
                 lines.append("Try, in order:")
             for place, remedy in enumerate(one.remedies, 1):
-                lines.append(_wrapped(f"{place}) {remedy.setting}: {remedy.text}", "   "))
+                lines.append(
+                    _wrapped(f"{place}) {remedy.setting}: {remedy.text}", "   ")
+                )
             blocks.append("\n".join(lines))
         if table := _of_clients(self.measures):
             blocks.append("\n".join(["Clients:", *table]))
-        for title, texts in (("Not measured", self.not_measured), ("Notes", self.notes)):
+        for title, texts in (
+            ("Not measured", self.not_measured),
+            ("Notes", self.notes),
+        ):
             if texts:
-                blocks.append("\n".join([f"{title}:", *(_wrapped(f"- {text}", "  ") for text in texts)]))
+                blocks.append(
+                    "\n".join(
+                        [f"{title}:", *(_wrapped(f"- {text}", "  ") for text in texts)]
+                    )
+                )
         return "\n\n".join(blocks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values; null for a number that is not finite."""
         entries: dict[str, Any] = {
             "about": self.about,
-            "findings": [{**vars(finding), "remedies": list(map(vars, finding.remedies))} for finding in self.findings],
+            "findings": [
+                {**vars(finding), "remedies": list(map(vars, finding.remedies))}
+                for finding in self.findings
+            ],
             "measures": self.measures,
             "not-measured": self.not_measured,
             "notes": self.notes,
@@ -109,17 +127,33 @@ class Diagnosis:
 
 
 def _of_clients(measures: Mapping[str, Any]) -> list[str]:
-    """Return the table of the clients: examples, and accuracy on them; where it was measured."""
+    """Return the table of the clients: examples, and accuracy on them; where it was
+    measured.
+    """
     if "accuracy" not in measures:
         return []
-    rows = zip(measures["clients"], measures["examples"], measures["accuracy"], strict=True)
-    lines = [f"| {name} | {count:,} | {accuracy:.3f} |" for name, count, accuracy in rows]
-    more = [f"| {len(lines) - _ROWS} more: in the JSON | | |"] if len(lines) > _ROWS else []
+    rows = zip(
+        measures["clients"], measures["examples"], measures["accuracy"], strict=True
+    )
+    lines = [
+        f"| {name} | {count:,} | {accuracy:.3f} |" for name, count, accuracy in rows
+    ]
+    more = (
+        [f"| {len(lines) - _ROWS} more: in the JSON | | |"]
+        if len(lines) > _ROWS
+        else []
+    )
     return ["| client | examples | accuracy |", "|---|---|---|", *lines[:_ROWS], *more]
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        100,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -134,10 +168,16 @@ def _plain(value: Any) -> Any:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return at most three of the names, and dots for the others; the path of the model itself is empty."""
-    return ", ".join(map(shown_path, [*names][:3])) + (", ..." if len(names) > 3 else "")
+    """Return at most three of the names, and dots for the others; the path of the model
+    itself is empty.
+    """
+    return ", ".join(map(shown_path, [*names][:3])) + (
+        ", ..." if len(names) > 3 else ""
+    )
 
 
 def number_of(count: int, what: str, several: str = "") -> str:
-    """Return "1 client", "2 clients", "1,024 examples"; ``several`` is a plural without s."""
+    """Return "1 client", "2 clients", "1,024 examples"; ``several`` is a plural without
+    s.
+    """
     return f"{count:,} {what if count == 1 else several or what + 's'}"

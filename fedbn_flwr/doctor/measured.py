@@ -22,7 +22,8 @@ class Training:
         local_steps: E, steps of a round; 0 = not known.
         batch_size: examples of a step; 0 = that of the loaders.
         method: name of the method, for texts.
-        handled: ids of the findings for which the method is a remedy already: they become notes.
+        handled: ids of the findings for which the method is a remedy already: they
+            become notes.
         tested_by_batch: whether the headline test uses batch statistics.
     """
 
@@ -46,24 +47,29 @@ class Measured:
         diverged: whether a weight is not finite.
         extremes: see ``state.variance_extremes``.
         unmoved: see ``state.unmoved``.
-        momenta: momentum of the layers that training moves, by path; None = a mean over all batches.
+        momenta: momentum of the layers that training moves, by path; None = a mean over
+            all batches.
         missed: see ``state.missed_entries``.
-        held: BatchNorm layers that are kept in eval mode in training, too: the rules for batches and clients leave
-            them out.
+        held: BatchNorm layers that are kept in eval mode in training, too: the rules
+            for batches and clients leave them out.
         corrected: layers of batch renormalisation, which corrects the noise of a batch.
-        training_layers: BatchNorm layers that are in train mode in the model as it was given.
+        training_layers: BatchNorm layers that are in train mode in the model as it was
+            given.
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
         first_layer: the first of them in the state.
         noise: by layer, the noise of a batch, mean over the clients.
         each: each client against the others.
-        accuracy: of each client on its own training examples; empty where targets are no classes.
-        apart: names of the clients that ``skew`` and ``shift`` leave out, see ``EachClient.apart``.
+        accuracy: of each client on its own training examples; empty where targets are
+            no classes.
+        apart: names of the clients that ``skew`` and ``shift`` leave out, see
+            ``EachClient.apart``.
         rest: names of the other clients.
         skew: how classes differ.
         shift: how the inputs of BatchNorm differ.
         gap: the mismatch of training and test.
-        running: by layer, distance of running statistics from those of all clients' batches.
+        running: by layer, distance of running statistics from those of all clients'
+            batches.
     """
 
     training: Training = field(default_factory=Training)

@@ -12,9 +12,21 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.doctor import each_client
-from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, distance, layers_of, noise
+from fedbn_flwr.doctor.by_batch import (
+    Statistics,
+    batch_moments,
+    distance,
+    layers_of,
+    noise,
+)
 from fedbn_flwr.doctor.clients import ClientData, classes_of
-from fedbn_flwr.doctor.differences import Groups, class_counts, class_skew, groups_of, shift
+from fedbn_flwr.doctor.differences import (
+    Groups,
+    class_counts,
+    class_skew,
+    groups_of,
+    shift,
+)
 from fedbn_flwr.doctor.findings import number_of
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy, mismatch
@@ -54,7 +66,12 @@ class Measuring:
         own: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
         self.lacking = list[str]()
-        self._model, self._clients, self._tests, self._loss = model, clients, tests, loss
+        self._model, self._clients, self._tests, self._loss = (
+            model,
+            clients,
+            tests,
+            loss,
+        )
         self._own = own
         self._generator = torch.Generator().manual_seed(seed)
         self._layers = layers_of(model)
@@ -78,7 +95,9 @@ class Measuring:
         self._tried("mismatch of training and test", self._mismatch)
         self._tried("accuracy of each client", self._accuracy)
         each = vars(self._m.each).items()
-        self.figures["each-client"] = {name: vars(one) for name, one in each if one is not None}
+        self.figures["each-client"] = {
+            name: vars(one) for name, one in each if one is not None
+        }
 
     def _batches(self) -> None:
         by_client = [batch_moments(self._model, client) for client in self._clients]
@@ -87,27 +106,39 @@ class Measuring:
             together = [one for of_client in batches for one in of_client]
             if not together or path in self._m.held:
                 continue
-            levels = [noise(of_client, layer.eps) for of_client in batches if len(of_client) > 1]
+            levels = [
+                noise(of_client, layer.eps)
+                for of_client in batches
+                if len(of_client) > 1
+            ]
             if levels:
                 self._rows[path]["batch-noise"] = levels
                 self._m.noise[path] = sum(levels) / len(levels)
             if layer.running_mean is not None and layer.running_var is not None:
                 total = merge(together)
                 running = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-                far = distance(running, Statistics(total.mean, total.variance), layer.eps)
+                far = distance(
+                    running, Statistics(total.mean, total.variance), layer.eps
+                )
                 self._rows[path]["running"] = far._asdict()
                 self._m.running[path] = far
 
     def _between_clients(self) -> None:
         m = self._m
         seen = groups_of(self._model, self._clients, self._generator)
-        layers = {path: moments for path, moments in seen.layers.items() if path not in m.held}
+        layers = {
+            path: moments for path, moments in seen.layers.items() if path not in m.held
+        }
         seen = Groups(layers, seen.owner)
         classes, counts = classes_of(self._clients), None
         if classes is not None:
-            owners = [torch.full((len(client),), k) for k, client in enumerate(self._clients)]
+            owners = [
+                torch.full((len(client),), k) for k, client in enumerate(self._clients)
+            ]
             counts = class_counts(classes, torch.cat(owners))
-        self._tried("one client against the others", lambda: self._each_client(seen, counts))
+        self._tried(
+            "one client against the others", lambda: self._each_client(seen, counts)
+        )
         rest = [k for k in range(len(m.names)) if k not in m.each.apart]
         if len(rest) < 2:
             rest = list(range(len(m.names)))
@@ -119,11 +150,17 @@ class Measuring:
             of_rest = counts[rest]
             self._tried("label skew", lambda: self._skew(of_rest))
         if layers:
-            self._tried("shift of the statistics between clients", lambda: self._shift(seen.of(rest)))
+            self._tried(
+                "shift of the statistics between clients",
+                lambda: self._shift(seen.of(rest)),
+            )
 
     def _each_client(self, seen: Groups, counts: Tensor | None) -> None:
         if len(self._clients) < MIN_CLIENTS:
-            raise DataError(f"{number_of(len(self._clients), 'client')}, of {MIN_CLIENTS} that it needs.")
+            raise DataError(
+                f"{number_of(len(self._clients), 'client')}, of {MIN_CLIENTS} that it"
+                " needs."
+            )
         inputs = each_client.statistics(seen, self._eps) if seen.layers else None
         mix = None if counts is None else each_client.class_mixes(counts)
         self._m.each = each_client.EachClient(mix, inputs)
@@ -135,7 +172,10 @@ class Measuring:
     def _shift(self, seen: Groups) -> None:
         found = self._m.shift = shift(seen, self._eps)
         for path, value in found.layers.items():
-            self._rows[path] |= {"shift": value, "shift-by-chance": found.by_chance[path]}
+            self._rows[path] |= {
+                "shift": value,
+                "shift-by-chance": found.by_chance[path],
+            }
         self.figures["shift"] = {"excess": found.excess, "p-value": found.p_value}
 
     def _mismatch(self) -> None:
@@ -144,14 +184,20 @@ class Measuring:
         gap = mismatch(self._model, self._tests, self._loss, self._generator)
         if not math.isfinite(gap.running_loss + gap.batch_loss):
             raise DataError(
-                f"the loss of the test examples is {gap.running_loss:.4g} under running statistics, "
-                f"{gap.batch_loss:.4g} under those of the test batch. Look for NaN and infinity in the weights."
+                f"the loss of the test examples is {gap.running_loss:.4g} under running"
+                f" statistics, {gap.batch_loss:.4g} under those of the test batch. Look"
+                " for NaN and infinity in the weights."
             )
         self._m.gap = gap
-        self.figures["train-test-mismatch"] = {**vars(gap), "accuracy-lost": gap.accuracy_lost}
+        self.figures["train-test-mismatch"] = {
+            **vars(gap),
+            "accuracy-lost": gap.accuracy_lost,
+        }
 
     def _accuracy(self) -> None:
-        """Measure the accuracy of each client; a client that keeps entries has its own model."""
+        """Measure the accuracy of each client; a client that keeps entries has its own
+        model.
+        """
         m, found = self._m, []
         for client in self._clients:
             model = self._model
@@ -166,8 +212,16 @@ class Measuring:
         if len(found) < MIN_CLIENTS or m.skew is None:
             return
         if m.skew.counts:
-            raise DataError("one client cannot be compared with the others, which hold other classes.")
-        m.each = replace(m.each, below=each_client.accuracies(found, [len(client) for client in self._clients]))
+            raise DataError(
+                "one client cannot be compared with the others, which hold other"
+                " classes."
+            )
+        m.each = replace(
+            m.each,
+            below=each_client.accuracies(
+                found, [len(client) for client in self._clients]
+            ),
+        )
 
     def _tried(self, what: str, measure: Callable[[], None]) -> None:
         """Do a measurement; if it cannot be done, note why."""
@@ -175,5 +229,6 @@ class Measuring:
             measure()
         except FedBNError as error:
             self.lacking.append(f"{what}: {error}")
-        except Exception as error:  # the model and the loss are the user's; the other figures are still true
+        # the model and the loss are the user's; the other figures are still true
+        except Exception as error:
             self.lacking.append(f"{what}: {type(error).__name__}: {error}")

@@ -1,4 +1,6 @@
-"""The mismatch of training and test (FixBN, section 5.2): running statistics against those of the test batch."""
+"""The mismatch of training and test (FixBN, section 5.2): running statistics against
+those of the test batch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.doctor.by_batch import normalising_by_batch
-from fedbn_flwr.doctor.clients import ClientData, classes_of, inputs_at, mixed_batches, outputs_of
+from fedbn_flwr.doctor.clients import (
+    ClientData,
+    classes_of,
+    inputs_at,
+    mixed_batches,
+    outputs_of,
+)
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
@@ -19,14 +27,18 @@ from fedbn_flwr.training.memory_format import inputs_for
 __all__ = ["Loss", "Mismatch", "accuracy", "default_loss", "mismatch"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Returns the mean loss of a batch, from outputs and targets, as ``nn.CrossEntropyLoss()`` does."""
+"""Returns the mean loss of a batch, from outputs and targets, as
+``nn.CrossEntropyLoss()`` does.
+"""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The same test examples under running statistics and under those of the test batch.
+    """The same test examples under running statistics and under those of the test
+    batch.
 
-    The batches mix the clients' examples at random; all layers but BatchNorm are in eval mode.
+    The batches mix the clients' examples at random; all layers but BatchNorm are in
+    eval mode.
 
     Attributes:
         examples: N.
@@ -34,9 +46,10 @@ class Mismatch:
         batch_loss: mean loss under batch statistics.
         running_accuracy: None if the targets are not classes.
         batch_accuracy: the same under batch statistics.
-        z: the mean of the examples' differences in loss over its standard error; above 0 if running statistics lose.
-            Or the same of the differences in being right, if it is larger, with one more example that is equally
-            right: a difference that all examples have would be certain from two of them.
+        z: the mean of the examples' differences in loss over its standard error; above
+            0 if running statistics lose. Or the same of the differences in being right,
+            if it is larger, with one more example that is equally right: a difference
+            that all examples have would be certain from two of them.
     """
 
     examples: int
@@ -48,7 +61,9 @@ class Mismatch:
 
     @property
     def accuracy_lost(self) -> float:
-        """Accuracy under batch statistics minus that under running ones; 0 if the targets are not classes."""
+        """Accuracy under batch statistics minus that under running ones; 0 if the
+        targets are not classes.
+        """
         return (self.batch_accuracy or 0.0) - (self.running_accuracy or 0.0)
 
 
@@ -58,18 +73,32 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     Raises:
         DataError: the targets are no classes.
     """
-    by_class = outputs.dim() > 1 and outputs.shape[1] > 1 and targets.numel() * outputs.shape[1] == outputs.numel()
+    by_class = (
+        outputs.dim() > 1
+        and outputs.shape[1] > 1
+        and targets.numel() * outputs.shape[1] == outputs.numel()
+    )
     if not by_class or targets.is_floating_point():
         raise DataError(
-            f"no loss is known for outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} of "
-            f"{targets.dtype}. Pass loss=, a function of both that returns a mean: nn.CrossEntropyLoss(), "
-            "nn.BCEWithLogitsLoss(), nn.MSELoss()."
+            f"no loss is known for outputs {tuple(outputs.shape)} and targets"
+            f" {tuple(targets.shape)} of {targets.dtype}. Pass loss=, a function of"
+            " both that returns a mean: nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(),"
+            " nn.MSELoss()."
         )
-    return functional.cross_entropy(outputs, targets.long().reshape(len(outputs), *outputs.shape[2:]))
+    return functional.cross_entropy(
+        outputs, targets.long().reshape(len(outputs), *outputs.shape[2:])
+    )
 
 
-def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator) -> Mismatch:
-    """Return the mismatch of training and test on the examples of all clients; the model does not change."""
+def mismatch(
+    model: nn.Module,
+    clients: Sequence[ClientData],
+    loss: Loss,
+    generator: torch.Generator,
+) -> Mismatch:
+    """Return the mismatch of training and test on the examples of all clients; the
+    model does not change.
+    """
     batches = mixed_batches(clients, generator)
     running_loss, running_right = _run(copied(model).eval(), clients, batches, loss)
     batch_loss, batch_right = _run(normalising_by_batch(model), clients, batches, loss)
@@ -77,12 +106,25 @@ def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, genera
     if running_right is not None and batch_right is not None:
         z = max(z, _z(functional.pad(batch_right - running_right, (0, 1))))
         running, by_batch = float(running_right.mean()), float(batch_right.mean())
-    return Mismatch(len(running_loss), float(running_loss.mean()), float(batch_loss.mean()), running, by_batch, z)
+    return Mismatch(
+        len(running_loss),
+        float(running_loss.mean()),
+        float(batch_loss.mean()),
+        running,
+        by_batch,
+        z,
+    )
 
 
-def accuracy(model: nn.Module, client: ClientData, loss: Loss, generator: torch.Generator) -> float | None:
-    """Return the accuracy on the client's examples under running statistics; None if the targets are not classes."""
-    _, right = _run(copied(model).eval(), [client], mixed_batches([client], generator), loss)
+def accuracy(
+    model: nn.Module, client: ClientData, loss: Loss, generator: torch.Generator
+) -> float | None:
+    """Return the accuracy on the client's examples under running statistics; None if
+    the targets are not classes.
+    """
+    _, right = _run(
+        copied(model).eval(), [client], mixed_batches([client], generator), loss
+    )
     return None if right is None else float(right.mean())
 
 
@@ -92,17 +134,29 @@ def _z(differences: Tensor) -> float:
 
 
 def _run(
-    model: nn.Module, clients: Sequence[ClientData], batches: Sequence[Tensor], loss: Loss
+    model: nn.Module,
+    clients: Sequence[ClientData],
+    batches: Sequence[Tensor],
+    loss: Loss,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each example's loss, float64 (N,), and whether it is right; None if targets are not classes."""
+    """Return each example's loss, float64 (N,), and whether it is right; None if
+    targets are not classes.
+    """
     losses, right, prepared = [], [], inputs_for(model)
-    targets, classes = torch.cat([client.targets for client in clients]), classes_of(clients)
+    targets, classes = (
+        torch.cat([client.targets for client in clients]),
+        classes_of(clients),
+    )
     with torch.no_grad():
         for places in batches:
             outputs = outputs_of(model, prepared(inputs_at(clients, places)))
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-            wanted = targets[places].to(outputs.device)  # the loss may hold class weights there
-            losses += [loss(outputs[n : n + 1], wanted[n : n + 1]).double() for n in range(len(places))]
+            # the loss may hold class weights there
+            wanted = targets[places].to(outputs.device)
+            losses += [
+                loss(outputs[n : n + 1], wanted[n : n + 1]).double()
+                for n in range(len(places))
+            ]
             if classes is not None and outputs.dim() == 2 and outputs.shape[1] > 1:
                 right.append((outputs.argmax(1).cpu() == classes[places]).double())
     return torch.stack(losses).cpu(), torch.cat(right) if right else None

@@ -1,4 +1,5 @@
-"""Rules for the model and its state; and all rules in the order of causes, with those of ``data_rules``.
+"""Rules for the model and its state; and all rules in the order of causes, with those
+of ``data_rules``.
 
 Each rule is one function, from the measurements to a finding.
 """
@@ -28,7 +29,9 @@ V = TypeVar("V")
 
 
 def unusable_statistics(m: Measured) -> Finding | None:
-    """A running variance that is negative, or weights or statistics that are not finite: every test is nonsense."""
+    """A running variance that is negative, or weights or statistics that are not
+    finite: every test is nonsense.
+    """
     if not m.unusable:
         return None
     return Finding(
@@ -46,9 +49,16 @@ def averaged_counters(m: Measured) -> Finding | None:
         return None
     return Finding(
         "averaged-counters",
-        "BatchNorm's counters were averaged: num_batches_tracked is a number of batches, and an integer.",
-        [f"{name} is {what}; an int64 of at least 0 belongs there." for name, what in _first(m.counters)]
-        + [f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then counts on from there."],
+        "BatchNorm's counters were averaged: num_batches_tracked is a number of"
+        " batches, and an integer.",
+        [
+            f"{name} is {what}; an int64 of at least 0 belongs there."
+            for name, what in _first(m.counters)
+        ]
+        + [
+            f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then"
+            " counts on from there."
+        ],
         {"entries": dict(m.counters)},
         remedies.COUNTERS,
     )
@@ -60,53 +70,79 @@ def name_filter(m: Measured) -> Finding | None:
     if missed is None or not missed.entries:
         return None
     evidence = [
-        f"{len(missed.layers)} of {missed.num_layers} BatchNorm layers are missed, found by their type: "
-        f"{', '.join(missed.layers[:3])}.",
-        f"{len(missed.entries)} entries are sent and averaged: {', '.join(missed.entries[:3])}, ...",
+        (
+            f"{len(missed.layers)} of {missed.num_layers} BatchNorm layers are missed,"
+            f" found by their type: {', '.join(missed.layers[:3])}."
+        ),
+        (
+            f"{len(missed.entries)} entries are sent and averaged:"
+            f" {', '.join(missed.entries[:3])}, ..."
+        ),
     ]
     if missed.by_letters and missed.kept_layers:
         evidence.append(
-            f"A filter `{missed.by_letters!r} in name` keeps exactly the other layers: names do not tell a layer's "
-            "type. A layer in a Sequential has a number, torchvision's shortcut is called downsample.1."
+            f"A filter `{missed.by_letters!r} in name` keeps exactly the other layers:"
+            " names do not tell a layer's type. A layer in a Sequential has a number,"
+            " torchvision's shortcut is called downsample.1."
         )
     kept = missed.kept_layers
     return Finding(
         "name-filter",
-        "The split by names misses BatchNorm layers." if kept else "The split keeps no BatchNorm layer at all.",
+        (
+            "The split by names misses BatchNorm layers."
+            if kept
+            else "The split keeps no BatchNorm layer at all."
+        ),
         evidence,
-        {"layers": missed.layers, "entries": missed.entries, "letters": missed.by_letters},
+        {
+            "layers": missed.layers,
+            "entries": missed.entries,
+            "letters": missed.by_letters,
+        },
         remedies.NAME_FILTER if kept else remedies.NOTHING_KEPT,
     )
 
 
 def tested_by_batch(m: Measured) -> Finding | None:
-    """BatchNorm in train mode at test time, or layers that have no running statistics to test with."""
+    """BatchNorm in train mode at test time, or layers that have no running statistics
+    to test with.
+    """
     layers = m.training_layers or m.untracked
     if not layers and not m.training.tested_by_batch:
         return None
     evidence = []
     if m.training_layers:
         evidence.append(
-            f"{len(layers)} of {m.num_layers} BatchNorm layers are in train mode in the model as it was given: a test "
-            "normalises by the test batch, and moves the running statistics."
+            f"{len(layers)} of {m.num_layers} BatchNorm layers are in train mode in the"
+            " model as it was given: a test normalises by the test batch, and moves"
+            " the running statistics."
         )
     elif layers:
         evidence.append(
-            f"{len(layers)} of {m.num_layers} BatchNorm layers have no running statistics ({listed(layers)})."
+            f"{len(layers)} of {m.num_layers} BatchNorm layers have no running"
+            f" statistics ({listed(layers)})."
         )
     else:
-        evidence.append("The run's first test is global-batch-statistics: it normalises by the test batch.")
+        evidence.append(
+            "The run's first test is global-batch-statistics: it normalises by the test"
+            " batch."
+        )
     numbers: dict[str, object] = {"layers": [*layers]}
     if m.gap and m.gap.running_accuracy is not None:
         evidence.append(
-            f"The same examples: accuracy {m.gap.batch_accuracy:.3f} by the statistics of mixed batches, "
-            f"{m.gap.running_accuracy:.3f} in eval mode."
+            f"The same examples: accuracy {m.gap.batch_accuracy:.3f} by the statistics"
+            f" of mixed batches, {m.gap.running_accuracy:.3f} in eval mode."
         )
         numbers |= {"mixed": m.gap.batch_accuracy, "eval": m.gap.running_accuracy}
-    chosen = remedies.TRAIN_MODE if m.training_layers or not layers else remedies.NO_RUNNING_STATISTICS
+    chosen = (
+        remedies.TRAIN_MODE
+        if m.training_layers or not layers
+        else remedies.NO_RUNNING_STATISTICS
+    )
     return Finding(
         "tested-with-batch-statistics",
-        "Tests use the statistics of the test batch: a prediction depends on the examples beside it.",
+        "Tests use the statistics of the test batch: a prediction depends on the"
+        " examples beside it.",
         evidence,
         numbers,
         chosen,
@@ -115,15 +151,24 @@ def tested_by_batch(m: Measured) -> Finding | None:
 
 def extreme_variance(m: Measured) -> Finding | None:
     """Running variances near zero in half of a layer, or above 1e8 in any channel."""
-    extreme = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= EXTREME_SHARE * c[2]}
+    extreme = {
+        path: c
+        for path, c in m.extremes.items()
+        if c[1] or c[0] >= EXTREME_SHARE * c[2]
+    }
     if not extreme:
         return None
     evidence = [
-        f"{path}: of {all_} channels {low} have a variance below eps, {high} one above 1e8."
+        f"{path}: of {all_} channels {low} have a variance below eps, {high} one above"
+        " 1e8."
         for path, (low, high, all_) in _first(extreme)
     ]
     # Behind a first layer that is sound, the scale of the inputs is not the cause.
-    chosen = remedies.EXTREME_VARIANCE if m.first_layer in extreme else remedies.EXTREME_INSIDE
+    chosen = (
+        remedies.EXTREME_VARIANCE
+        if m.first_layer in extreme
+        else remedies.EXTREME_INSIDE
+    )
     what = "Running variances are near zero or explode."
     return Finding("extreme-variance", what, evidence, {"layers": extreme}, chosen)
 
@@ -152,11 +197,14 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
 
 
 def findings(m: Measured) -> tuple[list[Finding], list[str]]:
-    """Return the findings, the cause first; and a note for each that the method is a remedy for already."""
+    """Return the findings, the cause first; and a note for each that the method is a
+    remedy for already.
+    """
     results = [finding for rule in RULES if (finding := rule(m)) is not None]
     handled = [finding for finding in results if finding.id in m.training.handled]
     notes = [
-        f"no finding, since {m.training.method or 'the method'} is a remedy: {finding.what} {finding.evidence[0]}"
+        f"no finding, since {m.training.method or 'the method'} is a remedy:"
+        f" {finding.what} {finding.evidence[0]}"
         for finding in handled
     ]
     return [finding for finding in results if finding not in handled], notes

@@ -1,7 +1,9 @@
-"""What to take first in each situation, what it gained where it was measured, and what it costs.
+"""What to take first in each situation, what it gained where it was measured, and what
+it costs.
 
-The one table of advice: the doctor's remedies, the table of ``docs/choose.md`` and the reports draw from it. Its
-numbers stand in ``docs/results/methods.yaml``, which has the commands and commits; a test compares them.
+The one table of advice: the doctor's remedies, the table of ``docs/choose.md`` and the
+reports draw from it. Its numbers stand in ``docs/results/methods.yaml``, which has the
+commands and commits; a test compares them.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Situation:
         section: the heading of ``docs/choose.md`` that explains it, as its anchor.
         tries: what to try, in order.
         cost: of the first one.
-        measured: the gain of the first one, by study; empty = not measured beside FedAvg.
+        measured: the gain of the first one, by study; empty = not measured beside
+            FedAvg.
     """
 
     seen: str
@@ -76,38 +79,59 @@ class Situation:
     def remedies(self) -> list[Remedy]:
         """Return what to try, in order; the first one says what it gained and costs."""
         gains = "; ".join(map(str, self.measured))
-        gain = f"Accuracy of FedAvg with BatchNorm -> with it: {gains}. " if gains else ""
-        return [replace(self.tries[0], expected=f"{gain}Cost: {self.cost}"), *self.tries[1:]]
+        gain = (
+            f"Accuracy of FedAvg with BatchNorm -> with it: {gains}. " if gains else ""
+        )
+        return [
+            replace(self.tries[0], expected=f"{gain}Cost: {self.cost}"),
+            *self.tries[1:],
+        ]
 
 
 FEDBN = Remedy(
     "strategy=fedbn",
-    "each client keeps its BatchNorm layers, statistics, gamma and beta, and the rest is averaged (arXiv:2102.07623)",
+    "each client keeps its BatchNorm layers, statistics, gamma and beta, and the rest"
+    " is averaged (arXiv:2102.07623)",
 )
 FIXBN = Remedy(
     "strategy=fixbn lr-decay-at=freeze",
-    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them, at a lower learning rate "
-    "(arXiv:2303.06530); no further messages",
+    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them, at"
+    " a lower learning rate (arXiv:2303.06530); no further messages",
 )
 FEDWON = Remedy(
-    "strategy=fedwon norm=wsconv", "convolutions with standardised weights, and no BatchNorm at all (arXiv:2306.05879)"
+    "strategy=fedwon norm=wsconv",
+    "convolutions with standardised weights, and no BatchNorm at all"
+    " (arXiv:2306.05879)",
 )
-GROUP = Remedy("norm=group", "GroupNorm has no statistics of the batch; on its own it may reach less than BatchNorm")
+GROUP = Remedy(
+    "norm=group",
+    "GroupNorm has no statistics of the batch; on its own it may reach less than"
+    " BatchNorm",
+)
 _FEDTAN = Remedy(
     "strategy=fedtan",
-    "BatchNorm uses the statistics of all clients' batches, and the gradients through them (arXiv:2301.02982); "
-    "a round has 3 L + 1 exchanges for L layers. With E = 1 a round is one centralised step",
+    "BatchNorm uses the statistics of all clients' batches, and the gradients through"
+    " them (arXiv:2301.02982); a round has 3 L + 1 exchanges for L layers. With E = 1 a"
+    " round is one centralised step",
 )
 _FEDTAN2 = Remedy(
-    "strategy=fedtan2", "FedTAN at first, then frozen statistics: most of its gain, with few rounds of many exchanges"
+    "strategy=fedtan2",
+    "FedTAN at first, then frozen statistics: most of its gain, with few rounds of many"
+    " exchanges",
 )
 _WEIGHTS = Remedy(
-    "norm=group+ws", "GroupNorm, and standardised weights in front of it: the best of the long runs with many steps"
+    "norm=group+ws",
+    "GroupNorm, and standardised weights in front of it: the best of the long runs with"
+    " many steps",
 )
-_SILOBN = Remedy("strategy=silobn", "each client keeps its statistics only: gamma and beta are shared")
+_SILOBN = Remedy(
+    "strategy=silobn",
+    "each client keeps its statistics only: gamma and beta are shared",
+)
 _ADAPT = Remedy(
     "fedbn-flwr evaluate RUN --dataset NEW --bn adapt",
-    "for one model on data of a new site: statistics re-estimated from its inputs, without targets",
+    "for one model on data of a new site: statistics re-estimated from its inputs,"
+    " without targets",
 )
 
 ONE_STEP = Situation(
@@ -115,7 +139,15 @@ ONE_STEP = Situation(
     "label-skew",
     (_FEDTAN, _FEDTAN2, FIXBN, GROUP),
     "3 L + 1 exchanges a round for L BatchNorm layers, where FedAvg has one",
-    (Measured("fixbn-table1-full", "CIFAR-10, ResNet-20, round 48,000", "fedtan", "36.39", "89.73"),),
+    (
+        Measured(
+            "fixbn-table1-full",
+            "CIFAR-10, ResNet-20, round 48,000",
+            "fedtan",
+            "36.39",
+            "89.73",
+        ),
+    ),
 )
 SOME_STEPS = Situation(
     f"label skew, up to {_MANY} local steps a round",
@@ -132,7 +164,15 @@ MANY_STEPS = Situation(
     "a-hundred-local-steps",
     (FIXBN, _FEDTAN2, _WEIGHTS, GROUP),
     "no further messages; the learning rate must fall when the statistics freeze",
-    (Measured("fixbn-table4-full", "CIFAR-10, ResNet-20, E = 100", "fixbn", "42.91", "75.44"),),
+    (
+        Measured(
+            "fixbn-table4-full",
+            "CIFAR-10, ResNet-20, E = 100",
+            "fixbn",
+            "42.91",
+            "75.44",
+        ),
+    ),
 )
 FEW_MESSAGES = Situation(
     "label skew, and no more messages than FedAvg sends",
@@ -146,16 +186,31 @@ FEATURE_SHIFT = Situation(
     "feature-shift",
     (FEDBN, _SILOBN, FEDWON, _ADAPT),
     "less traffic; a model for each client, and none for a client that never trained",
-    (Measured("office-300", "Office-Caltech-10, 62 images a client", "fedbn", "62.96", "71.24"),),
+    (
+        Measured(
+            "office-300",
+            "Office-Caltech-10, 62 images a client",
+            "fedbn",
+            "62.96",
+            "71.24",
+        ),
+    ),
 )
 SMALL_BATCHES = Situation(
     "batches of up to four examples",
     "small-batches",
     (
-        Remedy("batch-size=16", "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)"),
+        Remedy(
+            "batch-size=16",
+            "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)",
+        ),
         GROUP,
         FEDWON,
-        Remedy("norm=batch-renorm", "normalises by running statistics, corrected within limits (arXiv:1702.03275)"),
+        Remedy(
+            "norm=batch-renorm",
+            "normalises by running statistics, corrected within limits"
+            " (arXiv:1702.03275)",
+        ),
         FIXBN,
     ),
     "memory",
@@ -164,16 +219,32 @@ NEW_CLIENTS = Situation(
     "clients that did not train",
     "clients-that-did-not-train",
     (
-        Remedy("strategy=fedbn eval-on=averaged-bn", "the average of the BatchNorm that the clients keep"),
-        Remedy("eval-on=global-test-bn test-bn=mix", "BatchNorm with statistics of the client's own test inputs"),
+        Remedy(
+            "strategy=fedbn eval-on=averaged-bn",
+            "the average of the BatchNorm that the clients keep",
+        ),
+        Remedy(
+            "eval-on=global-test-bn test-bn=mix",
+            "BatchNorm with statistics of the client's own test inputs",
+        ),
     ),
     "each client sends the BatchNorm that it keeps, once before a test",
 )
-SITUATIONS = (ONE_STEP, SOME_STEPS, MANY_STEPS, FEW_MESSAGES, FEATURE_SHIFT, SMALL_BATCHES, NEW_CLIENTS)
+SITUATIONS = (
+    ONE_STEP,
+    SOME_STEPS,
+    MANY_STEPS,
+    FEW_MESSAGES,
+    FEATURE_SHIFT,
+    SMALL_BATCHES,
+    NEW_CLIENTS,
+)
 
 
 def label_skew(local_steps: int) -> Situation:
-    """Return the situation of label skew with E local steps a round; 0 = not known, where the cheap remedy is first."""
+    """Return the situation of label skew with E local steps a round; 0 = not known,
+    where the cheap remedy is first.
+    """
     if local_steps == 1:
         return ONE_STEP
     return SOME_STEPS if 1 < local_steps < _MANY else MANY_STEPS

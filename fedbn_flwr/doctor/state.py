@@ -1,6 +1,8 @@
-"""What a state dict alone shows: counters, running statistics, and which entries a split keeps local.
+"""What a state dict alone shows: counters, running statistics, and which entries a
+split keeps local.
 
-It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of NumPy with names.
+It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of
+NumPy with names.
 """
 
 from __future__ import annotations
@@ -41,19 +43,27 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
         StateError: the file is absent, of another format, or holds more than tensors.
     """
     if path.suffix not in STATE_FILES or not path.is_file():
-        raise StateError(f"{path} is no file of a saved state. Give one that ends in {', '.join(STATE_FILES)}.")
+        raise StateError(
+            f"{path} is no file of a saved state. Give one that ends in"
+            f" {', '.join(STATE_FILES)}."
+        )
     try:
         content = load_file(path)
     except Exception as error:  # a damaged file may raise anything in these readers
         raise StateError(
-            f"{path} cannot be read: {type(error).__name__}: {error}. Save the weights alone: "
-            "torch.save(model.state_dict(), path)."
+            f"{path} cannot be read: {type(error).__name__}: {error}. Save the weights"
+            " alone: torch.save(model.state_dict(), path)."
         ) from error
     entries, _, several = open_state(content)
     if several:
-        raise StateError(f"{path} holds several states: {', '.join(several)}. Save one of them alone.")
+        raise StateError(
+            f"{path} holds several states: {', '.join(several)}. Save one of them"
+            " alone."
+        )
     if not entries:
-        raise StateError(f"{path} holds no tensors, as torch.save(model.state_dict(), path) does.")
+        raise StateError(
+            f"{path} holds no tensors, as torch.save(model.state_dict(), path) does."
+        )
     return entries
 
 
@@ -66,12 +76,15 @@ def named(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, 
     prefix = wrapper_prefix([*state], [*like])
     state = {name.removeprefix(prefix): value for name, value in state.items()}
     missing, unknown = sorted({*like} - {*state}), sorted({*state} - {*like})
-    shapes = [name for name in like if name in state and state[name].shape != like[name].shape]
+    shapes = [
+        name for name in like if name in state and state[name].shape != like[name].shape
+    ]
     if missing or unknown or shapes:
         raise StateError(
-            f"the saved state does not fit the model: {len(missing)} entries are missing, {len(unknown)} unknown, "
-            f"{len(shapes)} of another shape (first: {(missing + unknown + shapes)[0]!r}). Name the model that it was "
-            "saved from; a list of arrays without names cannot be read."
+            f"the saved state does not fit the model: {len(missing)} entries are"
+            f" missing, {len(unknown)} unknown, {len(shapes)} of another shape (first:"
+            f" {(missing + unknown + shapes)[0]!r}). Name the model that it was saved"
+            " from; a list of arrays without names cannot be read."
         )
     return state
 
@@ -80,23 +93,31 @@ TensorState = Mapping[str, Tensor]
 
 
 def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
-    """Return the counters that are no int64, or no whole number of at least 0: name to what it holds instead.
+    """Return the counters that are no int64, or no whole number of at least 0: name to
+    what it holds instead.
 
-    A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it ``momentum=None`` averages
-    wrongly. A counter that was cut off to an integer cannot be seen.
+    A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it
+    ``momentum=None`` averages wrongly. A counter that was cut off to an integer cannot
+    be seen.
     """
     wrong = {}
     for name in parts.counters:
         value = state[name]
         if value.is_floating_point():
-            wrong[name] = f"{float(value):.10g} ({str(value.dtype).removeprefix('torch.')})"
+            wrong[name] = (
+                f"{float(value):.10g} ({str(value.dtype).removeprefix('torch.')})"
+            )
         elif int(value) < 0:
             wrong[name] = str(int(value))
     return wrong
 
 
-def unusable_statistics(parts: Parts, state: TensorState, names: Collection[str]) -> dict[str, str]:
-    """Return the entries of these names with NaN or infinity, and negative running variances: name to what was seen."""
+def unusable_statistics(
+    parts: Parts, state: TensorState, names: Collection[str]
+) -> dict[str, str]:
+    """Return the entries of these names with NaN or infinity, and negative running
+    variances: name to what was seen.
+    """
     seen: dict[str, list[str]] = {}
     for name in names:
         if bad := int((~torch.isfinite(state[name])).sum()):
@@ -104,16 +125,22 @@ def unusable_statistics(parts: Parts, state: TensorState, names: Collection[str]
     for _, variance in parts.moments():
         values = state[variance]
         if len(negative := values[values < 0]):
-            what = f"{len(negative)} of {values.numel()} are negative, down to {float(negative.min()):.3g}"
+            what = (
+                f"{len(negative)} of {values.numel()} are negative, down to"
+                f" {float(negative.min()):.3g}"
+            )
             seen.setdefault(variance, []).append(what)
     return {name: "; ".join(what) for name, what in seen.items()}
 
 
-def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
-    """Return, by layer, how many channels have a running variance near zero, above 1e8, and how many there are.
+def variance_extremes(
+    parts: Parts, state: TensorState, eps: Mapping[str, float]
+) -> dict[str, tuple[int, int, int]]:
+    """Return, by layer, how many channels have a running variance near zero, above 1e8,
+    and how many there are.
 
-    Layers with neither are left out. Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. A
-    large eps is a choice of the model.
+    Layers with neither are left out. Below eps BatchNorm divides by sqrt(eps), which no
+    longer depends on the data. A large eps is a choice of the model.
 
     Args:
         parts: the split of the state.
@@ -124,7 +151,9 @@ def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]
     for layer in parts.layers:
         if "running_var" in layer.entries:
             values = state[layer.entries["running_var"]].double()
-            near_zero = (values >= 0) & (values < min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE))
+            near_zero = (values >= 0) & (
+                values < min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE)
+            )
             low, high = int(near_zero.sum()), int((values > EXPLODING_VARIANCE).sum())
             if low or high:
                 by_layer[layer.path] = (low, high, values.numel())
@@ -132,13 +161,17 @@ def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]
 
 
 def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
-    """Return the layers with their first running statistics, mean 0 and variance 1, by path: to the batches counted.
+    """Return the layers with their first running statistics, mean 0 and variance 1, by
+    path: to the batches counted.
 
     A layer that has not counted a batch is left out.
     """
     by_layer = {}
     for layer in parts.layers:
-        names = [layer.entries.get(name) for name in ("running_mean", "running_var", "num_batches_tracked")]
+        names = [
+            layer.entries.get(name)
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        ]
         if None in names:
             continue
         mean, variance, counter = (state[name] for name in names if name)
@@ -149,14 +182,16 @@ def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Missed:
-    """BatchNorm entries that a split does not keep local, although it keeps others of the same part.
+    """BatchNorm entries that a split does not keep local, although it keeps others of
+    the same part.
 
     Attributes:
         entries: the missed entries.
         layers: paths of the layers with a missed entry.
         num_layers: BatchNorm layers of the model.
         kept_layers: those of which the split keeps an entry.
-        by_letters: the letters ("bn", "norm") of a filter on names that keeps exactly these layers; "" if none does.
+        by_letters: the letters ("bn", "norm") of a filter on names that keeps exactly
+            these layers; "" if none does.
     """
 
     entries: list[str]
@@ -169,18 +204,41 @@ class Missed:
 def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
     """Return the BatchNorm entries that should be local beside the ones that are.
 
-    Gamma and beta belong together, and mean and variance do: FedBN keeps both pairs, SiloBN the statistics, MTFL gamma
-    and beta. A pair of which the split keeps nothing is meant to be shared, unless it keeps nothing at all.
+    Gamma and beta belong together, and mean and variance do: FedBN keeps both pairs,
+    SiloBN the statistics, MTFL gamma and beta. A pair of which the split keeps nothing
+    is meant to be shared, unless it keeps nothing at all.
 
     Args:
         parts: the split by layer type.
         local: names of the entries that stay with the client.
     """
     kept = {*local}
-    wanted = [part for part in (Part.AFFINE, Part.STATISTICS) if kept & {*parts.select([part])}]
-    entries = [name for name in parts.select(wanted or (Part.AFFINE, Part.STATISTICS)) if name not in kept]
+    wanted = [
+        part
+        for part in (Part.AFFINE, Part.STATISTICS)
+        if kept & {*parts.select([part])}
+    ]
+    entries = [
+        name
+        for name in parts.select(wanted or (Part.AFFINE, Part.STATISTICS))
+        if name not in kept
+    ]
     missed = {*entries}
-    layers = [layer.path for layer in parts.layers if missed & {*layer.entries.values()}]
-    with_any = [layer.path for layer in parts.layers if kept & {*layer.entries.values()}]
-    letters = [text for text in ("bn", "norm") if with_any == [p.path for p in parts.layers if text in p.path]]
-    return Missed(entries, layers, len(parts.layers), len(with_any), letters[0] if letters and layers else "")
+    layers = [
+        layer.path for layer in parts.layers if missed & {*layer.entries.values()}
+    ]
+    with_any = [
+        layer.path for layer in parts.layers if kept & {*layer.entries.values()}
+    ]
+    letters = [
+        text
+        for text in ("bn", "norm")
+        if with_any == [p.path for p in parts.layers if text in p.path]
+    ]
+    return Missed(
+        entries,
+        layers,
+        len(parts.layers),
+        len(with_any),
+        letters[0] if letters and layers else "",
+    )

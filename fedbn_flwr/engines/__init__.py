@@ -1,6 +1,7 @@
 """Engines: they run a ServerApp's strategy together with ClientApps.
 
-The modules that start Flower's commands need no torch, so ``InProcessGrid`` is imported when it is used.
+The modules that start Flower's commands need no torch, so ``InProcessGrid`` is imported
+when it is used.
 """
 
 from __future__ import annotations

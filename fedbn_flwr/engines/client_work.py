@@ -1,4 +1,6 @@
-"""A client's work on one message, and the host that does it in the command's own process."""
+"""A client's work on one message, and the host that does it in the command's own
+process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ __all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work", "work_of"]
 logger = logging.getLogger("flwr")
 
 Outcome = tuple[Message, Context | None]
-"""The reply, and the changed context; None = the client failed, and its context stays."""
+"""The reply, and the changed context; None = the client failed, and its context stays.
+"""
 Done = Callable[[Message, Context | None], None]
 """``done(reply, context)`` takes the outcome."""
 
@@ -54,11 +57,14 @@ class Job:
     done: Done
 
 
-def work(app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]) -> Outcome:
-    """Return the app's reply and the context that it changed; after an exception the error reply and None.
+def work(
+    app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
+) -> Outcome:
+    """Return the app's reply and the context that it changed; after an exception the
+    error reply and None.
 
-    The default generators are seeded for the message, here or by the app, and no other client of this process computes
-    meanwhile.
+    The default generators are seeded for the message, here or by the app, and no other
+    client of this process computes meanwhile.
 
     Args:
         app: the node's app.
@@ -67,15 +73,25 @@ def work(app: ClientApp, message: Message, context: Context, reducers: Mapping[s
         reducers: the client's reducer by the id of its barrier.
     """
     try:
-        seed = None if getattr(app, "seeds_itself", False) else message_seed(message, context)
+        seed = (
+            None
+            if getattr(app, "seeds_itself", False)
+            else message_seed(message, context)
+        )
         with turn(seed), use_reducers(reducers.__getitem__), NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
-            raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
+            raise TypeError(
+                f"the ClientApp returned {type(reply).__name__}, not a Message"
+            )
         return reply, context
-    except BaseException as error:  # also CancelledError, SystemExit: the run waits for a reply
+    # also CancelledError, SystemExit: the run waits for a reply
+    except BaseException as error:
         logger.debug(traceback.format_exc())
-        return app_error(message, error if isinstance(error, Exception) else repr(error)), None
+        return (
+            app_error(message, error if isinstance(error, Exception) else repr(error)),
+            None,
+        )
 
 
 class OwnProcess:
@@ -90,10 +106,12 @@ class OwnProcess:
     def __init__(self, app: ClientApp, torch_threads: int, threads: int = 1) -> None:
         self._app = app
         self._torch_threads = torch_threads
-        self.seconds: dict[tuple[int, str], float] = {}  # not measured: one client works after the other, in any order
+        # not measured: one client works after the other, in any order
+        self.seconds: dict[tuple[int, str], float] = {}
         self._count = threads
         self._threads = self._pool(threads)
-        # Clients that wait for each other at a barrier are all begun, so each barrier has its threads.
+        # Clients that wait for each other at a barrier are all begun, so each
+        # barrier # has its threads.
         self._of_barrier: dict[str, ThreadPoolExecutor] = {}
         self._jobs: deque[Job] = deque()  # outside synchronised steps
         self._working = 0  # threads that work on them, one job after the other
@@ -112,15 +130,18 @@ class OwnProcess:
             self._working += 1
         self._begin(self._threads, self._work_on_jobs)
 
-    def _begin(self, threads: ThreadPoolExecutor, task: Callable[..., None], *args: Any) -> None:
+    def _begin(
+        self, threads: ThreadPoolExecutor, task: Callable[..., None], *args: Any
+    ) -> None:
         self._begun.add(future := threads.submit(task, *args))
         future.add_done_callback(self._begun.discard)
 
     def _work_on_jobs(self) -> None:
         job = self._next()
         if job is None:
-            # Another thread has taken the job. A turn without work would note the generators while the caller draws
-            # from them, and put them back a moment later.
+            # Another thread has taken the job. A turn without work would note
+            # the # generators while the caller draws from them, and put them back a
+            # moment # later.
             return
         with one_after_the_other() as pass_on:
             done = job, self._outcome(job)
@@ -128,7 +149,8 @@ class OwnProcess:
                 _hand_over(*done)
                 pass_on()
                 done = job, self._outcome(job)
-        _hand_over(*done)  # here, so that whoever has all replies finds the generators as they were before
+        # here, so that whoever has all replies finds the generators as they were before
+        _hand_over(*done)
 
     def _next(self) -> Job | None:
         """Return the next job; None: the thread has ended its work."""
@@ -156,7 +178,10 @@ class OwnProcess:
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(
-            threads, thread_name_prefix="client", initializer=torch.set_num_threads, initargs=(self._torch_threads,)
+            threads,
+            thread_name_prefix="client",
+            initializer=torch.set_num_threads,
+            initargs=(self._torch_threads,),
         )
 
     def _work(self, job: Job) -> None:
@@ -164,11 +189,19 @@ class OwnProcess:
 
     def _outcome(self, job: Job) -> Outcome:
         try:
-            # The app may change its records, and an error takes back what it changed in the context.
+            # The app may change its records, and an error takes back what it changed
+            # in # the context.
             reducers: dict[str, Reducer] = {}
             if job.member:
-                reducers[job.member.barrier_id] = job.member.barrier.reducer(job.member.node_id)
-            return work(self._app, copied_message(job.message), copied_context(job.context), reducers)
+                reducers[job.member.barrier_id] = job.member.barrier.reducer(
+                    job.member.node_id
+                )
+            return work(
+                self._app,
+                copied_message(job.message),
+                copied_context(job.context),
+                reducers,
+            )
         except Exception as error:  # nobody reads it from the thread
             return app_error(job.message, error), None
 

@@ -1,8 +1,10 @@
-"""``flwr run`` as a function: a private simulation SuperLink for one run; a failed run is an error.
+"""``flwr run`` as a function: a private simulation SuperLink for one run; a failed run
+is an error.
 
-Flower's own command leaves its SuperLink running, writes to the user's Flower home, and exits with 0 even if the
-ServerApp raised an exception. Here the SuperLink and the home exist only during the call. A process runs in its own
-session, and is ended together with its child processes.
+Flower's own command leaves its SuperLink running, writes to the user's Flower home, and
+exits with 0 even if the ServerApp raised an exception. Here the SuperLink and the home
+exist only during the call. A process runs in its own session, and is ended together
+with its child processes.
 """
 
 from __future__ import annotations
@@ -43,17 +45,22 @@ _START_SECONDS = 90.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment for Flower's commands: a separate home, no telemetry, no installation or download."""
+    """Return the environment for Flower's commands: a separate home, no telemetry, no
+    installation or download.
+    """
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # The app uses this environment; to install its dependencies again would download gigabytes.
+        # The app uses this environment; to install its dependencies again
+        # would # download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ADDRESS": "local",  # Ray would join a cluster that runs on this machine, or that the user's variable names
+        # Ray would join a cluster that runs on this machine, or that the
+        # user's # variable names
+        "RAY_ADDRESS": "local",
     }
 
 
@@ -67,7 +74,13 @@ class Process:
         cwd: its working directory.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        cwd: Path | None = None,
+    ) -> None:
         self.name = Path(command[0]).name
         self._log = log
         with log.open("ab") as file:
@@ -96,10 +109,12 @@ class Process:
         return self._log.read_text(errors="replace")[-3000:]
 
     def wait_healthy(self, url: str, ca: Path | None = None) -> None:
-        """Wait until ``url`` answers, over TLS with a certificate that ``ca`` has signed.
+        """Wait until ``url`` answers, over TLS with a certificate that ``ca`` has
+        signed.
 
         Raises:
-            EngineError: it does not answer in time, or the process ended; the message shows the end of its log.
+            EngineError: it does not answer in time, or the process ended; the message
+                shows the end of its log.
         """
         deadline = time.monotonic() + _START_SECONDS
         context = ssl.create_default_context(cafile=ca) if ca else None
@@ -109,7 +124,9 @@ class Process:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
-        state = "did not answer" if self.code is None else f"ended with code {self.code}"
+        state = (
+            "did not answer" if self.code is None else f"ended with code {self.code}"
+        )
         raise EngineError(f"{self.name} {state} at {url}:\n{self.said()}")
 
     def kill(self) -> None:
@@ -125,7 +142,9 @@ class Process:
             return
 
     def end(self) -> None:
-        """End the process with SIGINT, SIGTERM, then SIGKILL; kill all processes that it started."""
+        """End the process with SIGINT, SIGTERM, then SIGKILL; kill all processes that
+        it started.
+        """
         for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if self.code is None:
                 self.signal(kind)
@@ -137,10 +156,18 @@ class Process:
         self.signal(signal.SIGKILL)  # child processes may still run
 
 
-def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None] | None) -> list[str]:
-    """Run a command, call ``on_line`` with each line of its output, and return the last 40 lines."""
+def stream(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    on_line: Callable[[str], None] | None,
+) -> list[str]:
+    """Run a command, call ``on_line`` with each line of its output, and return the last
+    40 lines.
+    """
     tail: list[str] = []
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         for line in process.stdout or ():
             text = re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip())
@@ -162,7 +189,9 @@ def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]
         EngineError: the answer is not a list of runs.
     """
     command = ["flwr", "list", connection, "--format", "json"]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+    answer = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False
+    ).stdout
     try:
         listed = json.loads(answer)
     except json.JSONDecodeError as error:
@@ -181,7 +210,9 @@ def free_port() -> int:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process exists and has not ended (a zombie has ended); False for 0."""
+    """Return whether a process exists and has not ended (a zombie has ended); False
+    for 0.
+    """
     if pid <= 0:
         return False
     try:
@@ -198,7 +229,9 @@ Scalar = str | int | float | bool
 
 
 def toml_pairs(values: Mapping[str, Scalar]) -> str:
-    """Return the values for Flower's command line: ``key=value`` in TOML, separated by spaces."""
+    """Return the values for Flower's command line: ``key=value`` in TOML, separated by
+    spaces.
+    """
     return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
 
 
@@ -214,13 +247,14 @@ def flower_run(
     Args:
         app: folder of the app (with its ``pyproject.toml``).
         run_config: overrides for keys of the app's ``[tool.flwr.app.config]``.
-        federation_config: flat keys such as ``num-supernodes``, ``client-resources-num-cpus``,
-            ``client-resources-num-gpus`` (below 1, several clients share a GPU).
+        federation_config: flat keys such as ``num-supernodes``,
+            ``client-resources-num-cpus``, ``client-resources-num-gpus`` (below 1,
+            several clients share a GPU).
         on_line: called with each line of the run's log.
 
     Raises:
-        EngineError: the SuperLink did not start, Flower refused the app or a setting, or the run did not complete;
-            the message shows the last lines of the log.
+        EngineError: the SuperLink did not start, Flower refused the app or a setting,
+            or the run did not complete; the message shows the last lines of the log.
     """
     with own_folder() as home, _superlink(Path(home)) as env:
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]
@@ -232,17 +266,28 @@ def flower_run(
         runs = flower_runs(env, "private")
         if len(runs) != 1 or runs[0].get("status") != "finished:completed":
             status = runs[0].get("status", "unknown") if runs else "refused by Flower"
-            raise EngineError(f"flwr run: {status}. The last lines of its log:\n" + "\n".join(tail))
+            raise EngineError(
+                f"flwr run: {status}. The last lines of its log:\n" + "\n".join(tail)
+            )
 
 
 @contextmanager
 def _superlink(home: Path) -> Iterator[dict[str, str]]:
-    """Run a simulation SuperLink on a free loopback port; yield the environment in which ``flwr`` finds it."""
+    """Run a simulation SuperLink on a free loopback port; yield the environment in
+    which ``flwr`` finds it.
+    """
     port = free_port()
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress ='
+        f' "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    command = [str(BIN / "flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+    command = [
+        str(BIN / "flower-superlink"),
+        "--insecure",
+        "--simulation",
+        "--isolation",
+        "subprocess",
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     env = flower_environment(home)
     process = Process(command, env, home / "superlink.log")
@@ -256,4 +301,6 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
 def _toml(value: Scalar) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return (
+        json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    )

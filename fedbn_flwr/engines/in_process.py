@@ -1,9 +1,11 @@
-"""A federation without Flower's runtime: Flower's Grid, with the nodes' ClientApp in this process or in workers.
+"""A federation without Flower's runtime: Flower's Grid, with the nodes' ClientApp in
+this process or in workers.
 
-The ClientApp, the messages, contexts and error replies are the same as in simulation or over a network. There is no
-Ray, no SuperLink and no serialisation in one process. As in Flower's engines, a node keeps the changes to its context
-if its app returns, and loses them if the app raises an exception. A node is a number; it has a context as soon as there
-is something to keep in it.
+The ClientApp, the messages, contexts and error replies are the same as in simulation or
+over a network. There is no Ray, no SuperLink and no serialisation in one process. As in
+Flower's engines, a node keeps the changes to its context if its app returns, and loses
+them if the app raises an exception. A node is a number; it has a context as soon as
+there is something to keep in it.
 """
 
 from __future__ import annotations
@@ -50,21 +52,25 @@ _SHORTEST = 1e-4  # seconds: no client takes less
 
 
 class InProcessGrid(ImmediateGrid):
-    """A ``flwr.serverapp.Grid`` whose nodes run in this process, one after the other, or in worker processes.
+    """A ``flwr.serverapp.Grid`` whose nodes run in this process, one after the other,
+    or in worker processes.
 
-    In one process one client computes at a time, and the default generators of torch, NumPy and Python are seeded for
-    each message (``messages.protocol.message_seed``). Results have the same bits for any number of workers.
+    In one process one client computes at a time, and the default generators of torch,
+    NumPy and Python are seeded for each message (``messages.protocol.message_seed``).
+    Results have the same bits for any number of workers.
 
     Args:
         client_app: the app of every node.
         num_nodes: nodes 0 .. num_nodes - 1 by partition id.
         run_config: ``Context.run_config`` of every node.
         node_configs: more entries for ``Context.node_config`` of each node.
-        workers: processes that work on clients at the same time; 0 = in this process. An app that cannot be sent to a
-            process runs here, with a warning.
-        threads: clients that are begun at the same time in this process. More than 1 is for clients that wait for each
-            other by themselves, as in FedTAN's channel; those of a barrier need nothing.
-        torch_threads: CPU threads of torch per client (one and two threads give different bits).
+        workers: processes that work on clients at the same time; 0 = in this process.
+            An app that cannot be sent to a process runs here, with a warning.
+        threads: clients that are begun at the same time in this process. More than 1 is
+            for clients that wait for each other by themselves, as in FedTAN's channel;
+            those of a barrier need nothing.
+        torch_threads: CPU threads of torch per client (one and two threads give
+            different bits).
         seed: seed of the node ids.
 
     Use it as a context manager, or call ``close()``.
@@ -85,7 +91,10 @@ class InProcessGrid(ImmediateGrid):
         if num_nodes < 1:
             raise EngineError(f"num_nodes={num_nodes} must be at least 1")
         if workers < 0:
-            raise EngineError(f"workers={workers} must be at least 0: 0 = no processes beside this one")
+            raise EngineError(
+                f"workers={workers} must be at least 0: 0 = no processes beside"
+                " this one"
+            )
         self._draw = numpy_generator(seed, "node-ids")
         self._run = empty_run(int(self._draw.integers(1, 2**62)))
         identify_process(self._run.run_id)
@@ -93,32 +102,49 @@ class InProcessGrid(ImmediateGrid):
         self._run_config = dict(run_config or {})
         self._node_configs = node_configs
         self._node_ids: list[int] = self._draw.integers(1, 2**62, num_nodes).tolist()
-        self._partition_of = {node_id: partition_id for partition_id, node_id in enumerate(self._node_ids)}
+        self._partition_of = {
+            node_id: partition_id for partition_id, node_id in enumerate(self._node_ids)
+        }
         self._contexts: dict[int, Context] = {}
         self._barriers: dict[str, Barrier] = {}
         self._lock = threading.Lock()
-        self._queues: dict[int, deque[Callable[[], None]]] = {}  # for each busy node, its next messages
-        self._waiting: dict[str, SimpleQueue[str]] = {}  # for each message without a reply, who is told of it
+        # for each busy node, its next messages
+        self._queues: dict[int, deque[Callable[[], None]]] = {}
+        # for each message without a reply, who is told of it
+        self._waiting: dict[str, SimpleQueue[str]] = {}
         self._ready: dict[str, Message] = {}
-        self._host: OwnProcess | WorkerProcesses = OwnProcess(client_app, torch_threads, threads)
+        self._host: OwnProcess | WorkerProcesses = OwnProcess(
+            client_app, torch_threads, threads
+        )
         if workers:
             try:
-                self._host = WorkerProcesses(client_app, torch_threads, workers, self._run.run_id)
+                self._host = WorkerProcesses(
+                    client_app, torch_threads, workers, self._run.run_id
+                )
             except EngineError as error:
-                logger.warning("workers=%d, and %s; clients run in the command's own process.", workers, error)
+                logger.warning(
+                    "workers=%d, and %s; clients run in the command's own process.",
+                    workers,
+                    error,
+                )
 
     def __enter__(self) -> InProcessGrid:
         """Return the grid."""
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close the grid."""
         self.close()
 
     def close(self) -> None:
-        """Wait for the clients that are at work in this process, end worker processes; other messages are dropped."""
+        """Wait for the clients that are at work in this process, end worker processes;
+        other messages are dropped.
+        """
         with self._lock:
             for queue in self._queues.values():
                 queue.clear()
@@ -134,7 +160,12 @@ class InProcessGrid(ImmediateGrid):
         return self._run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """See ``Grid.create_message``."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
@@ -143,17 +174,25 @@ class InProcessGrid(ImmediateGrid):
         """Return the node ids, by partition id."""
         return list(self._node_ids)
 
-    def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> dict[int, NodeProperties]:
-        """See ``ImmediateGrid.node_properties``; only an app of ``client_app(num_examples=...)`` tells them."""
+    def node_properties(
+        self, config: Mapping[str, Any], node_ids: Sequence[int]
+    ) -> dict[int, NodeProperties]:
+        """See ``ImmediateGrid.node_properties``; only an app of
+        ``client_app(num_examples=...)`` tells them.
+        """
         app, properties = self._client_app, dict[int, NodeProperties]()
         if isinstance(app, TellsProperties):
             for node_id in node_ids:
                 with suppress(Exception):  # the reply to a message says what is wrong
-                    properties[node_id] = app.node_properties(config, self._new_context(node_id))
+                    properties[node_id] = app.node_properties(
+                        config, self._new_context(node_id)
+                    )
         return properties
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """See ``transport.BarrierGrid``; a client gets it from ``transport.local_reducer(barrier_id)``."""
+        """See ``transport.BarrierGrid``; a client gets it from
+        ``transport.local_reducer(barrier_id)``.
+        """
         self._barriers[barrier_id] = barrier
         self._host.open_barrier(barrier_id, barrier)
 
@@ -174,21 +213,41 @@ class InProcessGrid(ImmediateGrid):
         """
         return self._push(messages, SimpleQueue())
 
-    def _push(self, messages: Iterable[Message], arrived: SimpleQueue[str]) -> list[str]:
-        """Start work on the messages and return their ids, which come into the queue ``arrived`` with the replies."""
+    def _push(
+        self, messages: Iterable[Message], arrived: SimpleQueue[str]
+    ) -> list[str]:
+        """Start work on the messages and return their ids, which come into the queue
+        ``arrived`` with the replies.
+        """
         messages = list(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
-        if unknown := [node_id for node_id in nodes if node_id not in self._partition_of]:
-            raise EngineError(f"no node {unknown[0]} among the {len(self._node_ids)} of this grid")
+        if unknown := [
+            node_id for node_id in nodes if node_id not in self._partition_of
+        ]:
+            raise EngineError(
+                f"no node {unknown[0]} among the {len(self._node_ids)} of this grid"
+            )
         message_ids = [self._new_id() for _ in messages]
         works = []
-        for node_id, message, message_id in zip(nodes, messages, message_ids, strict=True):
+        for node_id, message, message_id in zip(
+            nodes, messages, message_ids, strict=True
+        ):
             self._waiting[message_id] = arrived
-            works.append(self._work(node_id, stamped(message, message_id, self._run.run_id), self._new_id()))
-        # Those that take much longer first, so that no process works on alone at the end; else in the given order, in
-        # which the server reads the replies.
-        cost = [_order_of_magnitude(self._host.seconds.get(work_of(message), 0.0)) for message in messages]
-        for i in sorted(range(len(works)), key=lambda i: -cost[i]):  # clients work beside this loop: little in it
+            works.append(
+                self._work(
+                    node_id,
+                    stamped(message, message_id, self._run.run_id),
+                    self._new_id(),
+                )
+            )
+        # Those that take much longer first, so that no process works on alone at
+        # the # end; else in the given order, in which the server reads the replies.
+        cost = [
+            _order_of_magnitude(self._host.seconds.get(work_of(message), 0.0))
+            for message in messages
+        ]
+        # clients work beside this loop: little in it
+        for i in sorted(range(len(works)), key=lambda i: -cost[i]):
             node_id, begin = nodes[i], works[i]
             with self._lock:
                 if busy := node_id in self._queues:
@@ -200,39 +259,72 @@ class InProcessGrid(ImmediateGrid):
         return message_ids
 
     def pull_messages(
-        self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
+        self,
+        message_ids: Iterable[str] | None = None,
+        *,
+        reply_to_message_ids: Iterable[str] | None = None,
     ) -> list[Message]:
-        """Return the replies that are ready, each only once; see ``Grid.pull_messages``.
+        """Return the replies that are ready, each only once; see
+        ``Grid.pull_messages``.
 
         Args:
             message_ids: the messages whose replies are asked for; None = all.
             reply_to_message_ids: the name of this argument from Flower 1.43 on.
         """
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        return [self._ready.pop(i) for i in list(self._ready if wanted is None else wanted) if i in self._ready]
+        return [
+            self._ready.pop(i)
+            for i in list(self._ready if wanted is None else wanted)
+            if i in self._ready
+        ]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the replies to the messages after at most ``timeout`` seconds; see ``Grid.send_and_receive``."""
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Return the replies to the messages after at most ``timeout`` seconds; see
+        ``Grid.send_and_receive``.
+        """
         arrived = SimpleQueue[str]()
         message_ids = self._push(messages, arrived)
         for _ in self._arrivals(message_ids, arrived, timeout):
             pass
         return self.pull_messages(message_ids)
 
-    def receive(self, messages: Iterable[Message], *, timeout: float | None) -> Sequence[Message]:
-        """See ``ImmediateGrid.receive``: with worker processes the server reads the first replies while they go on."""
+    def receive(
+        self, messages: Iterable[Message], *, timeout: float | None
+    ) -> Sequence[Message]:
+        """See ``ImmediateGrid.receive``: with worker processes the server reads the
+        first replies while they go on.
+        """
         if isinstance(self._host, OwnProcess):
             return self.send_and_receive(messages, timeout=timeout)
         arrived = SimpleQueue[str]()
         arrivals = self._arrivals(self._push(messages, arrived), arrived, timeout)
-        return _Arriving(reply for message_id in arrivals for reply in self.pull_messages([message_id]))
+        return _Arriving(
+            reply
+            for message_id in arrivals
+            for reply in self.pull_messages([message_id])
+        )
 
-    def _arrivals(self, message_ids: Sequence[str], arrived: SimpleQueue[str], timeout: float | None) -> Iterator[str]:
-        """Yield the ids of messages as their replies arrive, for ``timeout`` seconds from the first call."""
+    def _arrivals(
+        self,
+        message_ids: Sequence[str],
+        arrived: SimpleQueue[str],
+        timeout: float | None,
+    ) -> Iterator[str]:
+        """Yield the ids of messages as their replies arrive, for ``timeout`` seconds
+        from the first call.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with suppress(Empty):
             for _ in message_ids:
-                yield arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                yield arrived.get(
+                    timeout=(
+                        None
+                        if deadline is None
+                        else max(0.0, deadline - time.monotonic())
+                    )
+                )
         with self._lock:
             for message_id in message_ids:
                 self._waiting.pop(message_id, None)  # nobody asks for a late reply
@@ -240,8 +332,12 @@ class InProcessGrid(ImmediateGrid):
     def _new_id(self) -> str:
         return str(self._draw.bytes(16).hex())
 
-    def _work(self, node_id: int, message: Message, reply_id: str) -> Callable[[], None]:
-        """Return the call that begins a node's work on a message; at its end it begins the node's next one."""
+    def _work(
+        self, node_id: int, message: Message, reply_id: str
+    ) -> Callable[[], None]:
+        """Return the call that begins a node's work on a message; at its end it begins
+        the node's next one.
+        """
         member = None
         for barrier_id, barrier in self._barriers.items():
             if node_id in barrier.members:
@@ -263,15 +359,18 @@ class InProcessGrid(ImmediateGrid):
             message_id = message.metadata.message_id
             if set_reply_address(reply, message):
                 logger.warning(
-                    "A mod on node %d answered another message than the one it received. Flower's own engines lose "
-                    "such a reply, and the server waits for it until its timeout.",
+                    "A mod on node %d answered another message than the one it"
+                    " received. Flower's own engines lose such a reply, and the server"
+                    " waits for it until its timeout.",
                     node_id,
                 )
             with self._lock:
                 if arrived := self._waiting.pop(message_id, None):
                     self._ready[message_id] = reply
                     arrived.put(message_id)
-                following = self._queues[node_id].popleft() if self._queues[node_id] else None
+                following = (
+                    self._queues[node_id].popleft() if self._queues[node_id] else None
+                )
                 if following is None:
                     del self._queues[node_id]
             if following is not None:
@@ -282,7 +381,8 @@ class InProcessGrid(ImmediateGrid):
     def _is_new(self, node_id: int, context: Context) -> bool:
         try:
             return not context.state and bool(context == self._new_context(node_id))
-        except ValueError:  # a config has an array, whose comparison is not one truth value
+        # a config has an array, whose comparison is not one truth value
+        except ValueError:
             return False
 
     def _context(self, node_id: int) -> Context:
@@ -290,13 +390,20 @@ class InProcessGrid(ImmediateGrid):
 
     def _new_context(self, node_id: int) -> Context:
         partition_id = self._partition_of[node_id]
-        node_config: dict[str, Any] = {PARTITION_ID_KEY: partition_id, NUM_PARTITIONS_KEY: len(self._node_ids)}
+        node_config: dict[str, Any] = {
+            PARTITION_ID_KEY: partition_id,
+            NUM_PARTITIONS_KEY: len(self._node_ids),
+        }
         node_config |= self._node_configs[partition_id] if self._node_configs else {}
-        return Context(self._run.run_id, node_id, node_config, RecordDict(), self._run_config)
+        return Context(
+            self._run.run_id, node_id, node_config, RecordDict(), self._run_config
+        )
 
 
 def _order_of_magnitude(seconds: float) -> int:
-    """Return the cost of a client in steps of a factor of 1.4; 0 = not known. Smaller differences are mostly noise."""
+    """Return the cost of a client in steps of a factor of 1.4; 0 = not known. Smaller
+    differences are mostly noise.
+    """
     return max(0, round(2 * math.log2(seconds / _SHORTEST))) if seconds else 0
 
 
@@ -319,7 +426,8 @@ class _Arriving(Sequence[Message]):
 
     def __len__(self) -> int:
         """Return the number of replies, all awaited."""
-        return len([*iter(self)])  # an iterator has no length: the list of self would ask for this one
+        # an iterator has no length: the list of self would ask for this one
+        return len([*iter(self)])
 
     def __getitem__(self, index: Any) -> Any:
         """Return a reply, or those of a slice, all awaited."""

@@ -1,7 +1,8 @@
-"""The link between a command and its worker processes: pickled values, large arrays beside them in shared memory.
+"""The link between a command and its worker processes: pickled values, large arrays
+beside them in shared memory.
 
-The shared memory is a file in memory without a name: the system frees it with the last array that uses it, also after a
-process was killed.
+The shared memory is a file in memory without a name: the system frees it with the last
+array that uses it, also after a process was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ __all__ = ["Broadcasts", "Packed", "WorkerPipe"]
 
 _LARGE = 2**10  # bytes; smaller arrays are in the pickle
 _ALIGNED = 64  # bytes: where each array begins in shared memory
-_REMEMBERED = 3  # broadcasts; a round has two: the whole model for new clients, and what the others share
+# broadcasts; a round has two: the whole model for new clients, and what the
+# others # share
+_REMEMBERED = 3
 _MAX_BUFFERS = 512  # of one system call
 _keys = itertools.count(1)
 
@@ -68,7 +71,11 @@ class Packed:
     def write(self) -> int:
         """Write the buffers to new shared memory and return its descriptor."""
         file = _memory()
-        left = [part for buffer in self.buffers for part in (buffer, _PADDING[: -len(buffer) % _ALIGNED])]
+        left = [
+            part
+            for buffer in self.buffers
+            for part in (buffer, _PADDING[: -len(buffer) % _ALIGNED])
+        ]
         while left:
             written = os.writev(file, left[:_MAX_BUFFERS])
             while left and written >= len(left[0]):
@@ -85,12 +92,19 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, FlowerArray):
             data = value.buffer if isinstance(value, BufferArray) else value.data
-            return BufferArray, (value.dtype, value.shape, value.stype, pickle.PickleBuffer(data))
+            return BufferArray, (
+                value.dtype,
+                value.shape,
+                value.stype,
+                pickle.PickleBuffer(data),
+            )
         return NotImplemented
 
 
 class Broadcasts:
-    """The latest messages, whose arrays go to many clients: each is written to shared memory once."""
+    """The latest messages, whose arrays go to many clients: each is written to shared
+    memory once.
+    """
 
     def __init__(self) -> None:
         self._files: OrderedDict[tuple[int, ...], Packed] = OrderedDict()
@@ -101,7 +115,8 @@ class Broadcasts:
         packed = Packed.of(value)
         if not packed.buffers:
             return packed
-        same = tuple(id(buffer.obj) for buffer in packed.buffers)  # the remembered buffers keep these objects alive
+        # the remembered buffers keep these objects alive
+        same = tuple(id(buffer.obj) for buffer in packed.buffers)
         with self._lock:
             if same not in self._files:
                 packed.key, packed.file = next(_keys), packed.write()
@@ -128,7 +143,8 @@ class WorkerPipe:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, head: Any, *values: Packed) -> None:
-        """Send a small value and packed ones; broadcasts whose bytes the other end has go without.
+        """Send a small value and packed ones; broadcasts whose bytes the other end has
+        go without.
 
         Raises:
             OSError: the other end is closed.
@@ -140,7 +156,14 @@ class WorkerPipe:
                     new = bool(packed.buffers) and packed.key not in self._sent
                     if new:
                         files.append(packed.file if packed.key else packed.write())
-                    about.append((packed.body, [len(buffer) for buffer in packed.buffers], packed.key, new))
+                    about.append(
+                        (
+                            packed.body,
+                            [len(buffer) for buffer in packed.buffers],
+                            packed.key,
+                            new,
+                        )
+                    )
                 self.pipe.send_bytes(pickle.dumps((head, about), protocol=5))
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
@@ -152,7 +175,8 @@ class WorkerPipe:
                     _save(self._sent, packed.key, None)
 
     def receive(self) -> tuple[Any, list[Any]]:
-        """Return the next small value and the unpacked ones; their large arrays lie in the shared memory.
+        """Return the next small value and the unpacked ones; their large arrays lie in
+        the shared memory.
 
         Raises:
             EOFError: the other end is closed.
@@ -177,7 +201,9 @@ class WorkerPipe:
 
 
 def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
-    """Save a broadcast; both ends do this in the same order, so they forget the same ones."""
+    """Save a broadcast; both ends do this in the same order, so they forget the same
+    ones.
+    """
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED:
@@ -185,8 +211,12 @@ def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
 
 
 def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    starts = itertools.accumulate((size + -size % _ALIGNED for size in sizes), initial=0)
-    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    starts = itertools.accumulate(
+        (size + -size % _ALIGNED for size in sizes), initial=0
+    )
+    return [
+        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+    ]
 
 
 def _memory() -> int:
@@ -195,10 +225,14 @@ def _memory() -> int:
 
 
 def _mapped(file: int) -> memoryview:
-    """Return the file's bytes, read-only, and close the descriptor: thousands of replies need no open file."""
+    """Return the file's bytes, read-only, and close the descriptor: thousands of
+    replies need no open file.
+    """
     try:
         size = os.fstat(file).st_size
-        mapped = torch.from_file(f"/dev/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+        mapped = torch.from_file(
+            f"/dev/fd/{file}", shared=True, size=size, dtype=torch.uint8
+        )
     finally:
         os.close(file)
     return mapped.numpy().data.toreadonly()

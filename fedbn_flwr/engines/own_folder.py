@@ -1,7 +1,9 @@
-"""Temporary folders of this package, which the next command removes if the process that made them was killed.
+"""Temporary folders of this package, which the next command removes if the process that
+made them was killed.
 
-A SIGKILL leaves the folder and the processes that work with it: a SuperLink for ever. Each
-folder has a file that its process keeps locked, so those of a living process, and of others, stay.
+A SIGKILL leaves the folder and the processes that work with it: a SuperLink for ever.
+Each folder has a file that its process keeps locked, so those of a living process, and
+of others, stay.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ _MARKER = "fedbn-flwr"  # the file by which a folder of ours is told
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Return a temporary folder for the block, after those of killed processes were removed."""
+    """Return a temporary folder for the block, after those of killed processes were
+    removed.
+    """
     remove_dead()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix=_PREFIX, ignore_cleanup_errors=True
+    ) as folder:
         new, marker = Path(folder, "new"), Path(folder, _MARKER)
         handle = os.open(new, os.O_WRONLY | os.O_CREAT)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # until this process ends, in whatever way
+            # until this process ends, in whatever way
+            fcntl.flock(handle, fcntl.LOCK_EX)
             new.rename(marker)
             yield folder
         finally:
@@ -37,7 +44,9 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_dead() -> None:
-    """Remove this user's folders whose process was killed, and end the processes that it left."""
+    """Remove this user's folders whose process was killed, and end the processes that
+    it left.
+    """
     for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
         with suppress(OSError):  # it is in use, another user's, or gone
             handle = os.open(marker, os.O_WRONLY)
@@ -50,7 +59,8 @@ def remove_dead() -> None:
 
 
 def _end_processes(folder: Path) -> None:
-    """Kill the processes of this user that name this folder; without /proc there are none.
+    """Kill the processes of this user that name this folder; without /proc there are
+    none.
 
     Ray's have a path in it as an argument, Flower's have it as their home (FLWR_HOME).
     """

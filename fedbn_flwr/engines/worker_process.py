@@ -36,8 +36,16 @@ READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _MOST_MEMBERS = 2**20  # threads begin when there is work for them
 
 
-def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
-    """Work on the messages that come over the pipe, until it ends; then end the process."""
+def serve(
+    pipe: Any,
+    inherited: list[Any],
+    app: ClientApp | bytes,
+    torch_threads: int,
+    run_id: int,
+) -> None:
+    """Work on the messages that come over the pipe, until it ends; then end the
+    process.
+    """
     code = 1
     try:
         _serve(pipe, inherited, app, torch_threads, run_id)
@@ -51,11 +59,18 @@ def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads
     os._exit(code)  # members' threads may wait for ever
 
 
-def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
+def _serve(
+    pipe: Any,
+    inherited: list[Any],
+    app: ClientApp | bytes,
+    torch_threads: int,
+    run_id: int,
+) -> None:
     begin_fork()
     for other in inherited:
         other.close()  # or this process would not see that the command has ended
-    for kind in (signal.SIGINT, signal.SIGTERM):  # of a whole group of processes: the command ends this one
+    # of a whole group of processes: the command ends this one
+    for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     threading.Thread(target=end_with_the_command, daemon=True).start()
     torch.set_num_threads(torch_threads)
@@ -77,7 +92,12 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
 
 
 def _reply(
-    link: WorkerPipe, number: int, app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
+    link: WorkerPipe,
+    number: int,
+    app: ClientApp,
+    message: Message,
+    context: Context,
+    reducers: Mapping[str, Reducer],
 ) -> None:
     begun = time.monotonic()
     try:
@@ -85,27 +105,41 @@ def _reply(
     except Exception as error:  # what the app has put into its reply cannot be pickled
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
     with suppress(ConnectionError):  # a command that was killed; this process ends, too
-        # Reply and context apart, so that a kept part does not hold the memory of the whole reply.
+        # Reply and context apart, so that a kept part does not hold the memory of
+        # the # whole reply.
         link.send((DONE, number, time.monotonic() - begun), *done)
 
 
 class _Members:
-    """The members of a synchronised step in this process, each in its own thread; one of them computes at a time."""
+    """The members of a synchronised step in this process, each in its own thread; one
+    of them computes at a time.
+    """
 
     def __init__(self, torch_threads: int) -> None:
         self._reducers: dict[int, _RemoteReducer] = {}
         set_threads = functools.partial(torch.set_num_threads, torch_threads)
-        self._threads = ThreadPoolExecutor(_MOST_MEMBERS, "member", initializer=set_threads)
+        self._threads = ThreadPoolExecutor(
+            _MOST_MEMBERS, "member", initializer=set_threads
+        )
 
     def begin(
-        self, link: WorkerPipe, number: int, app: ClientApp, message: Message, context: Context, barrier_id: str
+        self,
+        link: WorkerPipe,
+        number: int,
+        app: ClientApp,
+        message: Message,
+        context: Context,
+        barrier_id: str,
     ) -> None:
-        self._reducers[context.node_id] = reducer = _RemoteReducer(link, number, context.node_id)
+        self._reducers[context.node_id] = reducer = _RemoteReducer(
+            link, number, context.node_id
+        )
 
         def reply() -> None:
             try:
                 _reply(link, number, app, message, context, {barrier_id: reducer})
-            except BaseException:  # as in the main thread: the command hears of it by the end of this process
+            # as in the main thread: the command hears of it by the end of this process
+            except BaseException:
                 traceback.print_exc()
                 os._exit(1)
 
@@ -132,7 +166,9 @@ class _RemoteReducer:
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
         # As an array: a tensor's pickle takes nine times as long.
-        return torch.from_numpy(self._call("send", self._attempt, tag, tensor.detach().cpu().numpy()))
+        return torch.from_numpy(
+            self._call("send", self._attempt, tag, tensor.detach().cpu().numpy())
+        )
 
     def close(self) -> None:
         self._call("close")
@@ -147,7 +183,9 @@ class _RemoteReducer:
 
 
 def end_with_the_command() -> None:
-    """End this process as soon as the command has ended, also in the middle of a client's work."""
+    """End this process as soon as the command has ended, also in the middle of a
+    client's work.
+    """
     if (command := multiprocessing.parent_process()) is not None:
         wait([command.sentinel])
         os._exit(1)

@@ -1,8 +1,9 @@
 """Clients in worker processes: a host of ``InProcessGrid`` for several cores.
 
-Each process works on one client after the other. In a synchronised step all its members are begun, and one of them
-computes while the others wait for the answer of the barrier, which is in the command's process. A process that dies is
-named; its clients count as failed, and a new process takes its place. No process outlives the command.
+Each process works on one client after the other. In a synchronised step all its members
+are begun, and one of them computes while the others wait for the answer of the barrier,
+which is in the command's process. A process that dies is named; its clients count as
+failed, and a new process takes its place. No process outlives the command.
 """
 
 from __future__ import annotations
@@ -52,16 +53,19 @@ def _pickled(app: ClientApp) -> bytes:
     try:
         pickled: bytes = cloudpickle.dumps(app)
     except Exception as error:  # pickling runs user code
-        raise EngineError(f"the ClientApp cannot be sent to a process: {type(error).__name__}: {error}") from error
+        raise EngineError(
+            f"the ClientApp cannot be sent to a process: {type(error).__name__}:"
+            f" {error}"
+        ) from error
     return pickled
 
 
 class WorkerProcesses:
     """Runs clients in ``count`` processes.
 
-    Where it is safe the processes are forks of this one: they start at once, share its data, and a script's closures
-    need not be pickled. On CUDA and with several torch threads they are new processes, which get the app by
-    cloudpickle.
+    Where it is safe the processes are forks of this one: they start at once, share its
+    data, and a script's closures need not be pickled. On CUDA and with several torch
+    threads they are new processes, which get the app by cloudpickle.
 
     Args:
         app: the app of every node.
@@ -70,21 +74,29 @@ class WorkerProcesses:
         run_id: the run, for Flower's messages.
 
     Attributes:
-        seconds: what the last message of a node took in its process, by node id and message type.
+        seconds: what the last message of a node took in its process, by node id and
+            message type.
 
     Raises:
-        EngineError: the system is not Linux, the app cannot be sent to a new process, or none can be started.
+        EngineError: the system is not Linux, the app cannot be sent to a new process,
+            or none can be started.
     """
 
-    def __init__(self, app: ClientApp, torch_threads: int, count: int, run_id: int) -> None:
+    def __init__(
+        self, app: ClientApp, torch_threads: int, count: int, run_id: int
+    ) -> None:
         if sys.platform != "linux":
-            raise EngineError(f"worker processes share memory in a way that {sys.platform} does not have")
+            raise EngineError(
+                f"worker processes share memory in a way that {sys.platform} does not"
+                " have"
+            )
         fork = torch_threads == 1 and not torch.cuda.is_available()
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)
         self._app: ClientApp | bytes = app if fork else _pickled(app)
-        self._lock = threading.Lock()  # of the two lists of jobs; nothing is sent while it is held
+        # of the two lists of jobs; nothing is sent while it is held
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._broadcasts = Broadcasts()
         self.seconds: dict[tuple[int, str], float] = {}
@@ -92,20 +104,33 @@ class WorkerProcesses:
         self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
         # At the end of the command, before multiprocessing waits for its processes.
-        self._end = Finalize(self, _end_all, args=(self._workers, self._closed, self._lock), exitpriority=10)
+        self._end = Finalize(
+            self,
+            _end_all,
+            args=(self._workers, self._closed, self._lock),
+            exitpriority=10,
+        )
         try:
             for _ in range(count):
                 self._workers.append(self._start())
         except Exception as error:
             self._end()
-            raise EngineError(f"a process cannot be started: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"a process cannot be started: {type(error).__name__}: {error}"
+            ) from error
 
     def submit(self, job: Job) -> None:
-        """Begin a job as soon as a process is free; a member of a synchronised step at once."""
+        """Begin a job as soon as a process is free; a member of a synchronised step at
+        once.
+        """
         with self._lock:
             works = bool(self._workers) and not self._closed.is_set()
             idle = (w for w in self._workers if not w.jobs and not w.gone)
-            worker = self._for_member(job.member.barrier_id) if job.member else next(idle, None)
+            worker = (
+                self._for_member(job.member.barrier_id)
+                if job.member
+                else next(idle, None)
+            )
             if worker:
                 number = worker.reserve(job)
             elif works:
@@ -120,7 +145,9 @@ class WorkerProcesses:
         self._barriers[barrier_id] = barrier
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the step: a member that calls later is told so, and the process of one that hangs is ended in a while."""
+        """End the step: a member that calls later is told so, and the process of one
+        that hangs is ended in a while.
+        """
         barrier = self._barriers.pop(barrier_id)
         if self._with_member_of(barrier_id):
             timer = threading.Timer(barrier.timeout, self._end_hanging, (barrier_id,))
@@ -129,12 +156,19 @@ class WorkerProcesses:
 
     def _with_member_of(self, barrier_id: str) -> list[_Worker]:
         with self._lock:
-            return [worker for worker in self._workers if any(worker.works_for(barrier_id))]
+            return [
+                worker for worker in self._workers if any(worker.works_for(barrier_id))
+            ]
 
     def _end_hanging(self, barrier_id: str) -> None:
-        """End the processes with a member of a step that is over: others would wait there for their turn for ever."""
+        """End the processes with a member of a step that is over: others would wait
+        there for their turn for ever.
+        """
         for worker in self._with_member_of(barrier_id):
-            logger.error("worker process %d hangs in a synchronised step that is over", worker.process.pid)
+            logger.error(
+                "worker process %d hangs in a synchronised step that is over",
+                worker.process.pid,
+            )
             worker.process.kill()
 
     def close(self) -> None:
@@ -151,7 +185,9 @@ class WorkerProcesses:
         self._broadcasts.close()
 
     def _for_member(self, barrier_id: str) -> _Worker | None:
-        """Return the process with the fewest members, if possible one without another job, in which it may hang."""
+        """Return the process with the fewest members, if possible one without another
+        job, in which it may hang.
+        """
         alive = [w for w in self._workers if not w.gone] or self._workers
         free = [worker for worker in alive if all(worker.works_for(barrier_id))]
         return min(free or alive, key=lambda worker: len(worker.jobs), default=None)
@@ -159,21 +195,33 @@ class WorkerProcesses:
     def _send(self, worker: _Worker, number: int, job: Job) -> None:
         head = (WORK, number, job.member.barrier_id if job.member else None)
         try:
-            worker.link.send(head, self._broadcasts.pack(job.message), Packed.of(job.context))
+            worker.link.send(
+                head, self._broadcasts.pack(job.message), Packed.of(job.context)
+            )
         except ConnectionError:
             return  # the process has died; the thread that attends to it fails the job
         except Exception as error:  # it cannot be pickled, or there is no room for it
             with self._lock:
                 known = worker.jobs.pop(number, None)
             if known:
-                _fail(job, f"the message could not be sent to a worker process: {type(error).__name__}: {error}")
+                _fail(
+                    job,
+                    "the message could not be sent to a worker process:"
+                    f" {type(error).__name__}: {error}",
+                )
                 self._feed(worker)
 
     def _feed(self, worker: _Worker) -> None:
-        """Give an idle process the next job, and one more in advance while every process will get a further one."""
+        """Give an idle process the next job, and one more in advance while every
+        process will get a further one.
+        """
         sent: list[tuple[int, Job]] = []
         with self._lock:
-            while not worker.gone and self._jobs and len(worker.jobs) < self._jobs_at_once():
+            while (
+                not worker.gone
+                and self._jobs
+                and len(worker.jobs) < self._jobs_at_once()
+            ):
                 job = self._jobs.popleft()
                 sent.append((worker.reserve(job), job))
         for number, job in sent:
@@ -184,14 +232,22 @@ class WorkerProcesses:
 
     def _start(self) -> _Worker:
         ours, others = multiprocessing.Pipe()
-        inherited = [ours] + [worker.link.pipe for worker in self._workers]  # a fork has these, too, and closes them
-        args = (others, inherited if isinstance(self._app, ClientApp) else [], self._app, *self._settings)
+        # a fork has these, too, and closes them
+        inherited = [ours] + [worker.link.pipe for worker in self._workers]
+        args = (
+            others,
+            inherited if isinstance(self._app, ClientApp) else [],
+            self._app,
+            *self._settings,
+        )
         process = self._process(target=serve, args=args, name="fedbn-flwr worker")
         with forking():
             process.start()
         others.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
-        threading.Thread(target=self._attend, args=(worker,), name="worker", daemon=True).start()
+        threading.Thread(
+            target=self._attend, args=(worker,), name="worker", daemon=True
+        ).start()
         return worker
 
     def _attend(self, worker: _Worker) -> None:
@@ -213,18 +269,29 @@ class WorkerProcesses:
                 if job:
                     self.seconds[work_of(job.message)] = call[0]
                     _end(job, values)
-                del job, values  # or this thread would hold the memory of the reply until the next one
+                # or this thread would hold the memory of the reply until the next one
+                del job, values
 
-    def _call(self, worker: _Worker, number: int, node_id: int, method: str, args: tuple[Any, ...]) -> None:
+    def _call(
+        self,
+        worker: _Worker,
+        number: int,
+        node_id: int,
+        method: str,
+        args: tuple[Any, ...],
+    ) -> None:
         """Do a member's call at its barrier. An exchange is answered when it is over."""
-        member = job.member if (job := worker.jobs.get(number)) else None  # none: the grid was closed
+        # none: the grid was closed
+        member = job.member if (job := worker.jobs.get(number)) else None
         barrier = self._barriers.get(member.barrier_id) if member else None
         try:
             if barrier is None:
                 raise Dropped("the synchronised step is over")
             if method == "send":
                 attempt, tag, array = args
-                barrier.send(node_id, attempt, tag, torch.from_numpy(array), worker.answer)
+                barrier.send(
+                    node_id, attempt, tag, torch.from_numpy(array), worker.answer
+                )
             else:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
         except (Dropped, RetryStep) as error:
@@ -250,11 +317,18 @@ class WorkerProcesses:
                 if worker.ready:
                     self._workers.append(fresh := self._start())
                 else:
-                    why += ", before it could work (a script with workers begins with `if __name__ == '__main__':`)"
+                    why += (
+                        ", before it could work (a script with workers begins with `if"
+                        " __name__ == '__main__':`)"
+                    )
             except Exception as error:
                 why += f", and no other can be started: {type(error).__name__}: {error}"
-            # A client that waited for its turn in the process has lost nothing; those of a step were all begun.
-            lost, in_step = list(worker.jobs.values()), any(job.member for job in worker.jobs.values())
+            # A client that waited for its turn in the process has lost nothing;
+            # those # of a step were all begun.
+            lost, in_step = (
+                list(worker.jobs.values()),
+                any(job.member for job in worker.jobs.values()),
+            )
             waited = [] if in_step else lost[1:]
             lost = lost if in_step else lost[:1]
             self._jobs.extendleft(reversed(waited))
@@ -265,8 +339,14 @@ class WorkerProcesses:
         if not fresh:
             logger.error("%s; %d worker processes are left", why, len(self._workers))
         if lost:
-            partitions = ", ".join(str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost)
-            logger.error("%s; its clients count as failed (partition %s), and the run goes on.", why, partitions)
+            partitions = ", ".join(
+                str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost
+            )
+            logger.error(
+                "%s; its clients count as failed (partition %s), and the run goes on.",
+                why,
+                partitions,
+            )
         for job in [*lost, *stranded]:
             _fail(job, why)
         for other in [fresh] if fresh else list(self._workers):
@@ -308,20 +388,38 @@ class _Worker:
 
     def works_for(self, barrier_id: str) -> list[bool]:
         """Return, for each of its jobs, whether it is a member of this barrier."""
-        return [job.member is not None and job.member.barrier_id == barrier_id for job in self.jobs.values()]
+        return [
+            job.member is not None and job.member.barrier_id == barrier_id
+            for job in self.jobs.values()
+        ]
 
     def answer(self, outcomes: Mapping[int, Any]) -> None:
         """Send the results of members' calls by node id, or the exceptions."""
         # One array for one tensor, which most members share: it is sent once.
-        arrays = {id(outcome): outcome.numpy() for outcome in outcomes.values() if isinstance(outcome, Tensor)}
+        arrays = {
+            id(outcome): outcome.numpy()
+            for outcome in outcomes.values()
+            if isinstance(outcome, Tensor)
+        }
         with suppress(OSError):  # the process has died
-            self.link.send((ANSWER, 0, {i: arrays.get(id(outcome), outcome) for i, outcome in outcomes.items()}))
+            self.link.send(
+                (
+                    ANSWER,
+                    0,
+                    {
+                        i: arrays.get(id(outcome), outcome)
+                        for i, outcome in outcomes.items()
+                    },
+                )
+            )
 
 
 _numbers = itertools.count()
 
 
-def _end_all(current: list[_Worker], closed: threading.Event, lock: threading.Lock) -> None:
+def _end_all(
+    current: list[_Worker], closed: threading.Event, lock: threading.Lock
+) -> None:
     """End the processes: idle ones by the end of their link, busy ones by a signal."""
     with lock:
         closed.set()  # so that none is replaced

@@ -1,12 +1,18 @@
-"""The laboratory: what runs experiments with the methods. It may import anything; the package never imports it.
+"""The laboratory: what runs experiments with the methods. It may import anything; the
+package never imports it.
 
-- ``config``: the settings of a run and what is refused. ``setup.py``: its model, local training and strategy.
-- ``data`` with ``models`` and ``export``: data sets, networks, and files of models to take away.
+- ``config``: the settings of a run and what is refused. ``setup.py``: its model, local
+  training and strategy.
+- ``data`` with ``models`` and ``export``: data sets, networks, and files of models to
+  take away.
 - ``partitioned``: the data of a run, its split over the clients and the report on it.
-- ``output``: the folder of a run: metrics, curves, checkpoints, model, summary. ``early_stopping.py`` ends a run.
-- ``runs``: a run in each engine, the checks before it, its server and its clients, and the default Flower app.
+- ``output``: the folder of a run: metrics, curves, checkpoints, model, summary.
+  ``early_stopping.py`` ends a run.
+- ``runs``: a run in each engine, the checks before it, its server and its clients, and
+  the default Flower app.
 - ``finished_runs``: evaluate and export the model of a run.
-- ``studies``: grids of runs, their results and tables. ``report``: the HTML page of a run or a study.
+- ``studies``: grids of runs, their results and tables. ``report``: the HTML page of a
+  run or a study.
 - ``doctor.py``: what went wrong with BatchNorm in a run.
 - ``deployment``: a federation over a network. ``cli``: the command line.
 """
@@ -20,7 +26,17 @@ from fedbn_flwr.errors import MissingExtraError, install_extra
 __all__: list[str] = []
 
 _NEEDS = (
-    *("PIL", "cloudpickle", "flwr_datasets", "matplotlib", "pandas", "ray", "rich", "scipy", "sklearn"),
+    *(
+        "PIL",
+        "cloudpickle",
+        "flwr_datasets",
+        "matplotlib",
+        "pandas",
+        "ray",
+        "rich",
+        "scipy",
+        "sklearn",
+    ),
     *("torchvision", "typer", "yaml"),
 )
 """What the extra ``lab`` installs, by the names of modules."""
@@ -36,8 +52,8 @@ def _check_extra() -> None:
         return  # not even the core: `make certs` needs cryptography alone
     if absent := [name for name in _NEEDS if find_spec(name) is None]:
         raise MissingExtraError(
-            "the command line, data sets and studies of fedbn-flwr need packages that are not installed "
-            f"({', '.join(absent)}): {install_extra('lab')}"
+            "the command line, data sets and studies of fedbn-flwr need packages that"
+            f" are not installed ({', '.join(absent)}): {install_extra('lab')}"
         )
 
 

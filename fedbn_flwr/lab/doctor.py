@@ -1,4 +1,6 @@
-"""``fedbn-flwr doctor``: a run's folder, a model with data, or a saved state; ``fedbn_flwr.doctor`` does the work."""
+"""``fedbn-flwr doctor``: a run's folder, a model with data, or a saved state;
+``fedbn_flwr.doctor`` does the work.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
 from fedbn_flwr.doctor.state import STATE_FILES, named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of, read_overrides
+from fedbn_flwr.lab.config import (
+    CENTRALIZED,
+    Config,
+    data_of,
+    method_of,
+    read_overrides,
+)
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
@@ -44,7 +52,15 @@ from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "examine", "fitting", "read_names", "training_of"]
+__all__ = [
+    "diagnose_model",
+    "diagnose_run",
+    "diagnose_saved_state",
+    "examine",
+    "fitting",
+    "read_names",
+    "training_of",
+]
 
 Split = Mapping[str, Any]
 _BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNorm
@@ -58,16 +74,17 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         max_examples: examples of each client to use, drawn at random.
 
     Raises:
-        ConfigError: the folder has no run, or its data are not here and nothing else can be said; or they have changed
-            since the run.
+        ConfigError: the folder has no run, or its data are not here and nothing else
+            can be said; or they have changed since the run.
         StateError: the run is not finished.
     """
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
-            f"dataset={config.dataset!r} has changed since the run in {run}: its figures would be those of other "
-            "examples. Restore the data; or look at the model on the data of now, fedbn-flwr doctor MODEL --dataset D "
-            "--state FILE; or at the state alone, fedbn-flwr doctor FILE."
+            f"dataset={config.dataset!r} has changed since the run in {run}: its"
+            " figures would be those of other examples. Restore the data; or look at"
+            " the model on the data of now, fedbn-flwr doctor MODEL --dataset D"
+            " --state FILE; or at the state alone, fedbn-flwr doctor FILE."
         )
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
@@ -76,33 +93,63 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     try:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
-        notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
-        diagnosis = diagnose_state(state, model=model, training=training_of(config, run))
+        notes.append(
+            "the data of the run are not here, so its state alone was looked at:"
+            f" {error}"
+        )
+        diagnosis = diagnose_state(
+            state, model=model, training=training_of(config, run)
+        )
         diagnosis = replace(diagnosis, notes=notes)
     else:
         training = training_of(config, run)
-        own = kept if config.strategy != CENTRALIZED and method_of(config).methods.local else {}
-        diagnosis = _with_data(model, config, clients, tests, training=training, state=state, notes=notes, own=own)
+        own = (
+            kept
+            if config.strategy != CENTRALIZED and method_of(config).methods.local
+            else {}
+        )
+        diagnosis = _with_data(
+            model,
+            config,
+            clients,
+            tests,
+            training=training,
+            state=state,
+            notes=notes,
+            own=own,
+        )
     files = RunFiles.read(run)
     of_clients = _of_clients(model, kept, diagnosis.findings)
-    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in method_of(config).methods.local:
+    if (
+        clients
+        and config.strategy != CENTRALIZED
+        and Part.STATISTICS in method_of(config).methods.local
+    ):
         of_clients += _mismatch_of_clients(model, kept, tests, config)
     findings = [*of_clients, *diagnosis.findings]
     if files.diverged_at:
         evidence = [f"In round {files.diverged_at}: {files.divergence}."]
         numbers = {"round": files.diverged_at}
-        findings.insert(0, Finding("diverged", "The run diverged.", evidence, numbers, DIVERGED))
+        findings.insert(
+            0, Finding("diverged", "The run diverged.", evidence, numbers, DIVERGED)
+        )
     findings = fitting(findings, config)
-    return replace(diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes])
+    return replace(
+        diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes]
+    )
 
 
 def examine(folder: Path) -> None:
-    """Let the doctor look at a finished run, and write ``doctor.json``, which the report shows.
+    """Let the doctor look at a finished run, and write ``doctor.json``, which the
+    report shows.
 
-    Where the file is newer than the run it stays; where the doctor cannot look, it says why. A study is left as it is.
+    Where the file is newer than the run it stays; where the doctor cannot look, it says
+    why. A study is left as it is.
     """
     run, file = folder / "summary.json", folder / "doctor.json"
-    if not run.is_file() or (file.is_file() and file.stat().st_mtime_ns >= run.stat().st_mtime_ns):
+    if not run.is_file() or (
+        file.is_file() and file.stat().st_mtime_ns >= run.stat().st_mtime_ns
+    ):
         return
     try:
         diagnosis = diagnose_run(folder).to_json()
@@ -112,12 +159,18 @@ def examine(folder: Path) -> None:
         write_atomically(file, json.dumps(diagnosis, indent=2) + "\n")
 
 
-def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]) -> list[Finding]:
-    """Return the faults in what the clients kept, but the known ones; an equal fault of several clients is one."""
+def _of_clients(
+    model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]
+) -> list[Finding]:
+    """Return the faults in what the clients kept, but the known ones; an equal fault of
+    several clients is one.
+    """
     sound: dict[str, Tensor] = {}
     for name, value in tensors_by_name(model.state_dict()).items():
         # Shared entries are 1 here: a fault in them is the model's, not the client's.
-        sound[name] = torch.ones_like(value.cpu()) if value.is_floating_point() else value.cpu()
+        sound[name] = (
+            torch.ones_like(value.cpu()) if value.is_floating_point() else value.cpu()
+        )
     faults: dict[tuple[str, ...], Finding] = {}
     clients_of: dict[tuple[str, ...], list[str]] = {}
     for client, entries in kept.items():
@@ -130,19 +183,29 @@ def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], know
     for key, finding in faults.items():
         clients = clients_of[key]
         what = f"{clients_named(clients)}: {finding.what[0].lower()}{finding.what[1:]}"
-        named.append(replace(finding, what=what, numbers={**finding.numbers, "clients": clients}))
+        named.append(
+            replace(finding, what=what, numbers={**finding.numbers, "clients": clients})
+        )
     return named
 
 
 def _mismatch_of_clients(
-    model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], tests: Sequence[ClientData], config: Config
+    model: nn.Module,
+    kept: Mapping[str, Mapping[str, Tensor]],
+    tests: Sequence[ClientData],
+    config: Config,
 ) -> list[Finding]:
-    """Return the mismatch of training and test in the clients' own models, each on its own test examples.
+    """Return the mismatch of training and test in the clients' own models, each on its
+    own test examples.
 
-    Where statistics stay with the clients these models are what is used; the average of their BatchNorm is not.
+    Where statistics stay with the clients these models are what is used; the average of
+    their BatchNorm is not.
     """
     evidence, chosen = dict[str, str](), MISMATCH
-    loss, generator = data_of(config).task.loss, torch_generator(config.seed, "doctor-clients")
+    loss, generator = (
+        data_of(config).task.loss,
+        torch_generator(config.seed, "doctor-clients"),
+    )
     momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
     for test in tests:
         if test.name not in kept or len(test) < 2:
@@ -153,10 +216,16 @@ def _mismatch_of_clients(
             gap = mismatch(on_device(of_client, config), [test], loss, generator)
         if finding := train_test_mismatch(Measured(gap=gap, momenta=momenta)):
             chosen = [*finding.remedies]
-            evidence[test.name] = f"Client {test.name}, its own model on its own test examples: {finding.evidence[0]}"
+            evidence[test.name] = (
+                f"Client {test.name}, its own model on its own test examples:"
+                f" {finding.evidence[0]}"
+            )
     if not evidence:
         return []
-    what = f"{clients_named([*evidence])}: the running statistics do not fit the client's own model."
+    what = (
+        f"{clients_named([*evidence])}: the running statistics do not fit the client's"
+        " own model."
+    )
     lines, numbers = [*evidence.values()][:3], {"clients": [*evidence]}
     return [Finding("train-test-mismatch", what, lines, numbers, chosen)]
 
@@ -169,7 +238,8 @@ def diagnose_model(
     max_examples: int = 1024,
     split: Split | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a model by name on a data set, split as in a run with these settings.
+    """Return the diagnosis of a model by name on a data set, split as in a run with
+    these settings.
 
     Args:
         model: the config key ``model``.
@@ -181,20 +251,35 @@ def diagnose_model(
     """
     config = Config.make({**settings, "model": model, "dataset": dataset})
     built, saved = make_model(config).eval(), None
-    notes = [] if state else ["the model has its initial weights: --state gives it others."]
+    notes = (
+        [] if state else ["the model has its initial weights: --state gives it others."]
+    )
     if state is not None:
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
     clients, tests = _examples_of(config, max_examples, notes)
     training = training_of(config)
-    diagnosis = _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
+    diagnosis = _with_data(
+        built,
+        config,
+        clients,
+        tests,
+        training=training,
+        state=saved,
+        notes=notes,
+        **(split or {}),
+    )
     return replace(diagnosis, findings=fitting(diagnosis.findings, config))
 
 
 def diagnose_saved_state(
-    state: Path, model: str = "", settings: Mapping[str, Any] | None = None, split: Split | None = None
+    state: Path,
+    model: str = "",
+    settings: Mapping[str, Any] | None = None,
+    split: Split | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a saved state without data; with a model's name by the types of its layers.
+    """Return the diagnosis of a saved state without data; with a model's name by the
+    types of its layers.
 
     Raises:
         StateError: the file cannot be read.
@@ -204,12 +289,15 @@ def diagnose_saved_state(
         config = Config.make({**(settings or {}), "model": model})
         built = make_model(config)
         state_dict = named(entries, built.state_dict())
-        return diagnose_state(state_dict, model=built, training=training_of(config), **(split or {}))
+        return diagnose_state(
+            state_dict, model=built, training=training_of(config), **(split or {})
+        )
     return diagnose_state(entries, **(split or {}))
 
 
 def read_names(path: Path) -> list[str]:
-    """Return the names in a file: one a line, a JSON list, or the entries of a saved state.
+    """Return the names in a file: one a line, a JSON list, or the entries of a saved
+    state.
 
     Raises:
         ConfigError: the file is absent or holds no names.
@@ -220,16 +308,22 @@ def read_names(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         names = json.loads(text) if text.lstrip().startswith("[") else text.split()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the names in {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the names in {str(path)!r} cannot be read: {error}"
+        ) from error
     if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{str(path)!r} holds no names. Write one a line, or a JSON list of names.")
+        raise ConfigError(
+            f"{str(path)!r} holds no names. Write one a line, or a JSON list of names."
+        )
     return list(names)
 
 
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
-    """Return the findings with the remedies that a run with these settings can take and has not taken yet.
+    """Return the findings with the remedies that a run with these settings can take and
+    has not taken yet.
 
-    Of a remedy with two settings the first one is left, where the second one does not fit.
+    Of a remedy with two settings the first one is left, where the second one does not
+    fit.
     """
     try:
         settings = config.to_mapping()
@@ -248,8 +342,13 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
             return False
         full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
         if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
-            return False  # a larger batch than all examples, and clients where there are none
-        if then.strategy != CENTRALIZED and model_needs(method_of(then).methods.whole) and then.norm not in _BATCHNORM:
+            # a larger batch than all examples, and clients where there are none
+            return False
+        if (
+            then.strategy != CENTRALIZED
+            and model_needs(method_of(then).methods.whole)
+            and then.norm not in _BATCHNORM
+        ):
             return False
         return any(settings[key] != value for key, value in asked.items())
 
@@ -261,26 +360,44 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
             if way := next(filter(fits, ways), None):
                 yield replace(remedy, setting=way)
 
-    return [replace(finding, remedies=[*fitted(finding.remedies)]) for finding in findings]
+    return [
+        replace(finding, remedies=[*fitted(finding.remedies)]) for finding in findings
+    ]
 
 
 def _with_data(
-    model: nn.Module, config: Config, clients: list[ClientData], tests: list[ClientData], **options: Any
+    model: nn.Module,
+    config: Config,
+    clients: list[ClientData],
+    tests: list[ClientData],
+    **options: Any,
 ) -> Diagnosis:
     loss = data_of(config).task.loss
     with threads(config.torch_threads):  # as in training: the last digits depend on it
-        return diagnose_clients(on_device(model, config), clients, tests, loss=loss, seed=config.seed, **options)
+        return diagnose_clients(
+            on_device(model, config),
+            clients,
+            tests,
+            loss=loss,
+            seed=config.seed,
+            **options,
+        )
 
 
-def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[list[ClientData], list[ClientData]]:
-    """Return training and test examples of each client; add to ``notes`` how they differ from those of training.
+def _examples_of(
+    config: Config, max_examples: int, notes: list[str]
+) -> tuple[list[ClientData], list[ClientData]]:
+    """Return training and test examples of each client; add to ``notes`` how they
+    differ from those of training.
 
     Raises:
         DataError: the data are not here.
     """
     data = partitioned_data(config, count_clients(config))
     if config.augment:
-        notes.append(f"examples were taken as they are, without augment={config.augment}.")
+        notes.append(
+            f"examples were taken as they are, without augment={config.augment}."
+        )
     data, names = replace(data, augment=None), [str(k) for k in range(len(data.train))]
     train = {name: data.train_view(k) for k, name in enumerate(names)}
     test = {name: data.test_view(k) for k, name in enumerate(names)}
@@ -291,27 +408,38 @@ def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[l
     return _drawn(config, train, max_examples), _drawn(config, test, max_examples)
 
 
-def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> list[ClientData]:
-    """Return up to ``max_examples`` random examples of each client that has some, on the CPU."""
+def _drawn(
+    config: Config, views: Mapping[str, Subset], max_examples: int
+) -> list[ClientData]:
+    """Return up to ``max_examples`` random examples of each client that has some, on
+    the CPU.
+    """
     drawn = []
     for name, view in views.items():
         if not len(view):
             continue
-        order = torch.randperm(len(view), generator=torch_generator(config.seed, "doctor", name))[:max_examples]
+        order = torch.randperm(
+            len(view), generator=torch_generator(config.seed, "doctor", name)
+        )[:max_examples]
         inputs, targets = view.batch(order.sort().values)
-        mixed = torch.randperm(len(order), generator=torch_generator(config.seed, "doctor-order", name))
+        mixed = torch.randperm(
+            len(order), generator=torch_generator(config.seed, "doctor-order", name)
+        )
         size = min(config.batch_size or len(view), len(view))
         drawn.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
     return drawn
 
 
 def training_of(config: Config, run: Path | None = None) -> Training:
-    """Return what the settings say of the training; a run's folder says whether its statistics are frozen by now."""
+    """Return what the settings say of the training; a run's folder says whether its
+    statistics are frozen by now.
+    """
     tested = method_of(config).tests[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
     methods, handled = method_of(config).methods, set[str]()
-    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
+    # else it differs by client
+    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)
     if methods.freezes_bn or (
         methods.whole.exchanges and steps == 1
     ):  # of more steps only the first one is synchronised
@@ -319,7 +447,8 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     plan = freeze_plan(methods)
     if run and plan and Part.STATISTICS in plan.parts:
         lines = read_metrics(run / "metrics.jsonl")
-        if lines and lines[-1]["phase"] == "frozen":  # training and test normalise by the same statistics by now
+        # training and test normalise by the same statistics by now
+        if lines and lines[-1]["phase"] == "frozen":
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in methods.local:
         handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
@@ -330,18 +459,26 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     return Training(steps, config.batch_size, config.title, frozenset(handled), tested)
 
 
-def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:
+def _state_of_run(
+    run: Path, config: Config
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:
     """Return the global state of a run, what each client kept, and notes.
 
     Where the clients keep BatchNorm, the state holds the average of what they kept.
     """
     if not (run / "model.safetensors").is_file():
-        raise StateError(f"{run} has no model.safetensors: the run is not finished. Continue it with --resume.")
+        raise StateError(
+            f"{run} has no model.safetensors: the run is not finished. Continue it with"
+            " --resume."
+        )
     state, about = read_state(run / "model.safetensors")
     changed = ModelDescription.read(about).code_changed()
     notes = [changed] if changed else []
     absent = [part for part in Part if about.get(part) == ABSENT]
-    kept = {p.stem.removeprefix("client-"): read_state(p)[0] for p in sorted((run / "clients").glob("client-*"))}
+    kept = {
+        p.stem.removeprefix("client-"): read_state(p)[0]
+        for p in sorted((run / "clients").glob("client-*"))
+    }
     model = make_model(config)
     parts = split_state(model)
     names = parts.select(absent)
@@ -351,12 +488,16 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
         if whole:
             state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))}
         notes.append(
-            f"{', '.join(absent)} entries stay with the clients: the plain average of {len(whole)} clients was used."
+            f"{', '.join(absent)} entries stay with the clients: the plain average of"
+            f" {len(whole)} clients was used."
         )
     elif names:
         initial = model.state_dict()
         state = {**state, **{name: initial[name] for name in names}}
-        notes.append(f"{', '.join(absent)} entries stay with the clients and are not here: initial values were used.")
+        notes.append(
+            f"{', '.join(absent)} entries stay with the clients and are not here:"
+            " initial values were used."
+        )
     return {name: state[name] for name in parts.names}, kept, notes
 
 

@@ -1,4 +1,6 @@
-"""Files of runs and studies that several modules know: their names, and reading JSON, whose errors name the file."""
+"""Files of runs and studies that several modules know: their names, and reading JSON,
+whose errors name the file.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,36 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, StateError
 
-__all__ = ["CONFIG_FILE", "COUNTED", "STUDY_FILE", "NewLines", "ledger_of", "lost_lines"]
-__all__ += ["numbers_of", "read_json", "read_metrics", "refuse_no_results", "refuse_no_run"]
+__all__ = [
+    "CONFIG_FILE",
+    "COUNTED",
+    "STUDY_FILE",
+    "NewLines",
+    "ledger_of",
+    "lost_lines",
+]
+__all__ += [
+    "numbers_of",
+    "read_json",
+    "read_metrics",
+    "refuse_no_results",
+    "refuse_no_run",
+]
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
 
-COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
-"""The keys of a line of ``metrics.jsonl`` that a ledger sums; those of tests begin with ``evaluation-``."""
+COUNTED = (
+    "examples",
+    "exchanges",
+    "bytes-down",
+    "bytes-up",
+    "counter-bytes-down",
+    "counter-bytes-up",
+)
+"""The keys of a line of ``metrics.jsonl`` that a ledger sums; those of tests begin with
+``evaluation-``.
+"""
 
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 
@@ -26,11 +50,15 @@ _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 def refuse_no_run(run: Path) -> None:
     """Raise ConfigError if a folder is none of a run."""
     if (run / STUDY_FILE).is_file():
-        raise ConfigError(f"{run} is the folder of a study. Name one of its runs: {run}/METHOD/SPLIT/seed-N.")
+        raise ConfigError(
+            f"{run} is the folder of a study. Name one of its runs:"
+            f" {run}/METHOD/SPLIT/seed-N."
+        )
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{run} is no folder of a run: {CONFIG_FILE} is absent. It needs {CONFIG_FILE} and model.safetensors, "
-            "which a run writes (a site gets these two files)."
+            f"{run} is no folder of a run: {CONFIG_FILE} is absent. It needs"
+            f" {CONFIG_FILE} and model.safetensors, which a run writes (a site gets"
+            " these two files)."
         )
 
 
@@ -38,8 +66,9 @@ def refuse_no_results(folder: Path) -> None:
     """Raise ConfigError if a folder is neither of a run nor of a study."""
     if not any((folder / name).is_file() for name in (CONFIG_FILE, STUDY_FILE)):
         raise ConfigError(
-            f"{str(folder)!r} is not the folder of a run or a study: it has neither {CONFIG_FILE} nor {STUDY_FILE}. "
-            "Give the --out of `fedbn-flwr run` or `fedbn-flwr sweep`."
+            f"{str(folder)!r} is not the folder of a run or a study: it has neither"
+            f" {CONFIG_FILE} nor {STUDY_FILE}. Give the --out of `fedbn-flwr run` or"
+            " `fedbn-flwr sweep`."
         )
 
 
@@ -53,7 +82,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; an incomplete last line of a killed process is left out.
+    """Return the lines of a ``metrics.jsonl``; an incomplete last line of a killed
+    process is left out.
 
     Raises:
         StateError: another line is damaged.
@@ -62,15 +92,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the sums of traffic and examples of lines of ``metrics.jsonl``, of training and of tests."""
+    """Return the sums of traffic and examples of lines of ``metrics.jsonl``, of
+    training and of tests.
+    """
     totals: Counter[str] = Counter()
     for line in lines:
-        totals.update({key: value for key, value in line.items() if key.removeprefix("evaluation-") in COUNTED})
+        totals.update(
+            {
+                key: value
+                for key, value in line.items()
+                if key.removeprefix("evaluation-") in COUNTED
+            }
+        )
     return dict(totals)
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of ``metrics.jsonl``, domains as ``metric/domain``; without clients and lists."""
+    """Return the numbers of a line of ``metrics.jsonl``, domains as ``metric/domain``;
+    without clients and lists.
+    """
     values = {**line}
     for metric, of_domains in line.get("domains", {}).items():
         for domain, value in of_domains.items():
@@ -84,17 +124,20 @@ def _is_number(value: Any) -> bool:
 
 
 def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is left out of a finished run whose ``metrics.jsonl`` has lost lines; "" if it has all of them."""
+    """Return what is left out of a finished run whose ``metrics.jsonl`` has lost lines;
+    "" if it has all of them.
+    """
     if len(lines) == summary["rounds"]:
         return ""
     return (
-        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds: the run's best result, its target and its "
-        f"curves are left out. {_REPEAT}"
+        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds: the run's best"
+        f" result, its target and its curves are left out. {_REPEAT}"
     )
 
 
 class NewLines:
-    """The lines that a ``metrics.jsonl`` gets while its run goes on; each is read once, however long the file is.
+    """The lines that a ``metrics.jsonl`` gets while its run goes on; each is read once,
+    however long the file is.
 
     Args:
         path: the file; it may be absent yet.
@@ -105,26 +148,37 @@ class NewLines:
         self._lines, self._bytes, self._inode = 0, 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call; a file that a resume has cut back goes on from its new end.
+        """Return the complete lines since the last call; a file that a resume has cut
+        back goes on from its new end.
 
         Raises:
             StateError: a line is damaged.
         """
         try:
             file = self._path.open("rb")
-        except FileNotFoundError:  # a file that comes later is that of a run from its beginning
+        # a file that comes later is that of a run from its beginning
+        except FileNotFoundError:
             self._lines, self._bytes, self._inode = 0, 0, 0
             return []
         with file:
             status, passed = os.fstat(file.fileno()), 0
-            if status.st_ino != self._inode or status.st_size < self._bytes:  # another file has taken its place
-                self._inode, self._bytes, passed, self._lines = status.st_ino, 0, self._lines, 0
+            # another file has taken its place
+            if status.st_ino != self._inode or status.st_size < self._bytes:
+                self._inode, self._bytes, passed, self._lines = (
+                    status.st_ino,
+                    0,
+                    self._lines,
+                    0,
+                )
             file.seek(self._bytes)
             lines = [line for line in file if line.endswith(b"\n")]
         first = self._lines + passed + 1
         self._bytes += sum(map(len, lines))
         self._lines += len(lines)
-        return [_mapping(line, f"{self._path}, line {at},") for at, line in enumerate(lines[passed:], first)]
+        return [
+            _mapping(line, f"{self._path}, line {at},")
+            for at, line in enumerate(lines[passed:], first)
+        ]
 
 
 def _mapping(text: bytes, where: str) -> dict[str, Any]:

@@ -10,7 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, learning_rate_of, method_of, split
+from fedbn_flwr.lab.config import (
+    CENTRALIZED,
+    Config,
+    data_of,
+    learning_rate_of,
+    method_of,
+    split,
+)
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods import Methods
@@ -57,7 +64,10 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
-        raise ConfigError(f"device={name}: {count} CUDA device(s) found here. Use device=cpu, or device=auto.")
+        raise ConfigError(
+            f"device={name}: {count} CUDA device(s) found here. Use device=cpu, or"
+            " device=auto."
+        )
     return torch.device(name)
 
 
@@ -68,11 +78,16 @@ def refuse_named_gpu(config: Config) -> None:
         ConfigError: the device is named.
     """
     if config.device.startswith("cuda:"):
-        raise ConfigError(f"device={config.device} names a GPU, and Ray chooses it. Set device=cuda or auto.")
+        raise ConfigError(
+            f"device={config.device} names a GPU, and Ray chooses it. Set device=cuda"
+            " or auto."
+        )
 
 
 def gpu_share(at_once: int, gpus: int) -> float:
-    """Return the part of a GPU that each of ``at_once`` runs or clients asks for: they share all GPUs evenly."""
+    """Return the part of a GPU that each of ``at_once`` runs or clients asks for: they
+    share all GPUs evenly.
+    """
     return 1 / max(1, -(-at_once // gpus))
 
 
@@ -112,12 +127,16 @@ def build_options(config: Config) -> dict[str, Any]:
 
 
 def make_model(config: Config) -> nn.Module:
-    """Return the model of a config on the CPU, with seeded weights and its ``train-only``."""
+    """Return the model of a config on the CPU, with seeded weights and its
+    ``train-only``.
+    """
     return model_and_warnings(config)[0]
 
 
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
-    """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
+    """Return the model as ``make_model``, and what a user may not expect of its
+    BatchNorm, one line each.
+    """
     model = build_model(**build_options(config))
     if why := no_tensors(model):
         raise ConfigError(f"model {config.model!r}: {why}")
@@ -125,7 +144,10 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     uses_momentum = True
     if config.strategy != CENTRALIZED:
         warnings += partly_without_effect(split_state(model), method_of(config).methods)
-        uses_momentum = all(problem.key != "bn_momentum" for problem in method_of(config).problems("unused"))
+        uses_momentum = all(
+            problem.key != "bn_momentum"
+            for problem in method_of(config).problems("unused")
+        )
     replaced = []
     for path, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
@@ -134,11 +156,14 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
             layer.momentum = config.bn_momentum
     if replaced and uses_momentum:
         warnings.append(
-            f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(replaced)} BatchNorm layers of model "
-            f"{config.model!r} (of {replaced[0]}). Set bn-momentum to the value that the model should have."
+            f"bn-momentum={config.bn_momentum:g} replaces the momentum of"
+            f" {len(replaced)} BatchNorm layers of model {config.model!r} (of"
+            f" {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
     if told := keep_eval(model):
-        warnings.append(f"model {config.model!r}: {told} frozen-bn has no effect on them.")
+        warnings.append(
+            f"model {config.model!r}: {told} frozen-bn has no effect on them."
+        )
     train_only(model, split(config.train_only), config.frozen_bn)
     if told := unlike_in_tests(model):
         warnings.append(f"model {config.model!r}: {told}")
@@ -146,25 +171,38 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
 
 
 def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
-    """Return which BatchNorm layers lack entries that the method is about, one line each."""
+    """Return which BatchNorm layers lack entries that the method is about, one line
+    each.
+    """
     lines = []
     affine = frozenset(parts.affine)
-    no_affine = [layer.path for layer in parts.layers if affine.isdisjoint(layer.entries.values())]
+    no_affine = [
+        layer.path
+        for layer in parts.layers
+        if affine.isdisjoint(layer.entries.values())
+    ]
     if no_affine and Part.AFFINE in methods.local:
-        lines.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
-    no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]
+        lines.append(
+            f"{len(no_affine)} BN layer(s) have no gamma and beta to keep:"
+            f" {', '.join(no_affine[:3])}"
+        )
+    no_statistics = [
+        layer.path for layer in parts.layers if "running_mean" not in layer.entries
+    ]
     if no_statistics:
         lines.append(
-            f"{len(no_statistics)} BN layer(s) track no running statistics and use the batch's own in testing: "
-            + ", ".join(no_statistics[:3])
+            f"{len(no_statistics)} BN layer(s) track no running statistics and use the"
+            " batch's own in testing: " + ", ".join(no_statistics[:3])
         )
     return lines
 
 
 def initialise(model: nn.Module, config: Config) -> InitReport | None:
-    """Load the initial weights of a config into the model, in place; return the report, None without ``init``.
+    """Load the initial weights of a config into the model, in place; return the report,
+    None without ``init``.
 
-    The server alone does so, and sends them: the nodes need no such file, and a resumed run has its checkpoint.
+    The server alone does so, and sends them: the nodes need no such file, and a resumed
+    run has its checkpoint.
 
     Raises:
         ConfigError: the weights cannot be read, or none fits.
@@ -192,7 +230,9 @@ def local_training(config: Config) -> LocalTraining:
 
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
-    """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
+    """Return the strategy of a config for ``num_nodes`` nodes; the state is split by
+    the model's layer types.
+    """
     settings = method_of(config).params.model_dump() | _tests(config)
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS
@@ -201,7 +241,8 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
-        # All nodes were there at the start (``serve`` counts them); a round does not wait for nodes lost since.
+        # All nodes were there at the start (``serve`` counts them); a round does
+        # not # wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
         **settings,
@@ -209,9 +250,12 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
 
 
 def _tests(config: Config) -> dict[str, str]:
-    """Return the tests that the strategy must know: those of held-out clients need the average of local BN parts."""
+    """Return the tests that the strategy must know: those of held-out clients need the
+    average of local BN parts.
+    """
     local = (
-        bool(method_of(config).methods.local & {Part.AFFINE, Part.STATISTICS}) and not method_of(config).shares_nothing
+        bool(method_of(config).methods.local & {Part.AFFINE, Part.STATISTICS})
+        and not method_of(config).shares_nothing
     )
     if not config.held_out_clients or not local or SHARED_BN in method_of(config).tests:
         return {}

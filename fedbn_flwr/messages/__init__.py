@@ -1,1 +1,3 @@
-"""The messages between server and clients: names, records, and their forms for NumPyClients."""
+"""The messages between server and clients: names, records, and their forms for
+NumPyClients.
+"""

@@ -1,8 +1,10 @@
-"""Messages of Flower's legacy loop as messages with named arrays, so that one mod works on both.
+"""Messages of Flower's legacy loop as messages with named arrays, so that one mod works
+on both.
 
-The loop's messages number their arrays. ``to_legacy`` sends the names in ``config["fedbn-flwr.array-names"]``, as
-``messages.numpy_client`` does. A reply has a config of scalars and one list of arrays, so the entries of ``ReplyInfo``
-are added to its metrics.
+The loop's messages number their arrays. ``to_legacy`` sends the names in
+``config["fedbn-flwr.array-names"]``, as ``messages.numpy_client`` does. A reply has a
+config of scalars and one list of arrays, so the entries of ``ReplyInfo`` are added to
+its metrics.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from flwr.common import Code
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.numpy_client import to_records
-from fedbn_flwr.messages.protocol import ARRAY_NAMES, EXTRAS, INFO, PARTITION_ID, comma_list, partition_of
+from fedbn_flwr.messages.protocol import (
+    ARRAY_NAMES,
+    EXTRAS,
+    INFO,
+    PARTITION_ID,
+    comma_list,
+    partition_of,
+)
 from fedbn_flwr.messages.records import to_record, view
 
 __all__ = ["with_names"]
@@ -29,13 +38,17 @@ _ASKED, _KNOWN = "getpropertiesins.config", "getpropertiesres"
 
 
 def with_names(mod: Mod) -> Mod:
-    """Return the mod for named arrays as a mod that also works on the legacy loop's messages.
+    """Return the mod for named arrays as a mod that also works on the legacy loop's
+    messages.
 
-    Messages without array names, from other strategies than ``to_legacy``'s, skip the mod.
+    Messages without array names, from other strategies than ``to_legacy``'s, skip the
+    mod.
     """
 
     @functools.wraps(mod)
-    def either(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    def either(
+        message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
         if _ASKED in message.content:
             return _introduced(call_next(message, context), context)
         kind = next((ins for ins in _REPLY if f"{ins}.config" in message.content), None)
@@ -48,16 +61,26 @@ def with_names(mod: Mod) -> Mod:
     return either
 
 
-def _through(mod: Mod, kind: str, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def _through(
+    mod: Mod,
+    kind: str,
+    message: Message,
+    context: Context,
+    call_next: ClientAppCallable,
+) -> Message:
     key, result = f"{kind}.parameters", _REPLY[kind]
     config = message.content.config_records[f"{kind}.config"]
     names = json.loads(str(config[ARRAY_NAMES]))
-    entries = dict(zip(names, _decoded(message.content.array_records[key]), strict=True))
+    entries = dict(
+        zip(names, _decoded(message.content.array_records[key]), strict=True)
+    )
     for name, record in to_records(key, entries, comma_list(config, EXTRAS)).items():
         message.content[name] = record
 
     def by_number(message: Message, context: Context) -> Message:
-        """Call the client with arrays in order, and add names to the arrays that it returns."""
+        """Call the client with arrays in order, and add names to the arrays that it
+        returns.
+        """
         names = list(message.content.array_records[key])
         config[ARRAY_NAMES] = json.dumps(names)
         reply = call_next(message, context)
@@ -67,8 +90,9 @@ def _through(mod: Mod, kind: str, message: Message, context: Context, call_next:
             returned = _decoded(reply.content.array_records.pop(f"{result}.parameters"))
             if len(returned) != len(names):
                 raise StateError(
-                    f"fit returned {len(returned)} arrays; the mod takes out what stays from the whole state dict, "
-                    f"{len(names)} arrays in the order received"
+                    f"fit returned {len(returned)} arrays; the mod takes out what stays"
+                    f" from the whole state dict, {len(names)} arrays in the order"
+                    " received"
                 )
             reply.content[key] = to_record(dict(zip(names, returned, strict=True)))
         return reply
@@ -100,42 +124,66 @@ def _answered(reply: Message, result: str) -> bool:
         return False
     if f"{result}.status" not in reply.content:
         raise StateError(
-            "the app answers the Message API, and the server runs Flower's legacy loop (to_legacy): there it is "
-            "ClientApp(client_fn, mods=[local_bn])"
+            "the app answers the Message API, and the server runs Flower's legacy loop"
+            " (to_legacy): there it is ClientApp(client_fn, mods=[local_bn])"
         )
     return reply.content.config_records[f"{result}.status"]["code"] == Code.OK.value
 
 
 def _decoded(record: ArrayRecord) -> list[Array]:
-    return [view(array) for array in record.values() if array.data]  # an empty list travels as one empty array
+    # an empty list travels as one empty array
+    return [view(array) for array in record.values() if array.data]
 
 
 def _numbered(reply: Message, key: str, result: str) -> None:
-    """Convert a reply to the legacy form: one list of arrays, everything else in the metrics."""
-    records, metrics = reply.content.array_records, reply.content.config_records[f"{result}.metrics"]
+    """Convert a reply to the legacy form: one list of arrays, everything else in the
+    metrics.
+    """
+    records, metrics = (
+        reply.content.array_records,
+        reply.content.config_records[f"{result}.metrics"],
+    )
     if key in records:
         entries = {}
         for record in list(records):
             for name, array in records.pop(record).items():
                 entries[name if record == key else f"{record}/{name}"] = array
         metrics[ARRAY_NAMES] = json.dumps(list(entries))
-        reply.content[f"{result}.parameters"] = to_record({name: view(array) for name, array in entries.items()})
+        reply.content[f"{result}.parameters"] = to_record(
+            {name: view(array) for name, array in entries.items()}
+        )
     counted = reply.content.metric_records[f"{result}.num_examples"]
     info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
-    reported = {name: counted.pop(name) for name in list(counted) if name != "num_examples"}
+    reported = {
+        name: counted.pop(name) for name in list(counted) if name != "num_examples"
+    }
     # A partition id among the metrics would be averaged; it is in the properties.
-    metrics.update({name: value for name, value in {**reported, **info}.items() if name != PARTITION_ID})
+    metrics.update(
+        {
+            name: value
+            for name, value in {**reported, **info}.items()
+            if name != PARTITION_ID
+        }
+    )
 
 
 def _introduced(reply: Message, context: Context) -> Message:
-    """Return the client's properties with its partition id, even if the client has no properties."""
+    """Return the client's properties with its partition id, even if the client has no
+    properties.
+    """
     partition_id = partition_of(context)
     if reply.has_content() and partition_id is not None:
-        known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
+        known: Mapping[str, Any] = reply.content.config_records.get(
+            f"{_KNOWN}.properties", {}
+        )
         stated = known.get(PARTITION_ID)
-        number = stated if type(stated) is int else partition_id  # the server reads no text and no float
-        reply.content[f"{_KNOWN}.properties"] = ConfigRecord({**known, PARTITION_ID: number})
+        # the server reads no text and no float
+        number = stated if type(stated) is int else partition_id
+        reply.content[f"{_KNOWN}.properties"] = ConfigRecord(
+            {**known, PARTITION_ID: number}
+        )
+        # as Flower's NumPyClient
         reply.content[f"{_KNOWN}.status"] = ConfigRecord(
             {"code": Code.OK.value, "message": "Success"}
-        )  # as Flower's NumPyClient
+        )
     return reply

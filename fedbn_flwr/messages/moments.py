@@ -1,4 +1,6 @@
-"""The moments of BatchNorm layers as entries of a message: ``PATH.count``, ``PATH.mean`` and ``PATH.m2``."""
+"""The moments of BatchNorm layers as entries of a message: ``PATH.count``,
+``PATH.mean`` and ``PATH.m2``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from fedbn_flwr.errors import ReplyError
 __all__ = ["decode_moments", "encode_moments"]
 
 
-def encode_moments(moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the entries to send: ``PATH.count`` (int64), ``PATH.mean`` and ``PATH.m2`` in the running mean's dtype.
+def encode_moments(
+    moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the entries to send: ``PATH.count`` (int64), ``PATH.mean`` and ``PATH.m2``
+    in the running mean's dtype.
 
     Args:
         moments: by path of the layer.
@@ -24,7 +29,9 @@ def encode_moments(moments: Mapping[str, Moments], like: Mapping[str, torch.Tens
     """
     entries: dict[str, torch.Tensor] = {}
     for path, of_layer in moments.items():
-        dtype = torch.promote_types(like[entry_name(path, "running_mean")].dtype, torch.float32)
+        dtype = torch.promote_types(
+            like[entry_name(path, "running_mean")].dtype, torch.float32
+        )
         entries[entry_name(path, "count")] = torch.tensor(of_layer.count)
         entries[entry_name(path, "mean")] = of_layer.mean.to(dtype)
         entries[entry_name(path, "m2")] = of_layer.m2.to(dtype)
@@ -40,7 +47,8 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
         parts: the split of the global state.
 
     Raises:
-        ReplyError: an entry is missing, unknown, misshapen or not finite, a count is below 1, an M2 negative.
+        ReplyError: an entry is missing, unknown, misshapen or not finite, a count is
+            below 1, an M2 negative.
     """
     check_finite(state)
     moments: dict[str, Moments] = {}
@@ -52,18 +60,33 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
             continue
         if len(sent) < len(names) or "running_mean" not in layer.entries:
             raise ReplyError(
-                f"the reply lacks count, mean or m2 of layer '{layer.path}', or that layer tracks no running "
-                "statistics: the client's model differs from the server's"
+                f"the reply lacks count, mean or m2 of layer '{layer.path}', or that"
+                " layer tracks no running statistics: the client's model differs from"
+                " the server's"
             )
         count, mean, m2 = sent
         expected = like[layer.entries["running_mean"]].shape
-        if count.shape != () or count.dtype.kind != "i" or mean.shape != expected or m2.shape != expected:
+        if (
+            count.shape != ()
+            or count.dtype.kind != "i"
+            or mean.shape != expected
+            or m2.shape != expected
+        ):
             shapes = f"{count.dtype} {count.shape}, {mean.shape}, {m2.shape}"
-            raise ReplyError(f"layer '{layer.path}': {shapes} sent; int64 (), {expected}, {expected} needed")
+            raise ReplyError(
+                f"layer '{layer.path}': {shapes} sent; int64 (), {expected}, {expected}"
+                " needed"
+            )
         if count < 1 or (m2 < 0).any():
-            raise ReplyError(f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}")
-        wide = (torch.from_numpy(np.array(array, dtype=np.float64)) for array in (mean, m2))
+            raise ReplyError(
+                f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}"
+            )
+        wide = (
+            torch.from_numpy(np.array(array, dtype=np.float64)) for array in (mean, m2)
+        )
         moments[layer.path] = Moments(int(count), *wide)
     if left:
-        raise ReplyError(f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer")
+        raise ReplyError(
+            f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer"
+        )
     return moments

@@ -1,13 +1,16 @@
-"""All arrays of a message in one piece: one array of bytes, which begins with a manifest.
+"""All arrays of a message in one piece: one array of bytes, which begins with a
+manifest.
 
-Over a network each array of a message is two objects for Flower, with requests and database writes of their own,
-whatever its size. ``in_one_piece`` puts all array records of a message into one array; ``unpacked`` gives them back,
-byte for byte and in the same order. Each copies the bytes once. Records of other kinds stay as they are.
+Over a network each array of a message is two objects for Flower, with requests and
+database writes of their own, whatever its size. ``in_one_piece`` puts all array records
+of a message into one array; ``unpacked`` gives them back, byte for byte and in the same
+order. Each copies the bytes once. Records of other kinds stay as they are.
 
-The array is one of uint8: the length of the manifest (8 bytes, little-endian), the manifest (JSON), then the data of
-the arrays, one after another without gaps. The manifest lists the records, each as ``[record, arrays]``; ``arrays``
-lists the fields of Flower's ``Array``, as ``[name, dtype, shape, stype, number of bytes]``. An array begins where the
-one before it ends, so no two overlap.
+The array is one of uint8: the length of the manifest (8 bytes, little-endian), the
+manifest (JSON), then the data of the arrays, one after another without gaps. The
+manifest lists the records, each as ``[record, arrays]``; ``arrays`` lists the fields of
+Flower's ``Array``, as ``[name, dtype, shape, stype, number of bytes]``. An array begins
+where the one before it ends, so no two overlap.
 """
 
 from __future__ import annotations
@@ -20,13 +23,26 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, as_error, filled, readdressed
+from fedbn_flwr.compat.flower import (
+    BufferArray,
+    array_of_bytes,
+    as_error,
+    filled,
+    readdressed,
+)
 from fedbn_flwr.errors import PackingError
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import PACKED
 from fedbn_flwr.messages.records import LONGEST_HEADER, npy_header, npy_layout, view
 
-__all__ = ["FORMAT", "in_one_piece", "is_packed", "packed_for", "unpacked", "unpacked_reply"]
+__all__ = [
+    "FORMAT",
+    "in_one_piece",
+    "is_packed",
+    "packed_for",
+    "unpacked",
+    "unpacked_reply",
+]
 
 FORMAT = 1
 """The version of this form, which a node names in its answer to the query."""
@@ -39,30 +55,43 @@ def is_packed(content: RecordDict) -> bool:
 
 
 def in_one_piece(content: RecordDict) -> RecordDict:
-    """Return the content of a message with its arrays in one piece; the same content if it has no array record."""
+    """Return the content of a message with its arrays in one piece; the same content if
+    it has no array record.
+    """
     records = of_kind(content, ArrayRecord)
     return _with_piece(content, _piece_of(records)) if records else content
 
 
-def packed_for(messages: Iterable[Message], node_ids: Collection[int]) -> Iterator[Message]:
-    """Yield the messages, with their arrays in one piece those to the nodes ``node_ids``.
+def packed_for(
+    messages: Iterable[Message], node_ids: Collection[int]
+) -> Iterator[Message]:
+    """Yield the messages, with their arrays in one piece those to the nodes
+    ``node_ids``.
 
-    Messages with the same arrays share the piece: it is made once, and Flower computes its hash once.
+    Messages with the same arrays share the piece: it is made once, and Flower computes
+    its hash once.
     """
-    pieces: dict[tuple[tuple[str, int], ...], tuple[ArrayRecord, Mapping[str, ArrayRecord]]] = {}
+    pieces: dict[
+        tuple[tuple[str, int], ...], tuple[ArrayRecord, Mapping[str, ArrayRecord]]
+    ] = {}
     for message in messages:
         node_id = message.metadata.dst_node_id
         if node_id in node_ids and (records := of_kind(message.content, ArrayRecord)):
             same = tuple((key, id(record)) for key, record in records.items())
             if same not in pieces:
-                pieces[same] = _piece_of(records), records  # which keeps the records alive, and so their ids
-            yield readdressed(message, _with_piece(message.content, pieces[same][0]), node_id)
+                # which keeps the records alive, and so their ids
+                pieces[same] = _piece_of(records), records
+            yield readdressed(
+                message, _with_piece(message.content, pieces[same][0]), node_id
+            )
         else:
             yield message
 
 
 def unpacked_reply(reply: Message) -> Message:
-    """Return the reply with its array records; an error reply if arrays in one piece do not fit their manifest."""
+    """Return the reply with its array records; an error reply if arrays in one piece do
+    not fit their manifest.
+    """
     if not reply.has_content() or not is_packed(reply.content):
         return reply
     try:
@@ -73,11 +102,13 @@ def unpacked_reply(reply: Message) -> Message:
 
 
 def unpacked(content: RecordDict) -> RecordDict:
-    """Return the content of a message whose arrays are in one piece, as it was before, the array records first.
+    """Return the content of a message whose arrays are in one piece, as it was before,
+    the array records first.
 
     Raises:
-        PackingError: there is no manifest, or it does not fit the bytes: a name is missing or there twice, a size or a
-            shape is no whole number from 0, there are more or fewer bytes, or data of another dtype or shape.
+        PackingError: there is no manifest, or it does not fit the bytes: a name is
+            missing or there twice, a size or a shape is no whole number from 0, there
+            are more or fewer bytes, or data of another dtype or shape.
     """
     others = {key: record for key, record in content.items() if key != PACKED}
     try:
@@ -85,10 +116,15 @@ def unpacked(content: RecordDict) -> RecordDict:
         records = _records(view(array))
     except PackingError:
         raise
-    except Exception as error:  # bytes from outside: NumPy's and JSON's parsers may raise anything
-        raise PackingError(f"arrays in one piece that cannot be read: {type(error).__name__}: {error}") from error
+    # bytes from outside: NumPy's and JSON's parsers may raise anything
+    except Exception as error:
+        raise PackingError(
+            f"arrays in one piece that cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if twice := records.keys() & others.keys():
-        raise PackingError(f"arrays in one piece: record '{min(twice):.80}' is there twice")
+        raise PackingError(
+            f"arrays in one piece: record '{min(twice):.80}' is there twice"
+        )
     return filled(RecordDict, {**records, **others})
 
 
@@ -111,14 +147,21 @@ def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
 
 
 def _with_piece(content: RecordDict, piece: ArrayRecord) -> RecordDict:
-    others = {key: record for key, record in content.items() if not isinstance(record, ArrayRecord)}
+    others = {
+        key: record
+        for key, record in content.items()
+        if not isinstance(record, ArrayRecord)
+    }
     return filled(RecordDict, {PACKED: piece, **others})
 
 
 def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
     """Return the array records in a piece."""
     if piece.dtype != np.uint8 or piece.ndim != 1:
-        raise PackingError(f"arrays in one piece are {piece.dtype} of shape {piece.shape}: one row of uint8 needed")
+        raise PackingError(
+            f"arrays in one piece are {piece.dtype} of shape {piece.shape}: one row of"
+            " uint8 needed"
+        )
     data = piece.data
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     records: dict[str, ArrayRecord] = {}
@@ -129,14 +172,22 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
             _refuse_name(f"record '{key}': entry", name, arrays)
             subject = f"arrays in one piece: record '{key}': entry '{name}'"
             if not _counts([size]) or not isinstance(shape, list) or not _counts(shape):
-                raise PackingError(f"{subject}: shape {shape!r:.80}, {size!r:.80} bytes: whole numbers from 0 needed")
-            array = array_of_bytes(str(dtype), tuple(shape), bytes(data[start : start + size]), str(stype))
+                raise PackingError(
+                    f"{subject}: shape {shape!r:.80}, {size!r:.80} bytes: whole numbers"
+                    " from 0 needed"
+                )
+            array = array_of_bytes(
+                str(dtype), tuple(shape), bytes(data[start : start + size]), str(stype)
+            )
             _refuse_other_data(subject, array)
             arrays[name] = array
             start += size
         records[key] = filled(ArrayRecord, arrays)
     if start != len(data):
-        raise PackingError(f"arrays in one piece have {len(data)} bytes, and the manifest names {start}")
+        raise PackingError(
+            f"arrays in one piece have {len(data)} bytes, and the manifest names"
+            f" {start}"
+        )
     return records
 
 
@@ -152,10 +203,13 @@ def _counts(numbers: Sequence[object]) -> bool:
 
 
 def _refuse_other_data(subject: str, array: FlowerArray) -> None:
-    """Refuse data that name another dtype or shape; data that are not in NumPy's plain format name neither."""
+    """Refuse data that name another dtype or shape; data that are not in NumPy's plain
+    format name neither.
+    """
     end = 10 + int.from_bytes(array.data[8:10], "little")
     known = npy_layout(array.data[: min(end, LONGEST_HEADER)])
     if known and (str(known[0]), known[1]) != (array.dtype, array.shape):
         raise PackingError(
-            f"{subject} is {array.dtype} of shape {array.shape}, and its data are {known[0]} of shape {known[1]}"
+            f"{subject} is {array.dtype} of shape {array.shape}, and its data are"
+            f" {known[0]} of shape {known[1]}"
         )

@@ -1,4 +1,6 @@
-"""The versions of this package, torch and Flower, which a node and its server compare before round 1."""
+"""The versions of this package, torch and Flower, which a node and its server compare
+before round 1.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def own_versions() -> Mapping[str, str]:
 
 
 def as_text(versions: Mapping[str, str]) -> str:
-    """Return versions as ``differences`` reads them: ``fedbn-flwr 0.2.0, torch 2.14.1, flwr 1.41.0``."""
+    """Return versions as ``differences`` reads them:
+    ``fedbn-flwr 0.2.0, torch 2.14.1, flwr 1.41.0``.
+    """
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
@@ -35,9 +39,10 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
     """Return how the versions of another machine, as text, differ from those here.
 
     Returns:
-        A sentence for each package, and whether it is serious: another version of this package, whose messages may
-        differ, or another minor version of Flower, which Flower itself refuses. Another torch may change the last bits.
-        A package that the text does not have is left out.
+        A sentence for each package, and whether it is serious: another version of this
+        package, whose messages may differ, or another minor version of Flower, which
+        Flower itself refuses. Another torch may change the last bits. A package that
+        the text does not have is left out.
     """
     theirs = dict(_ENTRY.findall(there[:_LONGEST]))
     found = []
@@ -45,7 +50,9 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
         ours, other = here.get(name, ""), theirs.get(name, "")
         if not ours or not other or _public(ours) == _public(other):
             continue
-        serious = name == "fedbn-flwr" or (name == "flwr" and _minor(ours) != _minor(other))
+        serious = name == "fedbn-flwr" or (
+            name == "flwr" and _minor(ours) != _minor(other)
+        )
         found.append((f"{name} is {ours} here and {other} there", serious))
     return found
 

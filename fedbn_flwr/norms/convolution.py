@@ -1,7 +1,8 @@
-"""Convolutions that use filters derived from their weight, and the change of a plain convolution into one of these.
+"""Convolutions that use filters derived from their weight, and the change of a plain
+convolution into one of these.
 
-The change is in place: only the class of the layer changes, as in torch's lazy layers. Its parameters and their ties,
-its mode, hooks and paths stay the same.
+The change is in place: only the class of the layer changes, as in torch's lazy layers.
+Its parameters and their ties, its mode, hooks and paths stay the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.report import Replacement, shown_path
 from fedbn_flwr.norms.swap import describe
 
-__all__ = ["DerivedWeightConv", "become", "fan_in", "in_model_order", "plain_convolutions", "refuse_unusual"]
+__all__ = [
+    "DerivedWeightConv",
+    "become",
+    "fan_in",
+    "in_model_order",
+    "plain_convolutions",
+    "refuse_unusual",
+]
 
 _COMPUTE = ("forward", "_conv_forward")
 
@@ -42,27 +50,54 @@ def fan_in(conv: _ConvNd) -> int:
 
 
 def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
-    """Return the Conv1d/2d/3d layers (and subclasses) by path, under every path of a layer; no transposed ones."""
+    """Return the Conv1d/2d/3d layers (and subclasses) by path, under every path of a
+    layer; no transposed ones.
+    """
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {path: m for path, m in model.named_modules(remove_duplicate=False) if isinstance(m, kinds)}
+    return {
+        path: m
+        for path, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, kinds)
+    }
 
 
 def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
-    """Raise NormLayerError if a layer is lazy, parametrized or has its own arithmetic; the error names them."""
-    bad = [f"{shown_path(path)} ({type(layer).__name__})" for path, layer in layers.items() if _is_unusual(layer)]
+    """Raise NormLayerError if a layer is lazy, parametrized or has its own arithmetic;
+    the error names them.
+    """
+    bad = [
+        f"{shown_path(path)} ({type(layer).__name__})"
+        for path, layer in layers.items()
+        if _is_unusual(layer)
+    ]
     if bad:
         raise NormLayerError(
-            f"{why} cannot be used on these layers: {', '.join(bad)}. They are lazy and saw no batch, are "
-            "parametrized, or have their own forward. Use torch's plain layers."
+            f"{why} cannot be used on these layers: {', '.join(bad)}. They are lazy and"
+            " saw no batch, are parametrized, or have their own forward. Use torch's"
+            " plain layers."
         )
 
 
 def _is_unusual(layer: _ConvNd | nn.Linear) -> bool:
-    base = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear) if isinstance(layer, kind))
-    changed = any(getattr(type(layer), name, None) is not getattr(base, name, None) for name in _COMPUTE)
+    base = next(
+        kind
+        for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+        if isinstance(layer, kind)
+    )
+    changed = any(
+        getattr(type(layer), name, None) is not getattr(base, name, None)
+        for name in _COMPUTE
+    )
     hooks = layer._forward_pre_hooks.values()
-    derived = is_parametrized(layer) or any(isinstance(hook, (WeightNorm, SpectralNorm)) for hook in hooks)
-    return changed or derived or "forward" in vars(layer) or isinstance(layer, LazyModuleMixin)
+    derived = is_parametrized(layer) or any(
+        isinstance(hook, (WeightNorm, SpectralNorm)) for hook in hooks
+    )
+    return (
+        changed
+        or derived
+        or "forward" in vars(layer)
+        or isinstance(layer, LazyModuleMixin)
+    )
 
 
 def become(
@@ -70,7 +105,8 @@ def become(
     kinds: Mapping[type[_ConvNd], type[_ConvNd]],
     prepare: Callable[[_ConvNd], None],
 ) -> list[Replacement]:
-    """Call ``prepare`` for each convolution, then change its class in place to that in ``kinds``.
+    """Call ``prepare`` for each convolution, then change its class in place to that in
+    ``kinds``.
 
     Returns:
         One row per path.
@@ -78,11 +114,18 @@ def become(
     before = {path: describe(conv) for path, conv in convolutions.items()}
     for conv in {id(conv): conv for conv in convolutions.values()}.values():
         prepare(conv)
-        conv.__class__ = next(new for old, new in kinds.items() if isinstance(conv, old))
-    return [Replacement(path, before[path], describe(conv)) for path, conv in convolutions.items()]
+        conv.__class__ = next(
+            new for old, new in kinds.items() if isinstance(conv, old)
+        )
+    return [
+        Replacement(path, before[path], describe(conv))
+        for path, conv in convolutions.items()
+    ]
 
 
-def in_model_order(paths: Iterable[str], *rows: Iterable[Replacement]) -> tuple[Replacement, ...]:
+def in_model_order(
+    paths: Iterable[str], *rows: Iterable[Replacement]
+) -> tuple[Replacement, ...]:
     """Return the rows of several replacements in the order of ``paths``."""
     by_path = {row.path: row for some in rows for row in some}
     return tuple(by_path[path] for path in paths if path in by_path)

@@ -1,12 +1,17 @@
-r"""Feature normalisation: the features before the classifier get a fixed length, beside any norm but fixup.
+r"""Feature normalisation: the features before the classifier get a fixed length, beside
+any norm but fixup.
 
-Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in Label-Skewed Federated Learning",
-TMLR, arXiv:2308.09565 (FN), read in the authors' code and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN:
-Feature Normalization for Alleviating Data Heterogeneity Problem in Federated Learning", arXiv:2311.13267, abstract.
+Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in
+Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code
+and in notes of a reader; Kim, Lee, Oh, Yun 2023, "FedFN: Feature Normalization for
+Alleviating Data Heterogeneity Problem in Federated Learning", arXiv:2311.13267,
+abstract.
 
-Under label skew a client with one class lowers its loss without end by longer features; this closes that way. FN of the
-paper is ``norm=none`` with it. Its FedLN is ``norm=layer`` with it: ``norm=layer`` alone bounds the features only if no
-ReLU, sum or pooling comes between its last layer and the classifier, as in every residual network here.
+Under label skew a client with one class lowers its loss without end by longer features;
+this closes that way. FN of the paper is ``norm=none`` with it. Its FedLN is
+``norm=layer`` with it: ``norm=layer`` alone bounds the features only if no ReLU, sum or
+pooling comes between its last layer and the classifier, as in every residual network
+here.
 
 ## Algorithm
 
@@ -14,28 +19,34 @@ The vector $x$ of $d$ numbers that enters the last linear layer becomes
 
 $$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
 
-with ``feature-norm=sqrt-d``, or the same without the root with ``1``, in training and in evaluation. There is no
-parameter and no state, and nothing more is sent. The classifier is the last linear layer of the model, and a run logs
-its path. Refused are models without a linear layer, models whose last linear layer has another number of outputs than
-the model (register the classifier last), and segmentation.
+with ``feature-norm=sqrt-d``, or the same without the root with ``1``, in training and
+in evaluation. There is no parameter and no state, and nothing more is sent. The
+classifier is the last linear layer of the model, and a run logs its path. Refused are
+models without a linear layer, models whose last linear layer has another number of
+outputs than the model (register the classifier last), and segmentation.
 
 ## Differs from the papers
 
-The scale is $\sqrt{d}$ in the authors' two codes; 1 is another option of one of them. The features are normalised
-where they enter the classifier. HybridBN's public code normalises, under the name FedFN, the output of the convolutions
-before two linear layers, and removes BN. In the authors' ResNet-18 the first GroupNorm has the argument ``affine`` in
-the place of ``eps``: its results with GN, LN and BN are not those of these norms. The laws are of networks with ReLU;
-the authors do not extend them to attention.
+The scale is $\sqrt{d}$ in the authors' two codes; 1 is another option of one of them.
+The features are normalised where they enter the classifier. HybridBN's public code
+normalises, under the name FedFN, the output of the convolutions before two linear
+layers, and removes BN. In the authors' ResNet-18 the first GroupNorm has the argument
+``affine`` in the place of ``eps``: its results with GN, LN and BN are not those of
+these norms. The laws are of networks with ReLU; the authors do not extend them to
+attention.
 
 ## Laws
 
-1. The features have length $\sqrt{d}$, unless they are all zero: they are ``rms_norm`` of $x$ without eps.
+1. The features have length $\sqrt{d}$, unless they are all zero: they are ``rms_norm``
+   of $x$ without eps.
 2. Features that are longer by a factor give the same logits.
-3. In a ReLU network whose biases are zero from the second layer on, normalising after every layer is normalising after
-   the last one alone (Proposition 1).
-4. LN after every layer is subtracting the mean after every layer, and LN after the last one (Proposition 2).
-5. Features that are all zero after a ReLU stay zero, and the ReLU passes no gradient on. Without a ReLU before them,
-   features that are exactly zero get the gradient of $\sqrt{d} \, x / 10^{-12}$.
+3. In a ReLU network whose biases are zero from the second layer on, normalising after
+   every layer is normalising after the last one alone (Proposition 1).
+4. LN after every layer is subtracting the mean after every layer, and LN after the last
+   one (Proposition 2).
+5. Features that are all zero after a ReLU stay zero, and the ReLU passes no gradient
+   on. Without a ReLU before them, features that are exactly zero get the gradient of
+   $\sqrt{d} \, x / 10^{-12}$.
 """
 
 from __future__ import annotations
@@ -57,14 +68,18 @@ _SMALLEST = 1e-12  # a length below it divides as this one
 
 
 class NormalisedLinear(nn.Linear):
-    """A linear layer on features of a fixed length; a Linear becomes one in place, and its entries keep their names."""
+    """A linear layer on features of a fixed length; a Linear becomes one in place, and
+    its entries keep their names.
+    """
 
     feature_scale: FeatureScale = "sqrt-d"
 
     def forward(self, input: Tensor) -> Tensor:
         """Map features (N, ..., in); their length is taken in float32 or wider."""
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(_SMALLEST)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(
+            _SMALLEST
+        )
         scale = self.in_features**0.5 if self.feature_scale == "sqrt-d" else 1.0
         return super().forward((wide * (scale / length)).to(input.dtype))
 
@@ -72,38 +87,47 @@ class NormalisedLinear(nn.Linear):
 def use_feature_norm(
     model: nn.Module, scale: FeatureScale = "sqrt-d", num_classes: int = 0
 ) -> tuple[nn.Module, NormReport]:
-    """Normalise the features before the classifier, the last linear layer of the model, in place.
+    """Normalise the features before the classifier, the last linear layer of the model,
+    in place.
 
     Args:
         model: changed in place.
         scale: "sqrt-d" for features of length sqrt(d), "1" for length 1.
-        num_classes: number of the model's logits, and so of the classifier's outputs; 0 = not known.
+        num_classes: number of the model's logits, and so of the classifier's outputs;
+            0 = not known.
 
     Returns:
         The model, and a report with the path of that layer.
 
     Raises:
-        NormLayerError: the model has no linear classifier, or one that is changed already, or its last linear layer
-            has another number of outputs.
+        NormLayerError: the model has no linear classifier, or one that is changed
+            already, or its last linear layer has another number of outputs.
     """
-    linear = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
     name = type(model).__name__
     if not linear:
         raise NormLayerError(
-            f"feature-norm normalises the features before a linear classifier, and {name} has no linear layer. Use a "
-            "model with one, or leave feature-norm out."
+            "feature-norm normalises the features before a linear classifier, and"
+            f" {name} has no linear layer. Use a model with one, or leave feature-norm"
+            " out."
         )
     path, head = linear[-1]
     if num_classes and head.out_features != num_classes:
         raise NormLayerError(
-            f"feature-norm: '{path}', the last linear layer of {name}, has {head.out_features} outputs, and the model "
-            f"has {num_classes}: it is not the classifier. Register the classifier last, use a model with a linear "
-            "classifier, or leave feature-norm out."
+            f"feature-norm: '{path}', the last linear layer of {name}, has"
+            f" {head.out_features} outputs, and the model has {num_classes}: it is not"
+            " the classifier. Register the classifier last, use a model with a linear"
+            " classifier, or leave feature-norm out."
         )
     if type(head) is not nn.Linear:
         raise NormLayerError(
-            f"feature-norm: the last linear layer of {name}, '{path}', is a {type(head).__name__}, which has a rule "
-            "of its own for its input. Use another norm than fixup, or leave feature-norm out."
+            f"feature-norm: the last linear layer of {name}, '{path}', is a"
+            f" {type(head).__name__}, which has a rule of its own for its input. Use"
+            " another norm than fixup, or leave feature-norm out."
         )
     old = describe(head)
     head.__class__ = NormalisedLinear

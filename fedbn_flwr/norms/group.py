@@ -1,13 +1,17 @@
-"""``norm=group``, ``layer``, ``instance``: statistics of one example instead of a batch.
+"""``norm=group``, ``layer``, ``instance``: statistics of one example instead of a
+batch.
 
-For an example with C channels in G groups, over the m values of a group (C/G channels times all positions):
-mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x - mean) / sqrt(var + eps) + beta, gamma and beta per
-channel. There are no running statistics; training and evaluation do the same computation.
+For an example with C channels in G groups, over the m values of a group (C/G channels
+times all positions): mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x -
+mean) / sqrt(var + eps) + beta, gamma and beta per channel. There are no running
+statistics; training and evaluation do the same computation.
 
-Sources: group: Wu & He 2018, arXiv:1803.08494, with two groups as in Zhong et al. 2023, arXiv:2303.06530, B.4;
-layer: Ba et al. 2016, arXiv:1607.06450; instance: Ulyanov et al. 2016, arXiv:1607.08022.
+Sources: group: Wu & He 2018, arXiv:1803.08494, with two groups as in Zhong et al. 2023,
+arXiv:2303.06530, B.4; layer: Ba et al. 2016, arXiv:1607.06450; instance: Ulyanov et al.
+2016, arXiv:1607.08022.
 
-Differs from the papers: ``layer`` is G = 1, with gamma and beta per channel, not per position.
+Differs from the papers: ``layer`` is G = 1, with gamma and beta per channel, not per
+position.
 """
 
 from __future__ import annotations
@@ -25,14 +29,18 @@ __all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]
 
 
 class CheckedGroupNorm(nn.GroupNorm):
-    """GroupNorm that refuses groups of one value, because their output is beta for every input.
+    """GroupNorm that refuses groups of one value, because their output is beta for
+    every input.
 
-    It replaces one BatchNorm layer and keeps that layer's gamma and beta parameters, so their values, dtype, device,
-    ``requires_grad`` and ties to other layers do not change.
+    It replaces one BatchNorm layer and keeps that layer's gamma and beta parameters, so
+    their values, dtype, device, ``requires_grad`` and ties to other layers do not
+    change.
     """
 
     def __init__(self, layer: _BatchNorm, groups: int, path: str) -> None:
-        """Take over ``layer``'s gamma, beta and eps; ``path`` is its path in the model, for messages."""
+        """Take over ``layer``'s gamma, beta and eps; ``path`` is its path in the model,
+        for messages.
+        """
         super().__init__(groups, layer.num_features, eps=layer.eps, affine=False)
         self.affine = layer.affine
         self.weight, self.bias = layer.weight, layer.bias
@@ -42,49 +50,71 @@ class CheckedGroupNorm(nn.GroupNorm):
         """Normalise an input (N, C, *).
 
         Raises:
-            NormLayerError: a group has one value, as with one channel per group and an input (N, C).
+            NormLayerError: a group has one value, as with one channel per group and an
+                input (N, C).
         """
-        if input.dim() >= 2 and self.num_channels // self.num_groups * math.prod(input.shape[2:]) == 1:
+        if (
+            input.dim() >= 2
+            and self.num_channels // self.num_groups * math.prod(input.shape[2:]) == 1
+        ):
             raise NormLayerError(
-                f"the norm layer at {shown_path(self.path)}: an input of shape {tuple(input.shape)} in "
-                f"{self.num_groups} groups has one value per group, so the output would always be beta. "
-                "Use norm='group' with fewer groups or norm='layer'."
+                f"the norm layer at {shown_path(self.path)}: an input of shape"
+                f" {tuple(input.shape)} in {self.num_groups} groups has one value per"
+                " group, so the output would always be beta. Use norm='group' with"
+                " fewer groups or norm='layer'."
             )
         return super().forward(input)
 
 
-def use_group(model: nn.Module, *, groups: int = 2, kind: str = "group") -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm with ``groups`` groups, in place; see ``swap_batchnorm``.
+def use_group(
+    model: nn.Module, *, groups: int = 2, kind: str = "group"
+) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm layer by GroupNorm with ``groups`` groups, in place; see
+    ``swap_batchnorm``.
 
     ``kind`` is the norm's name in messages.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
-        NormLayerError: the channels of a layer are not divisible by ``groups``; the message names all such layers.
+        NormLayerError: the channels of a layer are not divisible by ``groups``; the
+            message names all such layers.
     """
     if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
-        raise ConfigError(f"norm {kind!r}: groups is {groups!r}; it must be a whole number of at least 1.")
+        raise ConfigError(
+            f"norm {kind!r}: groups is {groups!r}; it must be a whole number of at"
+            " least 1."
+        )
     places = batchnorm_places(model)
     bad = [(path, layer) for path, layer, _, _ in places if layer.num_features % groups]
     if bad:
-        names = ", ".join(f"{shown_path(path)} ({layer.num_features} channels)" for path, layer in bad)
+        names = ", ".join(
+            f"{shown_path(path)} ({layer.num_features} channels)" for path, layer in bad
+        )
         common = math.gcd(*(place.layer.num_features for place in places))
         fitting = ", ".join(str(g) for g in range(1, common + 1) if common % g == 0)
         raise NormLayerError(
-            f"norm {kind!r} with groups={groups}: channels not divisible by {groups} in {names}. "
-            f"Numbers of groups that fit every layer: {fitting}."
+            f"norm {kind!r} with groups={groups}: channels not divisible by {groups} in"
+            f" {names}. Numbers of groups that fit every layer: {fitting}."
         )
-    return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, groups, path))
+    return swap_batchnorm(
+        model, lambda layer, path: CheckedGroupNorm(layer, groups, path)
+    )
 
 
 def use_layer(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm with one group, in place; see ``swap_batchnorm``."""
+    """Replace every BatchNorm layer by GroupNorm with one group, in place; see
+    ``swap_batchnorm``.
+    """
     return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, 1, path))
 
 
 def use_instance(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm with one group per channel, in place; see ``swap_batchnorm``.
+    """Replace every BatchNorm layer by GroupNorm with one group per channel, in place;
+    see ``swap_batchnorm``.
 
-    A layer with one position per channel, as after a linear layer, raises NormLayerError in its first forward.
+    A layer with one position per channel, as after a linear layer, raises
+    NormLayerError in its first forward.
     """
-    return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, layer.num_features, path))
+    return swap_batchnorm(
+        model, lambda layer, path: CheckedGroupNorm(layer, layer.num_features, path)
+    )

@@ -1,13 +1,17 @@
-"""``norm=group+ws``: GroupNorm, and weight standardisation of the convolutions before it.
+"""``norm=group+ws``: GroupNorm, and weight standardisation of the convolutions before
+it.
 
-Instead of a filter W of n weights (one out channel, its in channels and positions), (W - mean) / (std + 1e-5) is used,
-with std^2 = sum (W - mean)^2 / (n - 1). A convolution is standardised only if its output goes only to norm layers.
+Instead of a filter W of n weights (one out channel, its in channels and positions),
+(W - mean) / (std + 1e-5) is used, with std^2 = sum (W - mean)^2 / (n - 1). A convolution
+is standardised only if its output goes only to norm layers.
 
-Source: Qiao et al. 2019, arXiv:1903.10520, and the authors' README (unbiased std, 1e-5 outside the root, "only replace
-convolutional layers that are followed by normalization layers"); GroupNorm as in ``group``.
+Source: Qiao et al. 2019, arXiv:1903.10520, and the authors' README (unbiased std, 1e-5
+outside the root, "only replace convolutional layers that are followed by normalization
+layers"); GroupNorm as in ``group``.
 
-Ours: the meaning of "followed by", see ``wiring`` (in a pre-activation network: only the convolutions inside a block);
-1d and 3d convolutions too; filters of one weight are not standardised, because they would be zero.
+Ours: the meaning of "followed by", see ``wiring`` (in a pre-activation network: only
+the convolutions inside a block); 1d and 3d convolutions too; filters of one weight are
+not standardised, because they would be zero.
 """
 
 from __future__ import annotations
@@ -28,7 +32,12 @@ from fedbn_flwr.norms.group import use_group
 from fedbn_flwr.norms.report import Replacement
 from fedbn_flwr.norms.wiring import wiring
 
-__all__ = ["StandardisedConv1d", "StandardisedConv2d", "StandardisedConv3d", "use_group_ws"]
+__all__ = [
+    "StandardisedConv1d",
+    "StandardisedConv2d",
+    "StandardisedConv3d",
+    "use_group_ws",
+]
 
 EPS = 1e-5
 
@@ -53,16 +62,24 @@ class StandardisedConv3d(_Standardised, nn.Conv3d):
     """Conv3d with standardised filters."""
 
 
-def use_group_ws(model: nn.Module, *, groups: int = 2) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm by GroupNorm with ``groups`` groups and standardise the convolutions before it, in place.
+def use_group_ws(
+    model: nn.Module, *, groups: int = 2
+) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Replace every BatchNorm by GroupNorm with ``groups`` groups and standardise the
+    convolutions before it, in place.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
-        NormLayerError: channels are not divisible by ``groups``, or ``refuse_unusual`` refuses a convolution.
+        NormLayerError: channels are not divisible by ``groups``, or ``refuse_unusual``
+            refuses a convolution.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     after = wiring(model).norms_after
-    chosen = {path: c for path, c in plain_convolutions(model).items() if after.get(id(c)) and fan_in(c) > 1}
+    chosen = {
+        path: c
+        for path, c in plain_convolutions(model).items()
+        if after.get(id(c)) and fan_in(c) > 1
+    }
     refuse_unusual(chosen, "weight standardisation (norm='group+ws')")
     model, norms = use_group(model, groups=groups, kind="group+ws")
     kinds: dict[type[_ConvNd], type[_ConvNd]] = {

@@ -1,8 +1,9 @@
 """``norm=none``: BatchNorm is removed without a replacement.
 
-Each layer becomes ``nn.Identity``, without scale and shift. No bias is added to convolutions that have none because of
-BatchNorm. Residual networks without normalisation may diverge at the usual learning rates: this norm is a control, not
-a method.
+Each layer becomes ``nn.Identity``, without scale and shift. No bias is added to
+convolutions that have none because of BatchNorm. Residual networks without
+normalisation may diverge at the usual learning rates: this norm is a control, not a
+method.
 
 Source: ours (a control).
 """
@@ -18,5 +19,7 @@ __all__ = ["remove_batch"]
 
 
 def remove_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by ``nn.Identity``, in place; see ``swap_batchnorm``."""
+    """Replace every BatchNorm layer by ``nn.Identity``, in place; see
+    ``swap_batchnorm``.
+    """
     return swap_batchnorm(model, lambda layer, path: nn.Identity())

@@ -1,7 +1,8 @@
-"""Whether the forward pass of a BatchNorm subclass does more than BatchNorm, found out by trying it. Torch only.
+"""Whether the forward pass of a BatchNorm subclass does more than BatchNorm, found out
+by trying it. Torch only.
 
-What replaces such a layer, or its forward pass, would lose an activation, a scale or a slope without a word. A mere
-cast of the input and back loses nothing.
+What replaces such a layer, or its forward pass, would lose an activation, a scale or a
+slope without a word. A mere cast of the input and back loses nothing.
 """
 
 from __future__ import annotations
@@ -19,38 +20,56 @@ __all__ = ["has_own_forward", "random_input"]
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-_SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))  # examples and positions; the channels come second
+# examples and positions; the channels come second
+_SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))
 
 
-def has_own_forward(layer: _BatchNorm, *, training: bool, then_children: bool = False) -> bool:
+def has_own_forward(
+    layer: _BatchNorm, *, training: bool, then_children: bool = False
+) -> bool:
     """Return whether a layer's output is something else than BatchNorm's.
 
-    A layer with torch's forward pass is not tried. Another one is, on a copy with random entries: it is BatchNorm's if
-    it has the same outputs. A layer that cannot be tried, or that has entries beside BatchNorm's, has its own.
+    A layer with torch's forward pass is not tried. Another one is, on a copy with
+    random entries: it is BatchNorm's if it has the same outputs. A layer that cannot be
+    tried, or that has entries beside BatchNorm's, has its own.
 
     Args:
         layer: it does not change.
-        training: whether the outputs in train mode count, too; else those in eval mode alone.
-        then_children: whether the outputs are compared with those of BatchNorm and then the layer's modules, in order
-            (timm's ``BatchNormAct2d`` has ``drop`` and ``act``).
+        training: whether the outputs in train mode count, too; else those in eval mode
+            alone.
+        then_children: whether the outputs are compared with those of BatchNorm and then
+            the layer's modules, in order (timm's ``BatchNormAct2d`` has ``drop`` and
+            ``act``).
     """
-    of_torch = type(layer).forward in _OF_TORCH and type(layer).__call__ is nn.Module.__call__
+    of_torch = (
+        type(layer).forward in _OF_TORCH and type(layer).__call__ is nn.Module.__call__
+    )
     if of_torch and "forward" not in vars(layer):
         return False
     entries = {*layer._parameters, *layer._buffers}
-    if "forward" in vars(layer) or layer._modules.get("parametrizations") or not entries <= _ENTRIES:
+    if (
+        "forward" in vars(layer)
+        or layer._modules.get("parametrizations")
+        or not entries <= _ENTRIES
+    ):
         return True
     try:
         trial = _with_random_entries(layer)
         modes = (False, True) if training else (False,)
         after = list(trial.children()) if then_children else []
-        return any(_differs(trial.train(mode), random_input(trial), after) for mode in modes)
-    except Exception:  # a forward pass of the user's own may raise anything, and a layer may refuse to be copied
+        return any(
+            _differs(trial.train(mode), random_input(trial), after) for mode in modes
+        )
+    # a forward pass of the user's own may raise anything, and a layer may refuse to
+    # be # copied
+    except Exception:
         return True
 
 
 def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
-    """Return a copy in float32 on the CPU. Gamma and beta of 1 and 0, or of 0, would hide what follows them."""
+    """Return a copy in float32 on the CPU. Gamma and beta of 1 and 0, or of 0, would
+    hide what follows them.
+    """
     trial = copied(layer).to_empty(device="cpu").float()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -58,7 +77,9 @@ def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
             if entry is not None:
                 entry.copy_(torch.randn(entry.shape, generator=draw))
         if trial.running_var is not None:
-            trial.running_var.copy_(1 + torch.rand(trial.running_var.shape, generator=draw))
+            trial.running_var.copy_(
+                1 + torch.rand(trial.running_var.shape, generator=draw)
+            )
         if trial.num_batches_tracked is not None:
             trial.num_batches_tracked.zero_()
         for child in trial.children():
@@ -88,8 +109,12 @@ def random_input(layer: _BatchNorm, dtype: torch.dtype = torch.float32) -> Tenso
 def _differs(layer: _BatchNorm, x: Tensor, after: Iterable[nn.Module]) -> bool:
     by_batch = layer.training or layer.running_mean is None
     statistics = (None, None) if by_batch else (layer.running_mean, layer.running_var)
-    expected = functional.batch_norm(x, *statistics, layer.weight, layer.bias, by_batch, 0.0, layer.eps)
+    expected = functional.batch_norm(
+        x, *statistics, layer.weight, layer.bias, by_batch, 0.0, layer.eps
+    )
     for module in after:
         expected = module(expected)
     output = layer(x)
-    return output.shape != x.shape or not torch.allclose(output, expected, rtol=1e-4, atol=1e-5)
+    return output.shape != x.shape or not torch.allclose(
+        output, expected, rtol=1e-4, atol=1e-5
+    )

@@ -1,4 +1,6 @@
-"""The registry of norms and ``replace_norm``. A new norm is one file and one line of ``NORMS``."""
+"""The registry of norms and ``replace_norm``. A new norm is one file and one line of
+``NORMS``.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ NormBuilder = Callable[..., tuple[nn.Module, tuple[Replacement, ...]]]
 class NormInfo:
     """A kind of normalisation.
 
-    ``builder(model, **options)`` may change its model, because ``replace_norm`` passes a copy. It returns the model and
-    one row per replaced place. ``options`` are the names of its keyword options.
+    ``builder(model, **options)`` may change its model, because ``replace_norm`` passes
+    a copy. It returns the model and one row per replaced place. ``options`` are the
+    names of its keyword options.
     """
 
     summary: str
@@ -39,15 +42,25 @@ class NormInfo:
 
 
 NORMS: dict[str, NormInfo] = {
-    "batch": NormInfo("BatchNorm, the model as it is", "Ioffe & Szegedy 2015, arXiv:1502.03167", keep_batch),
+    "batch": NormInfo(
+        "BatchNorm, the model as it is",
+        "Ioffe & Szegedy 2015, arXiv:1502.03167",
+        keep_batch,
+    ),
     "group": NormInfo(
         "GroupNorm, 2 groups unless told otherwise",
         "Wu & He 2018, arXiv:1803.08494; 2 groups: Zhong et al. 2023, arXiv:2303.06530",
         use_group,
         ("groups",),
     ),
-    "layer": NormInfo("GroupNorm of one group", "Ba et al. 2016, arXiv:1607.06450", use_layer),
-    "instance": NormInfo("GroupNorm, a group per channel", "Ulyanov et al. 2016, arXiv:1607.08022", use_instance),
+    "layer": NormInfo(
+        "GroupNorm of one group", "Ba et al. 2016, arXiv:1607.06450", use_layer
+    ),
+    "instance": NormInfo(
+        "GroupNorm, a group per channel",
+        "Ulyanov et al. 2016, arXiv:1607.08022",
+        use_instance,
+    ),
     "group+ws": NormInfo(
         "GroupNorm, and weight standardisation of the convolutions in front of it",
         "Qiao et al. 2019, arXiv:1903.10520",
@@ -71,41 +84,51 @@ NORMS: dict[str, NormInfo] = {
         "Zhang et al. 2019, arXiv:1901.09321",
         use_fixup,
     ),
-    "none": NormInfo("BatchNorm removed, no bias added", "ours (a control)", remove_batch),
+    "none": NormInfo(
+        "BatchNorm removed, no bias added", "ours (a control)", remove_batch
+    ),
 }
 
 
-def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Module, NormReport]:
-    """Return a copy of ``model`` with other norm layers instead of BatchNorm, and a report by layer path.
+def replace_norm(
+    model: nn.Module, kind: str, **options: object
+) -> tuple[nn.Module, NormReport]:
+    """Return a copy of ``model`` with other norm layers instead of BatchNorm, and a
+    report by layer path.
 
     ::
 
         model, report = replace_norm(model, "wsconv")
         print(report)  # path, old layer, new layer; one line per replaced layer
 
-    Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device, dtype, ``requires_grad``,
-    train/eval mode and sharing inside the model; the given model does not change. A layer object at several paths stays
-    one object. Without BatchNorm in the model the result is a copy and an empty report, except that ``wsconv`` still
-    changes the convolutions and ``fixup`` refuses the model.
+    Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device,
+    dtype, ``requires_grad``, train/eval mode and sharing inside the model; the given
+    model does not change. A layer object at several paths stays one object. Without
+    BatchNorm in the model the result is a copy and an empty report, except that
+    ``wsconv`` still changes the convolutions and ``fixup`` refuses the model.
 
     Args:
         model: any module, also a BatchNorm layer itself.
         kind: a key of ``NORMS``.
-        **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``; ``rmax`` (3), ``dmax`` (5) and
-            ``warmup_steps`` (1000) of ``batch-renorm``; ``activation`` ("relu") and ``gain`` (False) of ``wsconv``.
+        **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``;
+            ``rmax`` (3), ``dmax`` (5) and ``warmup_steps`` (1000) of ``batch-renorm``;
+            ``activation`` ("relu") and ``gain`` (False) of ``wsconv``.
 
     Raises:
         ConfigError: the kind or an option is unknown, or an option is out of range.
-        NormLayerError: a lazy BatchNorm has not seen a batch, channels are not divisible by the groups, a BatchNorm
-            subclass contains other layers or has a forward pass of its own, TorchScript holds a BatchNorm, or the norm
-            is not for this model; the message names the layers.
+        NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
+            divisible by the groups, a BatchNorm subclass contains other layers or has a
+            forward pass of its own, TorchScript holds a BatchNorm, or the norm is not
+            for this model; the message names the layers.
     """
     if kind not in NORMS:
         raise unknown_name("norm", kind, NORMS)
     info = NORMS[kind]
     for option in options:
         if option not in info.options:
-            raise unknown_name(f"option of norm {kind!r}", option, info.options or ["(none)"])
+            raise unknown_name(
+                f"option of norm {kind!r}", option, info.options or ["(none)"]
+            )
     refuse_uninitialised(model)
     replaced_model, rows = info.builder(copied(model), **options)
     return replaced_model, NormReport(kind, rows)

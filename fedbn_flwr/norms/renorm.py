@@ -1,19 +1,23 @@
-"""``norm=batch-renorm``: BatchNorm that in training corrects the batch statistics towards the running statistics.
+"""``norm=batch-renorm``: BatchNorm that in training corrects the batch statistics
+towards the running statistics.
 
-In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and the running mean mu and
-sigma = sqrt(var + eps) before this batch:
+In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and
+the running mean mu and sigma = sqrt(var + eps) before this batch:
 
     y = gamma * ((x - mu_B) / sigma_B * r + d) + beta,
     r = clip(sigma_B / sigma, 1 / r_max, r_max),    d = clip((mu_B - mu) / sigma, -d_max, d_max),
 
-r and d without gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 0 the layer is BatchNorm, bit for bit.
+r and d without gradient. Evaluation is BatchNorm's. With r_max = 1 and d_max = 0 the
+layer is BatchNorm, bit for bit.
 
 Source: Ioffe 2017, arXiv:1702.03275, Algorithm 1 (FedBS, section III, misprints r).
 
-Differs from the paper: running statistics are torch's (the unbiased variance; Ioffe averages sigma), so for every
-method they mean the same as in BatchNorm. The warm-up is ours: both limits grow linearly from 1 and 0 over
-``warmup_steps`` batches, counted by ``num_batches_tracked`` over all rounds. Ioffe keeps 1 and 0 for 5,000 steps, then
-reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more steps, beyond most federated runs.
+Differs from the paper: running statistics are torch's (the unbiased variance; Ioffe
+averages sigma), so for every method they mean the same as in BatchNorm. The warm-up is
+ours: both limits grow linearly from 1 and 0 over ``warmup_steps`` batches, counted by
+``num_batches_tracked`` over all rounds. Ioffe keeps 1 and 0 for 5,000 steps, then
+reaches 5 at 25,000 and 3 at 40,000 of 130,000 or more steps, beyond most federated
+runs.
 """
 
 from __future__ import annotations
@@ -34,11 +38,17 @@ __all__ = ["BatchRenorm", "use_batch_renorm"]
 
 
 class BatchRenorm(_BatchNorm):
-    """Batch renormalisation of an input (N, C, *); it replaces a BatchNorm and keeps its parameters and buffers."""
+    """Batch renormalisation of an input (N, C, *); it replaces a BatchNorm and keeps
+    its parameters and buffers.
+    """
 
-    def __init__(self, layer: _BatchNorm, rmax: float, dmax: float, warmup_steps: int) -> None:
+    def __init__(
+        self, layer: _BatchNorm, rmax: float, dmax: float, warmup_steps: int
+    ) -> None:
         """Use ``layer``'s settings and state; ``use_batch_renorm`` checks the limits."""
-        super().__init__(layer.num_features, eps=layer.eps, momentum=layer.momentum, affine=False)
+        super().__init__(
+            layer.num_features, eps=layer.eps, momentum=layer.momentum, affine=False
+        )
         self.affine, self.track_running_stats = layer.affine, layer.track_running_stats
         self.weight, self.bias = layer.weight, layer.bias
         self.running_mean, self.running_var = layer.running_mean, layer.running_var
@@ -47,11 +57,20 @@ class BatchRenorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected an input (N, C, *), got shape {tuple(input.shape)}")
+            raise ValueError(
+                f"expected an input (N, C, *), got shape {tuple(input.shape)}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input (N, C, *); in training mode update the running statistics."""
-        if not (self.training and self.track_running_stats and self.running_mean is not None and input.numel()):
+        """Return the normalised input (N, C, *); in training mode update the running
+        statistics.
+        """
+        if not (
+            self.training
+            and self.track_running_stats
+            and self.running_mean is not None
+            and input.numel()
+        ):
             return super().forward(input)
         self._check_input_dim(input)
         r, d = self.corrections(input)
@@ -60,19 +79,35 @@ class BatchRenorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r = 1 and d = 0 do not change them.
+        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r =
+        # 1 # and d = 0 do not change them.
         weight = r if self.weight is None else self.weight * r
         shift = d if self.weight is None else self.weight * d
         bias = shift if self.bias is None else self.bias + shift
-        return F.batch_norm(input, self.running_mean, self.running_var, weight, bias, True, momentum, self.eps)
+        return F.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            weight,
+            bias,
+            True,
+            momentum,
+            self.eps,
+        )
 
     @torch.no_grad()
     def corrections(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r and d (C,) for a batch, in the dtype of the running statistics; nothing changes."""
+        """Return r and d (C,) for a batch, in the dtype of the running statistics;
+        nothing changes.
+        """
         mean, var = self.running_mean, self.running_var
         if mean is None or var is None:
-            raise NormLayerError("batch renormalisation needs running statistics; this layer has none.")
-        dtype = torch.promote_types(torch.promote_types(input.dtype, mean.dtype), torch.float32)
+            raise NormLayerError(
+                "batch renormalisation needs running statistics; this layer has none."
+            )
+        dtype = torch.promote_types(
+            torch.promote_types(input.dtype, mean.dtype), torch.float32
+        )
         batch_mean, batch_var = batch_mean_and_variance(input.to(dtype))
         sigma = (var + self.eps).sqrt()
         rmax, dmax = (limit.to(dtype) for limit in self.limits())
@@ -81,8 +116,11 @@ class BatchRenorm(_BatchNorm):
         return r.to(mean.dtype), d.to(mean.dtype)
 
     def limits(self) -> tuple[Tensor, Tensor]:
-        """Return r_max and d_max for the next batch (0-dim); a layer without a counter has no warm-up."""
-        # Tensors throughout: reading the counter would make the host wait for an accelerator.
+        """Return r_max and d_max for the next batch (0-dim); a layer without a counter
+        has no warm-up.
+        """
+        # Tensors throughout: reading the counter would make the host wait for
+        # an # accelerator.
         seen = self.num_batches_tracked
         if seen is None or not self.warmup_steps:
             device = None if self.running_mean is None else self.running_mean.device
@@ -94,42 +132,61 @@ class BatchRenorm(_BatchNorm):
     def extra_repr(self) -> str:
         """Return the description of BatchNorm and the limits."""
         described = str(super().extra_repr())  # type: ignore[no-untyped-call]
-        return f"{described}, rmax={self.rmax:g}, dmax={self.dmax:g}, warmup_steps={self.warmup_steps}"
+        return (
+            f"{described}, rmax={self.rmax:g}, dmax={self.dmax:g},"
+            f" warmup_steps={self.warmup_steps}"
+        )
 
 
 def use_batch_renorm(
     model: nn.Module, *, rmax: float = 3.0, dmax: float = 5.0, warmup_steps: int = 1000
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by batch renormalisation, in place; see ``swap_batchnorm``.
+    """Replace every BatchNorm layer by batch renormalisation, in place; see
+    ``swap_batchnorm``.
 
     Args:
         model: any model.
         rmax: limit of r, at least 1.
         dmax: limit of d, at least 0.
-        warmup_steps: batches over which the limits grow from 1 and 0 to these values; 0 = no warm-up.
+        warmup_steps: batches over which the limits grow from 1 and 0 to these values;
+            0 = no warm-up.
 
     Raises:
         ConfigError: a limit is out of range.
-        NormLayerError: a layer has no running statistics; the message names all such layers.
+        NormLayerError: a layer has no running statistics; the message names all such
+            layers.
     """
     _check(rmax, dmax, warmup_steps)
     places = batchnorm_places(model)
     bare = [
-        f"{shown_path(path)} ({type(layer).__name__})" for path, layer, _, _ in places if layer.running_mean is None
+        f"{shown_path(path)} ({type(layer).__name__})"
+        for path, layer, _, _ in places
+        if layer.running_mean is None
     ]
     if bare:
         raise NormLayerError(
-            f"norm 'batch-renorm' corrects by running statistics, and these layers have none: {', '.join(bare)}. "
-            "Use track_running_stats=True or another norm."
+            "norm 'batch-renorm' corrects by running statistics, and these layers have"
+            f" none: {', '.join(bare)}. Use track_running_stats=True or another norm."
         )
-    return swap_batchnorm(model, lambda layer, path: BatchRenorm(layer, rmax, dmax, warmup_steps))
+    return swap_batchnorm(
+        model, lambda layer, path: BatchRenorm(layer, rmax, dmax, warmup_steps)
+    )
 
 
 def _check(rmax: float, dmax: float, warmup_steps: int) -> None:
-    for name, value, least in (("rmax", rmax, 1), ("dmax", dmax, 0), ("warmup_steps", warmup_steps, 0)):
+    for name, value, least in (
+        ("rmax", rmax, 1),
+        ("dmax", dmax, 0),
+        ("warmup_steps", warmup_steps, 0),
+    ):
         allowed = int if name == "warmup_steps" else (int, float)
-        if not isinstance(value, allowed) or isinstance(value, bool) or not (math.isfinite(value) and value >= least):
+        if (
+            not isinstance(value, allowed)
+            or isinstance(value, bool)
+            or not (math.isfinite(value) and value >= least)
+        ):
             kind = "a whole" if name == "warmup_steps" else "a finite"
             raise ConfigError(
-                f"norm 'batch-renorm': {name} is {value!r}; it must be {kind} number of at least {least}."
+                f"norm 'batch-renorm': {name} is {value!r}; it must be {kind} number of"
+                f" at least {least}."
             )

@@ -10,7 +10,9 @@ __all__ = ["NormReport", "Replacement", "shown_path"]
 
 
 class Replacement(NamedTuple):
-    """One row of a report: the layer's path ("" if the model itself is the layer), the old layer and the new one."""
+    """One row of a report: the layer's path ("" if the model itself is the layer), the
+    old layer and the new one.
+    """
 
     path: str
     old: str
@@ -19,7 +21,8 @@ class Replacement(NamedTuple):
 
 @dataclass(frozen=True)
 class NormReport:
-    """The rows of one replacement, in the model's order; empty (and false) if nothing was replaced.
+    """The rows of one replacement, in the model's order; empty (and false) if nothing
+    was replaced.
 
     A layer object at several paths has one row per path.
     """
@@ -42,7 +45,10 @@ class NormReport:
         rows = [(shown_path(row.path), row.old, row.new) for row in self.replaced]
         width_of_path = max(len(path) for path, _, _ in rows)
         width_of_old = max(len(old) for _, old, _ in rows)
-        lines = [f"{path:<{width_of_path}}  {old:<{width_of_old}}  ->  {new}" for path, old, new in rows]
+        lines = [
+            f"{path:<{width_of_path}}  {old:<{width_of_old}}  ->  {new}"
+            for path, old, new in rows
+        ]
         return "\n".join([f"norm {self.kind!r}: {len(rows)} replaced", *lines])
 
 

@@ -1,7 +1,8 @@
 """Find the BatchNorm layers of a model by type and replace them.
 
-A layer is an instance of torch's ``_BatchNorm``: 1d, 2d, 3d, ``SyncBatchNorm`` and user subclasses, with or without
-affine parameters and running statistics, at any path of registered submodules.
+A layer is an instance of torch's ``_BatchNorm``: 1d, 2d, 3d, ``SyncBatchNorm`` and user
+subclasses, with or without affine parameters and running statistics, at any path of
+registered submodules.
 """
 
 from __future__ import annotations
@@ -19,13 +20,22 @@ from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.norms.report import Replacement, shown_path
 from fedbn_flwr.training.scripted import refuse_scripted
 
-__all__ = ["LayerMaker", "Place", "batchnorm_places", "describe", "refuse_uninitialised", "swap_batchnorm"]
+__all__ = [
+    "LayerMaker",
+    "Place",
+    "batchnorm_places",
+    "describe",
+    "refuse_uninitialised",
+    "swap_batchnorm",
+]
 
 LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
 
 class Place(NamedTuple):
-    """The place of a BatchNorm layer: path, layer, parent (None if the model is the layer) and name in the parent."""
+    """The place of a BatchNorm layer: path, layer, parent (None if the model is the
+    layer) and name in the parent.
+    """
 
     path: str
     layer: _BatchNorm
@@ -34,31 +44,45 @@ class Place(NamedTuple):
 
 
 def batchnorm_places(model: nn.Module) -> tuple[Place, ...]:
-    """Return every place of a BatchNorm layer in the model's order; a layer at two paths has two places."""
+    """Return every place of a BatchNorm layer in the model's order; a layer at two
+    paths has two places.
+    """
     return tuple(_walk(model, "", None, ""))
 
 
-def _walk(module: nn.Module, path: str, parent: nn.Module | None, name: str) -> Iterator[Place]:
+def _walk(
+    module: nn.Module, path: str, parent: nn.Module | None, name: str
+) -> Iterator[Place]:
     if isinstance(module, _BatchNorm):
         yield Place(path, module, parent, name)
         return
-    # named_children() and named_modules() would leave out the second name of a shared layer.
+    # named_children() and named_modules() would leave out the second name of a
+    # shared # layer.
     for child_name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{path}.{child_name}" if path else child_name, module, child_name)
+            yield from _walk(
+                child,
+                f"{path}.{child_name}" if path else child_name,
+                module,
+                child_name,
+            )
 
 
-def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def swap_batchnorm(
+    model: nn.Module, make: LayerMaker
+) -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
-    ``make`` is called once per layer object, with its first path; the new layer gets the old mode.
+    ``make`` is called once per layer object, with its first path; the new layer gets
+    the old mode.
 
     Returns:
-        The model (the new layer, if the model itself was a BatchNorm) and one row per place.
+        The model (the new layer, if the model itself was a BatchNorm) and one row per
+        place.
 
     Raises:
-        NormLayerError: a layer contains layers (a fused activation), has a forward pass of its own or forward hooks,
-            which would be lost, or TorchScript holds it.
+        NormLayerError: a layer contains layers (a fused activation), has a forward pass
+            of its own or forward hooks, which would be lost, or TorchScript holds it.
     """
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
@@ -78,40 +102,68 @@ def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
-    """Raise NormLayerError if a lazy BatchNorm layer does not know its number of channels yet; the error names them."""
-    lazy = [p for p in batchnorm_places(model) if isinstance(p.layer, LazyModuleMixin) or not p.layer.num_features]
+    """Raise NormLayerError if a lazy BatchNorm layer does not know its number of
+    channels yet; the error names them.
+    """
+    lazy = [
+        p
+        for p in batchnorm_places(model)
+        if isinstance(p.layer, LazyModuleMixin) or not p.layer.num_features
+    ]
     if lazy:
-        names = ", ".join(f"{shown_path(p.path)} ({type(p.layer).__name__})" for p in lazy)
+        names = ", ".join(
+            f"{shown_path(p.path)} ({type(p.layer).__name__})" for p in lazy
+        )
         raise NormLayerError(
-            f"the number of channels is not known yet for: {names}. Run one batch through the model first, "
-            "or give BatchNorm its number of channels."
+            f"the number of channels is not known yet for: {names}. Run one batch"
+            " through the model first, or give BatchNorm its number of channels."
         )
 
 
 def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
-    """Raise NormLayerError if a layer does more than BatchNorm, which its replacement would not do."""
+    """Raise NormLayerError if a layer does more than BatchNorm, which its replacement
+    would not do.
+    """
     lost = []
     for path, layer, _, _ in places:
-        children = [type(child).__name__ for child in layer.children() if not isinstance(child, nn.Identity)]
+        children = [
+            type(child).__name__
+            for child in layer.children()
+            if not isinstance(child, nn.Identity)
+        ]
         if children:
-            lost.append(f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(children)})")
+            lost.append(
+                f"{shown_path(path)} ({type(layer).__name__} holds"
+                f" {', '.join(children)})"
+            )
         elif has_own_forward(layer, training=True):
-            lost.append(f"{shown_path(path)} ({type(layer).__name__} has a forward pass of its own)")
+            lost.append(
+                f"{shown_path(path)} ({type(layer).__name__} has a forward pass of its"
+                " own)"
+            )
         elif layer._forward_hooks or layer._forward_pre_hooks:
-            lost.append(f"{shown_path(path)} ({type(layer).__name__} has forward hooks)")
+            lost.append(
+                f"{shown_path(path)} ({type(layer).__name__} has forward hooks)"
+            )
     if lost:
         raise NormLayerError(
-            "replacing these BatchNorm layers would lose what they do beside normalising (an activation, a scale): "
-            f"{', '.join(lost)}. Move it into a layer after the norm layer, register hooks after the replacement, or "
-            "use norm='batch'."
+            "replacing these BatchNorm layers would lose what they do beside"
+            f" normalising (an activation, a scale): {', '.join(lost)}. Move it into a"
+            " layer after the norm layer, register hooks after the replacement, or use"
+            " norm='batch'."
         )
 
 
 def describe(layer: nn.Module) -> str:
-    """Return a short description of a layer for reports: type, channels, and settings other than a norm's defaults."""
+    """Return a short description of a layer for reports: type, channels, and settings
+    other than a norm's defaults.
+    """
     name = type(layer).__name__
     if isinstance(layer, _ConvNd):
-        return f"{name}({layer.in_channels}, {layer.out_channels}, {'x'.join(map(str, layer.kernel_size))})"
+        return (
+            f"{name}({layer.in_channels}, {layer.out_channels},"
+            f" {'x'.join(map(str, layer.kernel_size))})"
+        )
     if isinstance(layer, nn.Linear):
         return f"{name}({layer.in_features}, {layer.out_features})"
     if isinstance(layer, nn.GroupNorm):

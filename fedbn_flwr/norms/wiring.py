@@ -1,15 +1,20 @@
-"""The BatchNorm layers that get the output of each convolution, found from the forward pass without an input.
+"""The BatchNorm layers that get the output of each convolution, found from the forward
+pass without an input.
 
-Linear layers without a bias count, too. Between one of them and its norm the axes may be moved.
+Linear layers without a bias count, too. Between one of them and its norm the axes may
+be moved.
 
-The forward pass runs on ``torch.fx`` proxies, which only record the operations. Each convolution, each norm layer and
-each submodule with neither of them counts as one operation. Python runs only in the modules around them, so attention,
-dropout or stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is not used: it patches ``nn.Module`` for the
-whole process while it runs, and clients train in threads.
+The forward pass runs on ``torch.fx`` proxies, which only record the operations. Each
+convolution, each norm layer and each submodule with neither of them counts as one
+operation. Python runs only in the modules around them, so attention, dropout or
+stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is not used: it patches
+``nn.Module`` for the whole process while it runs, and clients train in threads.
 
-If the forward of a module cannot run on proxies (it branches on values), each of its children is traced alone. Links
-between the children then follow from their order of registration: a convolution, then a norm layer with as many
-channels. The same rule holds for layers that the forward pass does not reach. ``nn.Identity`` in between is ignored.
+If the forward of a module cannot run on proxies (it branches on values), each of its
+children is traced alone. Links between the children then follow from their order of
+registration: a convolution, then a norm layer with as many channels. The same rule
+holds for layers that the forward pass does not reach. ``nn.Identity`` in between is
+ignored.
 """
 
 from __future__ import annotations
@@ -31,8 +36,18 @@ from fedbn_flwr.training.copying import copied
 __all__ = ["Wiring", "num_outputs", "wiring"]
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_MOVES = ("flatten", "reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "contiguous")
-_QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")  # these do not use the values of a tensor
+_MOVES = (
+    "flatten",
+    "reshape",
+    "view",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "contiguous",
+)
+# these do not use the values of a tensor
+_QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")
 
 
 @dataclass
@@ -40,8 +55,8 @@ class Wiring:
     """The links between the layers of a model, by ``id`` of the layer objects.
 
     Attributes:
-        norms_after: the norm layers that get the output of a convolution, or of a linear layer without a bias; () if
-            any other layer gets it too.
+        norms_after: the norm layers that get the output of a convolution, or of a
+            linear layer without a bias; () if any other layer gets it too.
         added: norm layers whose output is a term of a sum, in at least one of its uses.
     """
 
@@ -50,7 +65,9 @@ class Wiring:
 
 
 def _feeds_norms(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd) or (isinstance(module, nn.Linear) and module.bias is None)
+    return isinstance(module, _ConvNd) or (
+        isinstance(module, nn.Linear) and module.bias is None
+    )
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -58,14 +75,20 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def wiring(model: nn.Module) -> Wiring:
-    """Return the links between the layers of ``model``; the model neither runs on data nor changes."""
-    # Buffers are copied, parameters are not: a forward pass may change buffers and attributes of its modules.
+    """Return the links between the layers of ``model``; the model neither runs on data
+    nor changes.
+    """
+    # Buffers are copied, parameters are not: a forward pass may change buffers
+    # and # attributes of its modules.
     skeleton = copied(model, model.parameters())
     for module in skeleton.modules():  # hooks may not work with proxies
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     originals = dict(model.named_modules(remove_duplicate=False))
-    original_of = {id(m): originals[path] for path, m in skeleton.named_modules(remove_duplicate=False)}
+    original_of = {
+        id(m): originals[path]
+        for path, m in skeleton.named_modules(remove_duplicate=False)
+    }
     result = Wiring()
     _follow(skeleton, result, original_of)
     for conv, norm in _neighbours(model):
@@ -73,10 +96,13 @@ def wiring(model: nn.Module) -> Wiring:
     return result
 
 
-def _follow(module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]) -> None:
+def _follow(
+    module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]
+) -> None:
     try:
         graph, layers = _record(module)
-    except Exception:  # user code may raise anything when it gets a proxy; then its children are traced
+    # user code may raise anything when it gets a proxy; then its children are traced
+    except Exception:
         for child in module.children():
             if not _is_layer(child) and any(map(_is_layer, child.modules())):
                 _follow(child, result, original_of)
@@ -87,20 +113,39 @@ def _follow(module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]
         layer = original_of[id(layers[str(node.target)])]
         users = list(_users(node, layers, moves=isinstance(layer, nn.Linear)))
         if _feeds_norms(layer):
-            norms = [original_of[id(layers[str(u.target)])] for u in users if u.op == "call_module"]
+            norms = [
+                original_of[id(layers[str(u.target)])]
+                for u in users
+                if u.op == "call_module"
+            ]
             after = tuple(norm for norm in norms if isinstance(norm, _BatchNorm))
-            only_norms = len(after) == len(users) and result.norms_after.get(id(layer), True)
-            result.norms_after[id(layer)] = (*result.norms_after.get(id(layer), ()), *after) if only_norms else ()
-        elif isinstance(layer, _BatchNorm) and any(user.target in _ADDITIONS for user in users):
+            only_norms = len(after) == len(users) and result.norms_after.get(
+                id(layer), True
+            )
+            result.norms_after[id(layer)] = (
+                (*result.norms_after.get(id(layer), ()), *after) if only_norms else ()
+            )
+        elif isinstance(layer, _BatchNorm) and any(
+            user.target in _ADDITIONS for user in users
+        ):
             result.added.add(id(layer))
 
 
-def _users(node: fx.Node, layers: dict[str, nn.Module], *, moves: bool) -> Iterator[fx.Node]:
+def _users(
+    node: fx.Node, layers: dict[str, nn.Module], *, moves: bool
+) -> Iterator[fx.Node]:
     for user in node.users:
-        nothing = user.op == "call_module" and isinstance(layers[str(user.target)], nn.Identity)
-        if nothing or (moves and getattr(user.target, "__name__", user.target) in _MOVES):
+        nothing = user.op == "call_module" and isinstance(
+            layers[str(user.target)], nn.Identity
+        )
+        if nothing or (
+            moves and getattr(user.target, "__name__", user.target) in _MOVES
+        ):
             yield from _users(user, layers, moves=moves)
-        elif not (user.target in _QUESTIONS or (user.target is getattr and user.args[1] in _QUESTIONS)):
+        elif not (
+            user.target in _QUESTIONS
+            or (user.target is getattr and user.args[1] in _QUESTIONS)
+        ):
             yield user
 
 
@@ -108,7 +153,9 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
     """Records operations; of their arguments it keeps only proxies and plain values."""
 
     def create_arg(self, a: Any) -> Any:
-        """Return ``a`` with nodes instead of proxies, and without tensors and other objects."""
+        """Return ``a`` with nodes instead of proxies, and without tensors and other
+        objects.
+        """
         if isinstance(a, fx.Proxy):
             return a.node
         if isinstance(a, dict):
@@ -119,9 +166,11 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
 
 
 def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the operations of a forward pass of ``root``, and its layers by their names in the operations.
+    """Return the operations of a forward pass of ``root``, and its layers by their
+    names in the operations.
 
-    The layers keep the replaced forward, so afterwards ``root`` and its children are only good for recording.
+    The layers keep the replaced forward, so afterwards ``root`` and its children are
+    only good for recording.
     """
     graph = fx.Graph()
     recorder = _Recorder(graph)
@@ -129,9 +178,13 @@ def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
     for path, module in root.named_modules():
         if _is_layer(module) or not any(map(_is_layer, module.modules())):
             layers[path] = module
-            # An attribute of this object: its class, and with it every other model in the process, does not change.
+            # An attribute of this object: its class, and with it every other model
+            # in # the process, does not change.
             module.forward = _noting(recorder, path)
-    inputs = [fx.Proxy(graph.placeholder(f"input{k}"), recorder) for k in range(_num_inputs(root))]
+    inputs = [
+        fx.Proxy(graph.placeholder(f"input{k}"), recorder)
+        for k in range(_num_inputs(root))
+    ]
     graph.output(recorder.create_arg(root(*inputs)))
     return graph, layers
 
@@ -145,14 +198,27 @@ def _noting(recorder: _Recorder, path: str) -> Any:
 
 def _num_inputs(module: nn.Module) -> int:
     parameters = inspect.signature(module.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return max(1, sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters))
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return max(
+        1,
+        sum(
+            p.kind in positional and p.default is inspect.Parameter.empty
+            for p in parameters
+        ),
+    )
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
-    """Yield each such layer that is registered directly before a norm layer with as many channels, and that layer."""
+    """Yield each such layer that is registered directly before a norm layer with as
+    many channels, and that layer.
+    """
     for module in model.modules():
-        children = [child for child in module.children() if not isinstance(child, nn.Identity)]
+        children = [
+            child for child in module.children() if not isinstance(child, nn.Identity)
+        ]
         for first, second in itertools.pairwise(children):
             if not (_feeds_norms(first) and isinstance(second, _BatchNorm)):
                 continue
@@ -161,5 +227,9 @@ def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
 
 
 def num_outputs(layer: nn.Module) -> int:
-    """Return the number of out channels of a convolution, or of outputs of a linear layer."""
-    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)  # type: ignore[arg-type]
+    """Return the number of out channels of a convolution, or of outputs of a linear
+    layer.
+    """
+    if isinstance(layer, nn.Linear):
+        return layer.out_features
+    return int(layer.out_channels)  # type: ignore[arg-type]

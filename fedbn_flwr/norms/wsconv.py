@@ -1,20 +1,23 @@
-"""``norm=wsconv``: no normalisation; every convolution uses scaled standardised filters.
+"""``norm=wsconv``: no normalisation; every convolution uses scaled standardised
+filters.
 
 Instead of a filter W of N weights (N = in channels per group times positions), it uses
 
     W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N.
 
-gamma is a constant of the activation (1 / the standard deviation of its output for a standard normal input). gain is 1,
-or with ``gain=True`` a learnable number per out channel that starts at 1. Every BatchNorm becomes ``nn.Identity``. A
-layer without a bias before a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a linear layer.
-Nothing else of a linear layer changes.
+gamma is a constant of the activation (1 / the standard deviation of its output for a
+standard normal input). gain is 1, or with ``gain=True`` a learnable number per out
+channel that starts at 1. Every BatchNorm becomes ``nn.Identity``. A layer without a
+bias before a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a
+linear layer. Nothing else of a linear layer changes.
 
-Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root as in timm's
-``ScaledStdConv2d``; with the same gamma both layers are equal.
+Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root
+as in timm's ``ScaledStdConv2d``; with the same gamma both layers are equal.
 
-Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant 1.71396). The learnable gain is
-Brock's; eq. (3) has none. 1d and 3d convolutions are changed too. The weights of transposed convolutions, and filters
-of one weight, which would become zero, are not changed. Layers keep a bias that they have.
+Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant
+1.71396). The learnable gain is Brock's; eq. (3) has none. 1d and 3d convolutions are
+changed too. The weights of transposed convolutions, and filters of one weight, which
+would become zero, are not changed. Layers keep a bias that they have.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ EPS = 1e-6
 GAMMAS: dict[str, float] = {
     "identity": 1.0,
     "relu": math.sqrt(2 / (1 - 1 / math.pi)),
-    # The others are integrals over the standard normal density; leaky_relu has slope 0.01, elu and celu alpha 1.
+    # The others are integrals over the standard normal density; leaky_relu has
+    # slope # 0.01, elu and celu alpha 1.
     "celu": 1.2708434178501964,
     "elu": 1.2708434178501964,
     "gelu": 1.700926243363333,
@@ -67,10 +71,18 @@ class _Scaled(DerivedWeightConv):
     gamma: float
 
     def derived_weight(self) -> Tensor:
-        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); a filter of equal weights becomes 0."""
-        standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)  # each filter on its own, contiguous
-        # Channels-last: with one channel only the strides tell, and with one position nothing does.
-        if self.weight.dim() == 4 and self.weight.stride(1) == 1 and self.weight[0, 0].numel() > 1:
+        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); a filter
+        of equal weights becomes 0.
+        """
+        # each filter on its own, contiguous
+        standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)
+        # Channels-last: with one channel only the strides tell, and with one
+        # position # nothing does.
+        if (
+            self.weight.dim() == 4
+            and self.weight.stride(1) == 1
+            and self.weight[0, 0].numel() > 1
+        ):
             standardised = standardised.clone(memory_format=torch.channels_last)
         scale = self.gamma / math.sqrt(fan_in(self))
         return standardised * (scale if self.gain is None else self.gain * scale)
@@ -96,43 +108,62 @@ class ScaledConv3d(_Scaled, nn.Conv3d):
 def use_wsconv(
     model: nn.Module, *, activation: str = "relu", gain: bool = False
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Remove every BatchNorm and make every convolution a scaled standardised one, in place.
+    """Remove every BatchNorm and make every convolution a scaled standardised one, in
+    place.
 
     Args:
         model: any model; one without BatchNorm gets the convolutions too.
-        activation: a key of ``GAMMAS``, the model's activation; all filters get its gamma.
-        gain: whether each out channel has a learnable gain (with the weight's ``requires_grad``).
+        activation: a key of ``GAMMAS``, the model's activation; all filters get its
+            gamma.
+        gain: whether each out channel has a learnable gain (with the weight's
+            ``requires_grad``).
 
     Raises:
         ConfigError: the activation is unknown, or gain is not a bool.
-        NormLayerError: ``refuse_unusual`` refuses a convolution, or a BatchNorm contains other layers.
+        NormLayerError: ``refuse_unusual`` refuses a convolution, or a BatchNorm
+            contains other layers.
     """
     if activation not in GAMMAS:
         raise unknown_name("activation", activation, GAMMAS)
     if not isinstance(gain, bool):
         raise ConfigError(f"norm 'wsconv': gain is {gain!r}; it must be True or False.")
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    convolutions = {path: conv for path, conv in plain_convolutions(model).items() if fan_in(conv) > 1}
+    convolutions = {
+        path: conv
+        for path, conv in plain_convolutions(model).items()
+        if fan_in(conv) > 1
+    }
     refuse_unusual(convolutions, "scaled weight standardisation (norm='wsconv')")
     after = wiring(model).norms_after
     shifted = {
         path: layer
         for path, layer in model.named_modules(remove_duplicate=False)
         for norm in after.get(id(layer), ())
-        if layer.bias is None and norm.bias is not None and norm.num_features == num_outputs(layer)
+        if layer.bias is None
+        and norm.bias is not None
+        and norm.num_features == num_outputs(layer)
     }
-    before = {path: f"{describe(layer)[:-1]}, bias=False)" for path, layer in shifted.items()}
+    before = {
+        path: f"{describe(layer)[:-1]}, bias=False)" for path, layer in shifted.items()
+    }
     model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
     for layer in shifted.values():
         if layer.bias is None:  # the first of several paths
             zeros = layer.weight.new_zeros(num_outputs(layer))
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
-    biases = [Replacement(path, before[path], describe(layer)) for path, layer in shifted.items()]
+    biases = [
+        Replacement(path, before[path], describe(layer))
+        for path, layer in shifted.items()
+    ]
 
     def prepare(conv: _ConvNd) -> None:
         learns = conv.weight.requires_grad
         shape = (conv.out_channels, *[1] * (conv.weight.dim() - 1))
-        ones = nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns) if gain else None
+        ones = (
+            nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns)
+            if gain
+            else None
+        )
         conv.register_parameter("gain", ones)
         conv.gamma = GAMMAS[activation]  # type: ignore[assignment]  # torch types attributes as tensors or modules
 

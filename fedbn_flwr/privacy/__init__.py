@@ -1,4 +1,6 @@
-"""Privacy that BatchNorm survives: differential privacy, masked sums, and what they are worth."""
+"""Privacy that BatchNorm survives: differential privacy, masked sums, and what they are
+worth.
+"""
 
 from __future__ import annotations
 

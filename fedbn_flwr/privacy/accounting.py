@@ -1,11 +1,14 @@
-"""The privacy loss of a run: epsilon at a given delta, by the library ``dp-accounting``.
+"""The privacy loss of a run: epsilon at a given delta, by the library
+``dp-accounting``.
 
-One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most C, divided by the number m of
-clients that were asked, with Gaussian noise. Two federations are neighbours if one client sends nothing in one of them.
-The sum changes by at most C, so the noise multiplier is z. Who takes part is public: clients are drawn with the run's
-seed. So every release counts in full, as if each client took part in it.
+One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most
+C, divided by the number m of clients that were asked, with Gaussian noise. Two
+federations are neighbours if one client sends nothing in one of them. The sum changes
+by at most C, so the noise multiplier is z. Who takes part is public: clients are drawn
+with the run's seed. So every release counts in full, as if each client took part in it.
 
-Gaussian noises compose to one with ``1 / z^2 = sum 1 / z_t^2``, whose epsilon is exact (Balle and Wang 2018).
+Gaussian noises compose to one with ``1 / z^2 = sum 1 / z_t^2``, whose epsilon is exact
+(Balle and Wang 2018).
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ class PrivacyAccountant:
 
     Attributes:
         delta: the probability delta of the guarantee.
-        file: where each release is noted before its result exists, so that a run which is killed and repeats rounds
-            counts them twice, as it must; None = in memory only.
-        releases: the noise multiplier z of each release so far; 0 for noise that can be repeated.
+        file: where each release is noted before its result exists, so that a run which
+            is killed and repeats rounds counts them twice, as it must; None = in memory
+            only.
+        releases: the noise multiplier z of each release so far; 0 for noise that can be
+            repeated.
     """
 
     delta: float
@@ -53,13 +58,17 @@ class PrivacyAccountant:
         self.releases.append(noise_multiplier)
 
     def restore(self, releases: Sequence[float]) -> None:
-        """Restore the releases of a run: those given, those in memory or those in the file, whichever are most."""
+        """Restore the releases of a run: those given, those in memory or those in the
+        file, whichever are most.
+        """
         self.releases = max(self.releases, list(releases), self._in_file(), key=len)
         if self.file and self.releases:
             write_atomically(self.file, "".join(map(_line, self.releases)))
 
     def _in_file(self) -> list[float]:
-        """Return the releases in the file, without the line that a killed process did not finish."""
+        """Return the releases in the file, without the line that a killed process did
+        not finish.
+        """
         if not self.file or not self.file.exists():
             return []
         text = self.file.read_text(encoding="utf-8")
@@ -77,7 +86,8 @@ class PrivacyAccountant:
         return float(gaussian(1 / math.sqrt(self._precision(releases)), self.delta))
 
     def noise_for(self, epsilon: float, num_releases: int) -> float:
-        """Return the smallest noise multiplier with which so many further releases cost at most ``epsilon`` in total.
+        """Return the smallest noise multiplier with which so many further releases cost
+        at most ``epsilon`` in total.
 
         Raises:
             ConfigError: no noise multiplier up to 10,000 is enough.
@@ -86,7 +96,10 @@ class PrivacyAccountant:
         left = sigma**-2 - self._precision(self.releases)
         noise = math.sqrt(num_releases / left) * _MARGIN if left > 0 else math.inf
         if noise > _LARGEST_NOISE:
-            raise ConfigError(f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more noise than 10000")
+            raise ConfigError(
+                f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more"
+                " noise than 10000"
+            )
         return noise
 
     def _precision(self, releases: Sequence[float]) -> float:
@@ -108,6 +121,7 @@ def require_dp_accounting() -> Any:
         import dp_accounting
     except ImportError as error:
         raise ConfigError(
-            f"epsilon is computed by dp-accounting, which is not installed; {install_extra('privacy')}"
+            "epsilon is computed by dp-accounting, which is not installed;"
+            f" {install_extra('privacy')}"
         ) from error
     return dp_accounting

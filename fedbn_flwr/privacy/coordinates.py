@@ -1,18 +1,21 @@
-r"""The coordinates in which a client's update gets noise, and its clipping, on the server or in a client.
+r"""The coordinates in which a client's update gets noise, and its clipping, on the
+server or in a client.
 
-With the global state before the round, ``x``, running mean ``m`` and running variance ``v``, a client's state ``x_i``,
-``m_i``, ``v_i`` has the update
+With the global state before the round, ``x``, running mean ``m`` and running variance
+``v``, a client's state ``x_i``, ``m_i``, ``v_i`` has the update
 
 $$x_i - x, \qquad s \, \frac{m_i - m}{\sqrt{v + e}}, \qquad s \, \frac{v_i - v}{v + e}$$
 
-The statistics are in units of the layer, so that one noise fits all layers; ``s`` is their share in the clipped norm,
-``e`` keeps the units of a dead channel finite. All three are linear in the client's state: an average of updates is the
-update of the averaged state. Counters and other integers are no coordinates.
+The statistics are in units of the layer, so that one noise fits all layers; ``s`` is
+their share in the clipped norm, ``e`` keeps the units of a dead channel finite. All
+three are linear in the client's state: an average of updates is the update of the
+averaged state. Counters and other integers are no coordinates.
 
-The way back keeps every variance above zero. With ``t`` the deviation of the noise in a variance, a noisy variance
-``r`` below ``t`` becomes ``t exp(r / t - 1)``; others stay as they are. Noise of a relative size can take a variance up
-or down without end, round after round, so one within [1e-12, 1e12] stays there. Both use nothing of the
-clients, so they cost no privacy.
+The way back keeps every variance above zero. With ``t`` the deviation of the noise in a
+variance, a noisy variance ``r`` below ``t`` becomes ``t exp(r / t - 1)``; others stay
+as they are. Noise of a relative size can take a variance up or down without end, round
+after round, so one within [1e-12, 1e12] stays there. Both use nothing of the clients,
+so they cost no privacy.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ class Coordinates:
 
     Args:
         before: the shared entries of the global state before the round.
-        parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are found by their names.
-        fixed: entries that no client changes: they have no coordinates and keep their value.
+        parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are
+            found by their names.
+        fixed: entries that no client changes: they have no coordinates and keep their
+            value.
         scale: s, the weight of running statistics; 1 where no norm is limited.
 
     Raises:
@@ -62,7 +67,10 @@ class Coordinates:
         self._units: dict[str, Array | float] = {}
         for name, array in before.items():
             if array.dtype.kind == "c":
-                raise ConfigError(f"entry '{name}' is complex: dp and masked-sums=true take real numbers")
+                raise ConfigError(
+                    f"entry '{name}' is complex: dp and masked-sums=true take real"
+                    " numbers"
+                )
             if array.dtype.kind == "f" and name not in fixed:
                 self._units[name] = 1.0
         self._variances = set()
@@ -73,19 +81,30 @@ class Coordinates:
                 self._variances.add(variance)
 
     def update(self, state: State) -> dict[str, Array]:
-        """Return the update of a client's state, which has the entries and shapes of the state before."""
-        return {name: (_wide(state[name]) - _wide(self._before[name])) / unit for name, unit in self._units.items()}
+        """Return the update of a client's state, which has the entries and shapes of
+        the state before.
+        """
+        return {
+            name: (_wide(state[name]) - _wide(self._before[name])) / unit
+            for name, unit in self._units.items()
+        }
 
     def rounding(self) -> float:
-        """Return how long an update can be that the rounding of the state's dtypes alone makes."""
+        """Return how long an update can be that the rounding of the state's dtypes
+        alone makes.
+        """
         lengths = [
-            float(np.finfo(self._before[name].dtype).eps * np.linalg.norm(_wide(self._before[name]) / unit))
+            float(
+                np.finfo(self._before[name].dtype).eps
+                * np.linalg.norm(_wide(self._before[name]) / unit)
+            )
             for name, unit in self._units.items()
         ]
         return math.hypot(*lengths)
 
     def state(self, update: Update, deviation: float) -> dict[str, Array]:
-        """Return the state of an update, in the dtypes of the state before; integers keep their value.
+        """Return the state of an update, in the dtypes of the state before; integers
+        keep their value.
 
         Args:
             update: by entry.
@@ -115,12 +134,18 @@ def _above_zero(variance: Array, deviation: Array) -> Array:
 
 def _bounded(variance: Array, before: Array) -> Array:
     """Return the variances; those that were within the limits stay there."""
-    low, high = max(1e-12, float(np.finfo(before.dtype).tiny)), min(1e12, float(np.finfo(before.dtype).max))
-    return np.where((before >= low) & (before <= high), np.clip(variance, low, high), variance)
+    low, high = (
+        max(1e-12, float(np.finfo(before.dtype).tiny)),
+        min(1e12, float(np.finfo(before.dtype).max)),
+    )
+    return np.where(
+        (before >= low) & (before <= high), np.clip(variance, low, high), variance
+    )
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it was not longer.
+    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it
+    was not longer.
 
     An update whose length is not finite is replaced by zero.
     """
@@ -128,7 +153,9 @@ def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], boo
     if not math.isfinite(length):
         return {name: np.zeros_like(array) for name, array in update.items()}, False
     factor = clipping_norm / max(length, clipping_norm)
-    return {name: factor * array for name, array in update.items()}, length <= clipping_norm
+    return {
+        name: factor * array for name, array in update.items()
+    }, length <= clipping_norm
 
 
 def _wide(array: Array) -> Array:

@@ -1,4 +1,6 @@
-"""BatchNorm with ``momentum=None``, whose running statistics need the number of batches: no protection tells it."""
+"""BatchNorm with ``momentum=None``, whose running statistics need the number of
+batches: no protection tells it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ CUMULATIVE = "cumulative-average"
 def refuse_cumulative(model: nn.Module, protection: str) -> None:
     """Refuse layers whose running statistics are averages over all batches so far.
 
-    Such a layer divides by its counter. Under a protection counters count rounds, since a number of batches would tell
-    the number of a client's examples.
+    Such a layer divides by its counter. Under a protection counters count rounds, since
+    a number of batches would tell the number of a client's examples.
 
     Args:
         model: the model.
@@ -27,10 +29,15 @@ def refuse_cumulative(model: nn.Module, protection: str) -> None:
         NormLayerError: the model has such layers.
     """
     for path, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.track_running_stats and module.momentum is None:
+        if (
+            isinstance(module, _NormBase)
+            and module.track_running_stats
+            and module.momentum is None
+        ):
             raise NormLayerError(
-                f"{protection}: layer '{path}' has momentum=None, so its running statistics are averages over all "
-                f"batches, and under {protection} no number of batches leaves a client. Give it a momentum, such as "
-                "0.1 (bn-momentum).",
+                f"{protection}: layer '{path}' has momentum=None, so its running"
+                f" statistics are averages over all batches, and under {protection} no"
+                " number of batches leaves a client. Give it a momentum, such as 0.1"
+                " (bn-momentum).",
                 code=CUMULATIVE,
             )

@@ -1,40 +1,47 @@
-r"""Client-level differential privacy: the average of clipped updates, with Gaussian noise, for models with BatchNorm.
+r"""Client-level differential privacy: the average of clipped updates, with Gaussian
+noise, for models with BatchNorm.
 
-McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models", arXiv:1710.06963 (fixed clipping);
-Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv:1905.03871 (dp-clipping=adaptive).
+McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models",
+arXiv:1710.06963 (fixed clipping); Andrew et al. 2021, "Differentially Private Learning
+with Adaptive Clipping", arXiv:1905.03871 (dp-clipping=adaptive).
 
 ## Problem
 
-Clipping and noise treat the model as one long vector. With BatchNorm this fails: the int64 counters dominate the norm,
-so that little of the update is left after clipping, and noise makes running variances negative.
+Clipping and noise treat the model as one long vector. With BatchNorm this fails: the
+int64 counters dominate the norm, so that little of the update is left after clipping,
+and noise makes running variances negative.
 
 ## Algorithm
 
-$u_i$ is the update of client $i$ in the coordinates of ``privacy.coordinates``, without counters and without what stays
-with the client; $m$ is the number of clients that were asked, also of those that did not answer, which add nothing.
+$u_i$ is the update of client $i$ in the coordinates of ``privacy.coordinates``, without
+counters and without what stays with the client; $m$ is the number of clients that were
+asked, also of those that did not answer, which add nothing.
 
 $$\bar u = \frac{1}{m} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
 \mathcal{N}\left(0, \left(\frac{z C}{m}\right)^2 I\right)$$
 
-The method gets the state of $\bar u$ in place of the clients' replies, and may use it in any way at no further cost.
-Counters are not averaged: they count the rounds, since a number of batches would tell $|D_i|$. A round is always
-released, also if few clients or none have answered: whether a client answers can depend on its data.
+The method gets the state of $\bar u$ in place of the clients' replies, and may use it
+in any way at no further cost. Counters are not averaged: they count the rounds, since a
+number of batches would tell $|D_i|$. A round is always released, also if few clients or
+none have answered: whether a client answers can depend on its data.
 
-Adaptive clipping: $b$ is the share of clients with $\lVert u_i \rVert \le C$, from the sum of $b_i - 1/2$ with noise of
-deviation $\sigma_b = \max(m / 20, z)$, and $C \leftarrow C \exp(-\eta (b - \gamma))$. The two noises together cost as
-much as one noise with multiplier $z$: the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
+Adaptive clipping: $b$ is the share of clients with $\lVert u_i \rVert \le C$, from the
+sum of $b_i - 1/2$ with noise of deviation $\sigma_b = \max(m / 20, z)$, and
+$C \leftarrow C \exp(-\eta (b - \gamma))$. The two noises together cost as much as one
+noise with multiplier $z$: the updates get $z_u = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}$.
 
 ## What it protects
 
-The global models of all rounds, against everybody who sees them, at the level of a client (``privacy.accounting`` says
-what epsilon rests on). The server is trusted: it sees the replies, with ``where="client"`` clipped ones. What else the
-server writes for itself is not covered: log, checkpoints, the split and the report of the data. Metrics of clients are
-withheld: no noise covers them.
+The global models of all rounds, against everybody who sees them, at the level of a
+client (``privacy.accounting`` says what epsilon rests on). The server is trusted: it
+sees the replies, with ``where="client"`` clipped ones. What else the server writes for
+itself is not covered: log, checkpoints, the split and the report of the data. Metrics
+of clients are withheld: no noise covers them.
 
 ## Law
 
-Without noise and clipping the result is that of the unprotected method with equal weights. One client changes the
-average by at most $C / m$.
+Without noise and clipping the result is that of the unprotected method with equal
+weights. One client changes the average by at most $C / m$.
 """
 
 from __future__ import annotations
@@ -51,7 +58,13 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, require_dp_accounting
-from fedbn_flwr.privacy.coordinates import CLIP, STATISTICS_SCALE, Coordinates, clipped, norm
+from fedbn_flwr.privacy.coordinates import (
+    CLIP,
+    STATISTICS_SCALE,
+    Coordinates,
+    clipped,
+    norm,
+)
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
 from fedbn_flwr.server.method import Reply
@@ -68,11 +81,14 @@ logger = logging.getLogger("flwr")
 NO_ROUND = "No round has been released."
 _QUANTILE = 0.5  # gamma: C adapts until this share of the updates is not clipped
 _RATE = 0.2  # eta: how fast C adapts
-_NOISY = 0.3  # noise in running variances, relative to them, from which on a warning says so
+# noise in running variances, relative to them, from which on a warning says so
+_NOISY = 0.3
 
 
 def beside_models(methods: Methods) -> list[str]:
-    """Return what the methods take from clients beside the update or the model, which gets noise."""
+    """Return what the methods take from clients beside the update or the model, which
+    gets noise.
+    """
     return [beside.text for beside in sent_beside(methods)]
 
 
@@ -81,18 +97,22 @@ class ClientLevelDP(Protection):
 
     Args:
         settings: clipping, noise and accounting; ``dp`` says who clips.
-        noise: the source of noise; another one than ``SystemNoise`` is for tests, and no epsilon is stated then.
+        noise: the source of noise; another one than ``SystemNoise`` is for tests, and
+            no epsilon is stated then.
         file: a file for the releases, see ``PrivacyAccountant``.
-        fixed: names of the entries that no client trains (a frozen backbone, a constant buffer): they get no noise, and
-            a reply that changed them is refused. ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds them.
+        fixed: names of the entries that no client trains (a frozen backbone, a constant
+            buffer): they get no noise, and a reply that changed them is refused.
+            ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds them.
 
     Attributes:
         clipping_norm: C of the next round.
-        noise_multiplier: z; None before the first round, where it comes from a target epsilon.
+        noise_multiplier: z; None before the first round, where it comes from a target
+            epsilon.
         accountant: the releases so far, of all runs with this object.
 
     Raises:
-        ConfigError: settings exclude each other, or the library that computes epsilon is not installed.
+        ConfigError: settings exclude each other, or the library that computes epsilon
+            is not installed.
     """
 
     always_releases = True
@@ -105,7 +125,11 @@ class ClientLevelDP(Protection):
         file: Path | None = None,
         fixed: Collection[str] = (),
     ) -> None:
-        self.settings, self.noise, self._fixed = settings, noise or SystemNoise(), frozenset(fixed)
+        self.settings, self.noise, self._fixed = (
+            settings,
+            noise or SystemNoise(),
+            frozenset(fixed),
+        )
         if problems := dp_conflicts(settings):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
@@ -115,7 +139,8 @@ class ClientLevelDP(Protection):
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
-        """Start with the first clipping norm; check that nothing of the clients bypasses the noise.
+        """Start with the first clipping norm; check that nothing of the clients
+        bypasses the noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
@@ -129,7 +154,9 @@ class ClientLevelDP(Protection):
     def _begin(self) -> None:
         settings = self.settings
         self.clipping_norm = settings.dp_clipping_norm
-        self.noise_multiplier = None if settings.dp_target_epsilon else settings.dp_noise_multiplier
+        self.noise_multiplier = (
+            None if settings.dp_target_epsilon else settings.dp_noise_multiplier
+        )
         self._spent = False
 
     def config(self) -> Mapping[str, Any]:
@@ -139,28 +166,38 @@ class ClientLevelDP(Protection):
         return {CLIP: self.clipping_norm}
 
     def check(self, run: Run, reply: Reply, before: State) -> None:
-        """Refuse an update that its client should have clipped, or that has changed a fixed entry."""
+        """Refuse an update that its client should have clipped, or that has changed a
+        fixed entry.
+        """
         for name in self._fixed & reply.state.keys():
             if not np.array_equal(reply.state[name], before[name]):
                 raise ReplyError(
-                    f"entry '{name}' changed, and no client trains it: it is frozen (train-only), or a buffer that is "
-                    "taken for a constant. If the model changes it in training, leave it out of fixed="
+                    f"entry '{name}' changed, and no client trains it: it is frozen"
+                    " (train-only), or a buffer that is taken for a constant. If the"
+                    " model changes it in training, leave it out of fixed="
                 )
         if self.settings.dp == "client":
             coordinates = self._coordinates(run, before)
             length = norm(coordinates.update(reply.state))
             if not length <= self.clipping_norm + 2 * coordinates.rounding():
                 raise ClientPartError(
-                    f"its update has norm {length:.4g}, and dp=client asks the client to clip it to "
-                    f"{self.clipping_norm:.4g}. Make `clipped_update` of fedbn_flwr.mods the app's first mod, or use "
-                    "dp=server."
+                    f"its update has norm {length:.4g}, and dp=client asks the client"
+                    f" to clip it to {self.clipping_norm:.4g}. Make `clipped_update` of"
+                    " fedbn_flwr.mods the app's first mod, or use dp=server."
                 )
 
-    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
-        """Return one reply: the state of the average of the clipped updates, with noise."""
+    def pool(
+        self, run: Run, replies: Sequence[Reply], before: State
+    ) -> Sequence[Reply]:
+        """Return one reply: the state of the average of the clipped updates, with
+        noise.
+        """
         self._release(run)
         asked, coordinates = run.report.asked, self._coordinates(run, before)
-        total, fitting = {name: 0 * array for name, array in coordinates.update(before).items()}, 0
+        total, fitting = (
+            {name: 0 * array for name, array in coordinates.update(before).items()},
+            0,
+        )
         for reply in replies:
             update, fits = clipped(coordinates.update(reply.state), self.clipping_norm)
             fitting += fits
@@ -168,7 +205,10 @@ class ClientLevelDP(Protection):
                 total[name] += array
         of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
-        average = {name: array / asked + deviation * self.noise.normal(array.shape) for name, array in total.items()}
+        average = {
+            name: array / asked + deviation * self.noise.normal(array.shape)
+            for name, array in total.items()
+        }
         state = coordinates.state(average, deviation)
         state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
         if self.settings.dp_clipping == "adaptive":
@@ -176,83 +216,124 @@ class ClientLevelDP(Protection):
         return [Reply(Node(0), 1.0, state, {})]
 
     def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
-        """Set C of the next round; ``surplus`` is the sum of b_i - 1/2, ``of_bits`` the deviation of its noise."""
+        """Set C of the next round; ``surplus`` is the sum of b_i - 1/2, ``of_bits`` the
+        deviation of its noise.
+        """
         share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
         self.clipping_norm *= math.exp(-_RATE * (min(max(share, 0), 1) - _QUANTILE))
 
     def _coordinates(self, run: Run, before: State) -> Coordinates:
         part_of, local = run.parts.part_of, run.methods.local
-        shared = {name: array for name, array in before.items() if part_of[name] not in local}
+        shared = {
+            name: array for name, array in before.items() if part_of[name] not in local
+        }
         return Coordinates(shared, run.parts, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
-        """Return the deviation of the noise in the sum of bits, and z_u; without adaptive clipping 0 and z."""
+        """Return the deviation of the noise in the sum of bits, and z_u; without
+        adaptive clipping 0 and z.
+        """
         if self.settings.dp_clipping == "fixed":
             return 0.0, noise_multiplier
         of_bits = max(asked / 20, noise_multiplier)
-        return of_bits, noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * of_bits)) ** 2)
+        return of_bits, noise_multiplier / math.sqrt(
+            1 - (noise_multiplier / (2 * of_bits)) ** 2
+        )
 
     def admits(self, run: Run, asked: int) -> bool:
-        """Return whether a round keeps within the target epsilon, if there is one; choose the noise for it."""
+        """Return whether a round keeps within the target epsilon, if there is one;
+        choose the noise for it.
+        """
         self._choose_noise(run)
         if not self.accountant.releases:
             self._warn(run, asked)
         self._spent = self._exceeds(self.noise_multiplier or 0.0)
         if self._spent:
             logger.warning(
-                "epsilon is %.4g, and a further round would bring it above %g: the run ends.",
+                "epsilon is %.4g, and a further round would bring it above %g: the run"
+                " ends.",
                 self.accountant.epsilon(),
                 self.settings.dp_target_epsilon,
             )
         return not self._spent
 
     def _exceeds(self, noise_multiplier: float) -> bool:
-        """Return whether a further release with this noise would cost more than the target epsilon, if there is one."""
+        """Return whether a further release with this noise would cost more than the
+        target epsilon, if there is one.
+        """
         target = self.settings.dp_target_epsilon
         if not target:
             return False
-        return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)  # a target is met up to rounding
+        # a target is met up to rounding
+        return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
     def _choose_noise(self, run: Run) -> None:
-        """Choose z for a target epsilon, for rounds like this one to the end; not where the target is spent."""
+        """Choose z for a target epsilon, for rounds like this one to the end; not where
+        the target is spent.
+        """
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
             self.noise_multiplier = self.accountant.noise_for(target, run.rounds_left)
-            logger.info("dp-target-epsilon=%g: noise multiplier %.4g", target, self.noise_multiplier)
+            logger.info(
+                "dp-target-epsilon=%g: noise multiplier %.4g",
+                target,
+                self.noise_multiplier,
+            )
 
     def _warn(self, run: Run, asked: int) -> None:
         own = self.settings
         if self.noise_multiplier and own.dp_delta * run.num_able >= 1:
             logger.warning(
-                "dp-delta=%g is not below 1 / %d, the number of clients: a mechanism that publishes one client at "
-                "random would have such a delta. Use a smaller one.",
+                "dp-delta=%g is not below 1 / %d, the number of clients: a mechanism"
+                " that publishes one client at random would have such a delta. Use a"
+                " smaller one.",
                 own.dp_delta,
                 run.num_able,
             )
-        size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * STATISTICS_SCALE)
+        size = (
+            (self.noise_multiplier or 0.0)
+            * self.clipping_norm
+            / (asked * STATISTICS_SCALE)
+        )
         if size > _NOISY and Part.STATISTICS not in run.methods.local:
             logger.warning(
-                "in each round the noise in BN's running variances has %.2g times their own size (z C / (m s)), which "
-                "makes them useless. "
-                "Use a smaller dp-clipping-norm, more clients, or a method that does not send statistics"
-                " (fedbn, silobn, or fixbn with an early freeze-at).",
+                "in each round the noise in BN's running variances has %.2g times their"
+                " own size (z C / (m s)), which makes them useless. Use a smaller"
+                " dp-clipping-norm, more clients, or a method that does not send"
+                " statistics (fedbn, silobn, or fixbn with an early freeze-at).",
                 size,
             )
 
     def _release(self, run: Run) -> None:
-        """Note the release of this round, before its result exists; report what it costs."""
+        """Note the release of this round, before its result exists; report what it
+        costs.
+        """
         if self.noise_multiplier is None:
-            raise ConfigError("no noise was chosen for this round: admits() was not called")
+            raise ConfigError(
+                "no noise was chosen for this round: admits() was not called"
+            )
         self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
-        run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
+        run.report.privacy = {
+            "clipping-norm": self.clipping_norm,
+            "noise-multiplier": self.noise_multiplier,
+        }
         if self.guarantees:
-            run.report.privacy |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
+            run.report.privacy |= {
+                "epsilon": self.accountant.epsilon(),
+                "delta": self.settings.dp_delta,
+            }
             logger.info("%s", self.guarantee())
 
     @property
     def guarantees(self) -> bool:
-        """Whether there are releases, with a finite epsilon: all have noise, which nobody can repeat."""
-        return bool(self.accountant.releases) and self.noise.secret and math.isfinite(self.accountant.epsilon())
+        """Whether there are releases, with a finite epsilon: all have noise, which
+        nobody can repeat.
+        """
+        return (
+            bool(self.accountant.releases)
+            and self.noise.secret
+            and math.isfinite(self.accountant.epsilon())
+        )
 
     def guarantee(self) -> str:
         """Return what is guaranteed, in a sentence."""
@@ -264,22 +345,34 @@ class ClientLevelDP(Protection):
         if not accountant.releases:
             return NO_ROUND
         if not math.isfinite(epsilon := accountant.epsilon()):
-            return "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
+            return (
+                "No privacy is guaranteed: there were releases without noise, or with"
+                " noise that can be repeated."
+            )
         return (
-            f"epsilon = {epsilon:.4g} at delta = {settings.dp_delta:g} after {len(accountant.releases)} releases: the "
-            "models hide whether a client's update is in the sums."
+            f"epsilon = {epsilon:.4g} at delta = {settings.dp_delta:g} after"
+            f" {len(accountant.releases)} releases: the models hide whether a client's"
+            " update is in the sums."
         )
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether a further round, with the noise of the last one, would cost too much in total."""
+        """Return whether a further round, with the noise of the last one, would cost
+        too much in total.
+        """
         releases = self.accountant.releases
         return self._spent or (bool(releases) and self._exceeds(releases[-1]))
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
-        entries: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
+        entries: dict[str, Any] = {
+            "guarantee": self.guarantee(),
+            "noise-multiplier": self.noise_multiplier,
+        }
         if self.guarantees:
-            entries |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
+            entries |= {
+                "epsilon": self.accountant.epsilon(),
+                "delta": self.settings.dp_delta,
+            }
         return {"privacy": entries}
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,7 +384,11 @@ class ClientLevelDP(Protection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore C, z and the releases; a target epsilon chooses z anew, for the rounds that are left."""
+        """Restore C, z and the releases; a target epsilon chooses z anew, for the
+        rounds that are left.
+        """
         self.clipping_norm = state["clipping_norm"]
-        self.noise_multiplier = None if self.settings.dp_target_epsilon else state["noise_multiplier"]
+        self.noise_multiplier = (
+            None if self.settings.dp_target_epsilon else state["noise_multiplier"]
+        )
         self.accountant.restore(state["releases"])

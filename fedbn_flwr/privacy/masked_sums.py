@@ -1,23 +1,28 @@
-r"""Masked sums (secure aggregation): the server sees the sum of the clients' updates, and no single one.
+r"""Masked sums (secure aggregation): the server sees the sum of the clients' updates,
+and no single one.
 
-Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, against a server
-that follows the protocol and is curious. This file and ``privacy.masked_round`` are the server's half,
-``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
+Learning", Figure 4, against a server that follows the protocol and is curious. This
+file and ``privacy.masked_round`` are the server's half, ``client.masking`` is the
+client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
 
 ## Algorithm
 
 A round of $m$ clients:
 
 1. Each client sends two public keys.
-2. Each client gets the keys of the others, and sends each of them encrypted shares of its secrets.
-3. Each client gets the list of the others that are still there, trains, and sends $y_i$: its update in the
-   coordinates of ``privacy.coordinates``, in fixed point, times its weight $|D_i|$, plus masks. In a synchronised step
-   the tensors of the exchanges are masked in the same way.
-4. The server says whose $y_i$ has arrived. Each client sends its shares of the others' secrets, once. The server takes
-   the sum of the $y_i$, removes the masks that are left, and divides by the sum of the weights.
+2. Each client gets the keys of the others, and sends each of them encrypted shares of
+   its secrets.
+3. Each client gets the list of the others that are still there, trains, and sends
+   $y_i$: its update in the coordinates of ``privacy.coordinates``, in fixed point,
+   times its weight $|D_i|$, plus masks. In a synchronised step the tensors of the
+   exchanges are masked in the same way.
+4. The server says whose $y_i$ has arrived. Each client sends its shares of the others'
+   secrets, once. The server takes the sum of the $y_i$, removes the masks that are
+   left, and divides by the sum of the weights.
 
-Below $t$ shares for a client, or if a client is lost in a synchronised step, the round ends: nothing is revealed, and
-the previous model is kept.
+Below $t$ shares for a client, or if a client is lost in a synchronised step, the round
+ends: nothing is revealed, and the previous model is kept.
 
 ## What travels
 
@@ -29,15 +34,17 @@ the previous model is kept.
 
 ## Differs from the paper
 
-Masks come from ChaCha20 with a key of 256 bits, not from a generator with a seed of 32 bits (Flower's SecAgg+). The
-shares are delivered with the last query.
+Masks come from ChaCha20 with a key of 256 bits, not from a generator with a seed of 32
+bits (Flower's SecAgg+). The shares are delivered with the last query.
 
-With differential privacy (``dp=client``) the clients clip before they mask, all weights are 1, and the server adds its
-noise to the sum. That a client clips cannot be checked then.
+With differential privacy (``dp=client``) the clients clip before they mask, all weights
+are 1, and the server adds its noise to the sum. That a client clips cannot be checked
+then.
 
 ## Law
 
-The result equals the average without masks but for the rounding of ``FixedPoint.error``.
+The result equals the average without masks but for the rounding of
+``FixedPoint.error``.
 """
 
 from __future__ import annotations
@@ -79,26 +86,31 @@ __all__ = ["MaskSettings", "MaskedSums", "refusals"]
 logger = logging.getLogger("flwr")
 
 _LACKS_COUNT = (
-    "masked-sums=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
-    "flower-projects.md)."
+    "masked-sums=true weighs the clients by examples, and needs their number before the"
+    " round: answer the query (docs/flower-projects.md)."
 )
 _REPEATS = (
-    "its batches are all of its data, and a sum of this model may be known from before: with the same numbers the "
-    "difference of the two sums could be those of a client that is lost in one of them"
+    "its batches are all of its data, and a sum of this model may be known from before:"
+    " with the same numbers the difference of the two sums could be those of a client"
+    " that is lost in one of them"
 )
 _ANSWERS_ARE_PUBLIC = (
-    "With masked-sums=true that is what a client sends, and not whether it answers: with too few answers the whole sum "
-    "is 0."
+    "With masked-sums=true that is what a client sends, and not whether it answers:"
+    " with too few answers the whole sum is 0."
 )
 
 
 def refusals(methods: Methods) -> list[str]:
-    """Return what the methods take from single clients that is no masked sum, one line each."""
+    """Return what the methods take from single clients that is no masked sum, one line
+    each.
+    """
     lines = []
     for beside in sent_beside(methods):
         if not beside.masked:
             named = f" ({beside.key!r} in the reply)" if beside.key else ""
-            lines.append(f"strategy {methods.name!r} with masked-sums=true: {beside.text}{named}")
+            lines.append(
+                f"strategy {methods.name!r} with masked-sums=true: {beside.text}{named}"
+            )
     return lines
 
 
@@ -107,7 +119,8 @@ class MaskedSums(Protection):
 
     Args:
         settings: the threshold.
-        dp: differential privacy whose updates the clients clip: all weights are 1, and it adds its noise to the sum.
+        dp: differential privacy whose updates the clients clip: all weights are 1, and
+            it adds its noise to the sum.
 
     Raises:
         ConfigError: ``dp`` needs single updates.
@@ -137,8 +150,8 @@ class MaskedSums(Protection):
         problems = refusals(methods)
         if weighted_by_key != NUM_EXAMPLES:
             problems.append(
-                f"weighted_by_key={weighted_by_key!r}: masked sums are weighted by {NUM_EXAMPLES}, which the "
-                "server knows before the round"
+                f"weighted_by_key={weighted_by_key!r}: masked sums are weighted by"
+                f" {NUM_EXAMPLES}, which the server knows before the round"
             )
         if problems:
             raise ConfigError("\n".join(problems))
@@ -146,24 +159,34 @@ class MaskedSums(Protection):
         self._inner.begin(methods, weighted_by_key)
 
     def _begin(self) -> None:
-        # SHA-256 of the weights of this round, and of the last ones of which a sum may be known.
+        # SHA-256 of the weights of this round, and of the last ones of which a sum
+        # may # be known.
         self._weights = self._known = ""
         self._fresh = 0
         self._resumed = self._warned = False
 
     def admits(self, run: Run, asked: int) -> bool:
-        """Return whether differential privacy, if there is any, allows the round; masks allow each."""
+        """Return whether differential privacy, if there is any, allows the round; masks
+        allow each.
+        """
         return self._inner.admits(run, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
+        """Return the config of differential privacy; in a resumed run also a number:
+        clients draw new batches by it.
+        """
         fresh: dict[str, Any] = {FRESH_BATCHES: self._fresh} if self._fresh else {}
         return {**self._inner.config(), **fresh}
 
     def open_round(
-        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self,
+        run: Run,
+        messages: Sequence[tuple[Node, Message]],
+        grid: Grid,
+        timeout: float,
     ) -> list[Message]:
-        """Let the clients agree on masks (steps 1 and 2); return the messages to those that are left.
+        """Let the clients agree on masks (steps 1 and 2); return the messages to those
+        that are left.
 
         Raises:
             ClientPartError: no client has the mod.
@@ -175,38 +198,55 @@ class MaskedSums(Protection):
             self._known, self._resumed = self._weights, False
         if not messages:
             return []
-        masks = self._masks = MaskedRound(run.report, [node for node, _ in messages], grid, timeout, bool(self._dp))
+        masks = self._masks = MaskedRound(
+            run.report, [node for node, _ in messages], grid, timeout, bool(self._dp)
+        )
         able = _able(masks, repeats=self._weights == self._known)
         if not masks.prepare(able, self.settings.masked_threshold):
             return []
-        return [with_config(messages[number][1], masks.config(number)) for number in sorted(masks.present)]
+        return [
+            with_config(messages[number][1], masks.config(number))
+            for number in sorted(masks.present)
+        ]
 
     def _warn_of_changes(self, run: Run, asked: int) -> None:
-        """Warn once if the clients of the sums change: sums then tell of single clients."""
+        """Warn once if the clients of the sums change: sums then tell of single
+        clients.
+        """
         rounds, cohort_rounds = run.num_rounds, run.methods.params.cohort_rounds
         same = asked >= run.num_able or (rounds is not None and rounds <= cohort_rounds)
         if same or self._warned:
             return
         self._warned = True
         logger.warning(
-            "masked-sums=true with %d of %d clients in a round: the sums of changing clients are equations from which "
-            "the server can solve what stays the same of a single client, such as its class mix. Masks do not hide "
-            "that. Use fraction-train=1, cohort-rounds=%s (the same clients in all rounds), or noise (dp=client).",
+            "masked-sums=true with %d of %d clients in a round: the sums of changing"
+            " clients are equations from which the server can solve what stays the same"
+            " of a single client, such as its class mix. Masks do not hide that. Use"
+            " fraction-train=1, cohort-rounds=%s (the same clients in all rounds), or"
+            " noise (dp=client).",
             asked,
             run.num_able,
             rounds or "ROUNDS",
         )
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
+        """Return the limits of a step in which all stay to the end, and whose exchanges
+        are masked sums.
+        """
         masks = self._masks
-        if missing := {masks.nodes[number].node_id for number in masks.present} - members.keys():
+        if (
+            missing := {masks.nodes[number].node_id for number in masks.present}
+            - members.keys()
+        ):
             raise ConfigError(
-                f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
+                f"masked-sums=true: node {min(missing)} has masks, and takes no part in"
+                " the synchronised step"
             )
         masks.whole = True
 
-        def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        def answer(
+            tag: str, tensors: Sequence[Tensor], weights: Sequence[float]
+        ) -> Tensor:
             total = masks.of_exchange(tag, tensors)
             self._known = self._weights
             return torch.from_numpy(masks.point.mean(total, math.fsum(weights)))
@@ -217,26 +257,40 @@ class MaskedSums(Protection):
         """Ask for a masked vector in place of the entries."""
         self._terms = terms
         size = sum(array.size for array in _like(terms).values())
-        return dataclasses.replace(terms, expected={MASKED: np.broadcast_to(np.int64(0), size)})
+        return dataclasses.replace(
+            terms, expected={MASKED: np.broadcast_to(np.int64(0), size)}
+        )
 
-    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
-        """Return one reply with the average (step 4), or none if the masks cannot be removed.
+    def pool(
+        self, run: Run, replies: Sequence[Reply], before: State
+    ) -> Sequence[Reply]:
+        """Return one reply with the average (step 4), or none if the masks cannot be
+        removed.
 
         With differential privacy such a round has a result, too: noise alone.
         """
         if not replies:
             return self._inner.pool(run, replies, before)
-        moved, floats = run.report.train, sum(reply.state[MASKED].nbytes for reply in replies)
+        moved, floats = (
+            run.report.train,
+            sum(reply.state[MASKED].nbytes for reply in replies),
+        )
         moved.up, moved.counters_up = moved.up + floats, moved.counters_up - floats
         try:
             average = self._average(run, replies)
-        except (MaskingError, ReplyError) as error:  # one client can spoil a sum, and nobody knows which
+        # one client can spoil a sum, and nobody knows which
+        except (MaskingError, ReplyError) as error:
             self._masks.give_up(str(error))
             return self._inner.pool(run, [], before)
-        return self._inner.pool(run, [average] * len(replies), before) if self._dp else [average]
+        return (
+            self._inner.pool(run, [average] * len(replies), before)
+            if self._dp
+            else [average]
+        )
 
     def _average(self, run: Run, replies: Sequence[Reply]) -> Reply:
-        """Return a reply with the average of the masked updates, which the method accepts; it counts the round.
+        """Return a reply with the average of the masked updates, which the method
+        accepts; it counts the round.
 
         Raises:
             MaskingError: the masks cannot be removed.
@@ -247,34 +301,46 @@ class MaskedSums(Protection):
         try:
             mean = masks.mean(vectors)
         finally:
-            if masks.revealing:  # the sum may be known, also if shares come late or it is out of range
+            # the sum may be known, also if shares come late or it is out of range
+            if masks.revealing:
                 self._known = self._weights
-        state = Coordinates(terms.expected, run.parts, scale=1.0).state(split(mean, _like(terms)), 0.0)
+        state = Coordinates(terms.expected, run.parts, scale=1.0).state(
+            split(mean, _like(terms)), 0.0
+        )
         average = Reply(Node(0), masks.weight(vectors.keys()), state, {})
         terms.check(average)
-        state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
+        state.update(
+            {name: state[name] + 1 for name in run.parts.counters if name in state}
+        )
         return average
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether differential privacy ends the run after this round; masks end none."""
+        """Return whether differential privacy ends the run after this round; masks end
+        none.
+        """
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """Return what differential privacy says in the summary, and that masks do not hide whether a client answers."""
+        """Return what differential privacy says in the summary, and that masks do not
+        hide whether a client answers.
+        """
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
             found["privacy"]["guarantee"] += f" {_ANSWERS_ARE_PUBLIC}"
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of differential privacy; masks last one round, and nothing of them is kept."""
+        """Return the state of differential privacy; masks last one round, and nothing
+        of them is kept.
+        """
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of differential privacy, and let clients draw new batches.
 
-        Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
-        the two sums would be that client's update: the clients draw others, and those that cannot are left out.
+        Rounds may be repeated now. With the same batches and without a client that is
+        lost this time, the difference of the two sums would be that client's update:
+        the clients draw others, and those that cannot are left out.
         """
         self._fresh, self._resumed = secrets.randbits(62), True
         self._inner.load_state_dict(state)
@@ -282,19 +348,26 @@ class MaskedSums(Protection):
 
 def _like(terms: Terms) -> dict[str, Array]:
     """Return arrays like the values of a client."""
-    return Coordinates(terms.expected, terms.facts.parts, scale=1.0).update(terms.expected)
+    return Coordinates(terms.expected, terms.facts.parts, scale=1.0).update(
+        terms.expected
+    )
 
 
 def _weights_sha256(run: Run) -> str:
-    """Return a hash of what decides what clients send, if their batches are the same: not what BN has measured."""
+    """Return a hash of what decides what clients send, if their batches are the same:
+    not what BN has measured.
+    """
     measured = {*run.parts.statistics, *run.parts.counters}
-    return state_sha256({name: array for name, array in run.before.items() if name not in measured})
+    return state_sha256(
+        {name: array for name, array in run.before.items() if name not in measured}
+    )
 
 
 def _able(masks: MaskedRound, repeats: bool) -> list[int]:
     """Return the clients to ask; the others take no part.
 
-    ``repeats``: whether a sum of this model may be known; then clients of one batch would send the same numbers again.
+    ``repeats``: whether a sum of this model may be known; then clients of one batch
+    would send the same numbers again.
 
     Raises:
         ConfigError: all clients would.
@@ -303,14 +376,19 @@ def _able(masks: MaskedRound, repeats: bool) -> list[int]:
     for number, node in enumerate(masks.nodes):
         if not node.num_examples:
             masks.lose(number, _LACKS_COUNT)
-        elif repeats and node.batch_size is not None and node.batch_size >= node.num_examples:
+        elif (
+            repeats
+            and node.batch_size is not None
+            and node.batch_size >= node.num_examples
+        ):
             masks.lose(number, _REPEATS)
             repeating += 1
         else:
             able.append(number)
     if repeating == len(masks.nodes):
         raise ConfigError(
-            "masked-sums=true and a model of which a sum may be known: no client can take part. Of each of them "
-            f"({repeating}): {_REPEATS}. Take a smaller batch-size, or begin anew."
+            "masked-sums=true and a model of which a sum may be known: no client can"
+            f" take part. Of each of them ({repeating}): {_REPEATS}. Take a smaller"
+            " batch-size, or begin anew."
         )
     return able

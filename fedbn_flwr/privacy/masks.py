@@ -1,24 +1,29 @@
-r"""Pairwise masks that cancel in a sum, and the secrets with which those of lost clients are removed.
+r"""Pairwise masks that cancel in a sum, and the secrets with which those of lost
+clients are removed.
 
-Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4.
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
+Learning", Figure 4.
 
 ## Algorithm
 
-Client $i$ of a round has two fresh key pairs. The first one, $s_i$, gives the masks of the model; its secret key is
-shared. The second one, $c_i$, encrypts what clients send each other and gives the masks of a synchronised step's
-exchanges; its secret key never leaves the client. $b_i$ is a random seed, $P$ the clients that are still there.
+Client $i$ of a round has two fresh key pairs. The first one, $s_i$, gives the masks of
+the model; its secret key is shared. The second one, $c_i$, encrypts what clients send
+each other and gives the masks of a synchronised step's exchanges; its secret key never
+leaves the client. $b_i$ is a random seed, $P$ the clients that are still there.
 
 $$y_i = x_i + G(b_i) + \sum_{j \in P, j > i} G(s_{ij}) - \sum_{j \in P, j < i} G(s_{ij}) \mod 2^{64}$$
 
-The sum of all $y_i$ holds the seeds' masks alone. Each other client has a share of $b_i$ and of $s_i$, and gives the
-server one of them: that of $b_i$ if $y_i$ has arrived, that of $s_i$ if not. $t$ shares give the secret. With $t$ above
-half of the clients the server cannot have both secrets of a client.
+The sum of all $y_i$ holds the seeds' masks alone. Each other client has a share of
+$b_i$ and of $s_i$, and gives the server one of them: that of $b_i$ if $y_i$ has
+arrived, that of $s_i$ if not. $t$ shares give the secret. With $t$ above half of the
+clients the server cannot have both secrets of a client.
 
-An exchange has no seed's mask: pairs of $c$ are never revealed, so it is all clients' sum or nothing.
+An exchange has no seed's mask: pairs of $c$ are never revealed, so it is all clients'
+sum or nothing.
 
-$G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once. What the server has told the
-clients of the sum, its weights, is in the key: masks of clients that were told different things do not
-cancel.
+$G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once.
+What the server has told the clients of the sum, its weights, is in the key: masks of
+clients that were told different things do not cancel.
 """
 
 from __future__ import annotations
@@ -49,11 +54,21 @@ from fedbn_flwr.compat.secret_sharing import (
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.privacy.noise import keystream
 
-__all__ = ["Party", "PublicKeys", "about", "add_pair_mask", "recovered_key", "recovered_seed", "seed_mask"]
+__all__ = [
+    "Party",
+    "PublicKeys",
+    "about",
+    "add_pair_mask",
+    "recovered_key",
+    "recovered_seed",
+    "seed_mask",
+]
 
 
 class PublicKeys(NamedTuple):
-    """A client's public keys: s for the masks of the model, c for the channel between clients."""
+    """A client's public keys: s for the masks of the model, c for the channel between
+    clients.
+    """
 
     masks: bytes
     channel: bytes
@@ -61,10 +76,12 @@ class PublicKeys(NamedTuple):
 
 @dataclass
 class Party:
-    """A client in one round of masked sums, with its secrets and the rules by which it uses them.
+    """A client in one round of masked sums, with its secrets and the rules by which it
+    uses them.
 
-    ``Party.new`` makes the keys. The methods that follow are called in the order of the file; each does its work once.
-    All raise MaskingError where the server asks for something that the protocol does not have.
+    ``Party.new`` makes the keys. The methods that follow are called in the order of the
+    file; each does its work once. All raise MaskingError where the server asks for
+    something that the protocol does not have.
 
     Attributes:
         server_round: the round.
@@ -93,8 +110,11 @@ class Party:
         (masks, public_masks), (channel, public_channel) = new_pair(), new_pair()
         return cls(server_round, [public_masks, public_channel], [masks, channel])
 
-    def shares(self, number: int, keys: Mapping[int, PublicKeys], threshold: int) -> dict[int, bytes]:
-        """Return the encrypted shares of this client's secrets, by the number of the client that can read them.
+    def shares(
+        self, number: int, keys: Mapping[int, PublicKeys], threshold: int
+    ) -> dict[int, bytes]:
+        """Return the encrypted shares of this client's secrets, by the number of the
+        client that can read them.
 
         Args:
             number: this client's number.
@@ -105,36 +125,60 @@ class Party:
         size = len(keys)
         if not 2 <= threshold <= size < 2 * threshold:
             raise MaskingError(
-                f"{threshold} of {size} shares would give the server a secret of this client: it must be at least 2, "
-                "and more than half of all shares"
+                f"{threshold} of {size} shares would give the server a secret of this"
+                " client: it must be at least 2, and more than half of all shares"
             )
         distinct = {key for pair in keys.values() for key in pair}
         if list(keys.get(number, ())) != self.publics or len(distinct) < 2 * size:
-            raise MaskingError("the public keys of the round are not those that its clients have sent, each its own")
+            raise MaskingError(
+                "the public keys of the round are not those that its clients have sent,"
+                " each its own"
+            )
         self.number, self.threshold, self._seed = number, threshold, os.urandom(32)
-        self._others = {other: list(pair) for other, pair in keys.items() if other != number}
-        shares = (create_shares(secret, threshold, size) for secret in (self._seed, self._secrets[0]))
-        pairs = dict(zip(sorted(keys), map(list, zip(*shares, strict=True)), strict=True))
+        self._others = {
+            other: list(pair) for other, pair in keys.items() if other != number
+        }
+        shares = (
+            create_shares(secret, threshold, size)
+            for secret in (self._seed, self._secrets[0])
+        )
+        pairs = dict(
+            zip(sorted(keys), map(list, zip(*shares, strict=True)), strict=True)
+        )
         self._own_shares = pairs.pop(number)
-        self._channels = {other: _agreed(self._secrets[1], pair[1]) for other, pair in self._others.items()}
+        self._channels = {
+            other: _agreed(self._secrets[1], pair[1])
+            for other, pair in self._others.items()
+        }
         return {other: self._encrypted(other, pair) for other, pair in pairs.items()}
 
     def set_present(self, present: Collection[int], about: str = "") -> None:
-        """Note the other clients that are still there; called with each message of the training.
+        """Note the other clients that are still there; called with each message of the
+        training.
 
         Args:
             present: their numbers.
-            about: what the server has told of the sum; all clients must have been told the same.
+            about: what the server has told of the sum; all clients must have been told
+                the same.
         """
         self._go("shares", "shares")
         if not set(present) <= self._others.keys() or len(set(present)) < len(present):
-            raise MaskingError("the server names a client twice, or one without keys in this round")
+            raise MaskingError(
+                "the server names a client twice, or one without keys in this round"
+            )
         if len(present) + 1 < self.threshold:
             raise MaskingError(
-                f"{len(present) + 1} clients are left, {self.threshold} needed: the sum would tell too much of each"
+                f"{len(present) + 1} clients are left, {self.threshold} needed: the sum"
+                " would tell too much of each"
             )
-        if self._present is not None and (self._present, self._about) != (sorted(present), about):
-            raise MaskingError("the members of the round, or what is said of the sum, have changed within the round")
+        if self._present is not None and (self._present, self._about) != (
+            sorted(present),
+            about,
+        ):
+            raise MaskingError(
+                "the members of the round, or what is said of the sum, have changed"
+                " within the round"
+            )
         self._present, self._about = sorted(present), about
 
     def exchange(self, tag: str, vector: Array) -> Array:
@@ -146,7 +190,12 @@ class Party:
         masked = vector.copy()
         purpose = f"exchange|{self.server_round}|{self._about}|{tag}"
         for other in self._present_others():
-            _add(masked, self.number, other, _stream(self._channels[other], purpose, vector.size))
+            _add(
+                masked,
+                self.number,
+                other,
+                _stream(self._channels[other], purpose, vector.size),
+            )
         return masked
 
     def masked(self, vector: Array) -> Array:
@@ -156,13 +205,25 @@ class Party:
         masked = vector + seed_mask(self._seed, self.server_round, vector.size)
         for other in present:
             key = self._others[other][0]
-            add_pair_mask(masked, self.number, other, self._secrets[0], key, self.server_round, self._about)
+            add_pair_mask(
+                masked,
+                self.number,
+                other,
+                self._secrets[0],
+                key,
+                self.server_round,
+                self._about,
+            )
         return masked
 
     def reveal(
-        self, answered: Collection[int], lost: Collection[int], encrypted: Mapping[int, bytes]
+        self,
+        answered: Collection[int],
+        lost: Collection[int],
+        encrypted: Mapping[int, bytes],
     ) -> dict[int, bytes]:
-        """Return this client's share of b for each client that answered, and of s for each lost one.
+        """Return this client's share of b for each client that answered, and of s for
+        each lost one.
 
         Args:
             answered: the numbers of those whose vector has arrived, with this client.
@@ -174,16 +235,24 @@ class Party:
         members = sorted([self.number, *self._present_others()])
         if sorted([*answered, *lost]) != members or self.number not in answered:
             raise MaskingError(
-                "the clients that the server calls answered or lost are not, each once, those with which this one has "
-                "masked its vector"
+                "the clients that the server calls answered or lost are not, each once,"
+                " those with which this one has masked its vector"
             )
         if len(answered) < self.threshold:
-            raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed: nothing is revealed")
+            raise MaskingError(
+                f"{len(answered)} clients have answered, {self.threshold} needed:"
+                " nothing is revealed"
+            )
         revealed = {}
         for other in sorted({*answered, *lost}):
-            of_seed, of_key = self._own_shares if other == self.number else self._decrypted(other, encrypted)
+            of_seed, of_key = (
+                self._own_shares
+                if other == self.number
+                else self._decrypted(other, encrypted)
+            )
             revealed[other] = of_seed if other in answered else of_key
-        self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}  # of no use any more
+        # of no use any more
+        self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}
         return revealed
 
     def dump(self) -> bytes:
@@ -198,8 +267,8 @@ class Party:
     def _go(self, expected: str, stage: str) -> None:
         if self._stage != expected:
             raise MaskingError(
-                f"step '{stage}' of a masked sum follows '{expected}', and this client has done '{self._stage}' in "
-                f"round {self.server_round}"
+                f"step '{stage}' of a masked sum follows '{expected}', and this client"
+                f" has done '{self._stage}' in round {self.server_round}"
             )
         self._stage = stage
 
@@ -214,19 +283,29 @@ class Party:
 
     def _decrypted(self, other: int, encrypted: Mapping[int, bytes]) -> list[bytes]:
         try:
-            sender, *shares = json.loads(decrypt(self._envelope(other), encrypted[other]))
+            sender, *shares = json.loads(
+                decrypt(self._envelope(other), encrypted[other])
+            )
         except (KeyError, InvalidToken, ValueError) as error:
-            raise MaskingError(f"the shares of client {other} cannot be read: {type(error).__name__}") from error
+            raise MaskingError(
+                f"the shares of client {other} cannot be read: {type(error).__name__}"
+            ) from error
         if sender != other:  # two clients have one key: these could be this one's own
-            raise MaskingError(f"client {sender}'s shares came as those of client {other}")
+            raise MaskingError(
+                f"client {sender}'s shares came as those of client {other}"
+            )
         return [bytes.fromhex(share) for share in shares]
 
     def _envelope(self, other: int) -> bytes:
-        return urlsafe_b64encode(_derived(self._channels[other], f"shares|{self.server_round}"))
+        return urlsafe_b64encode(
+            _derived(self._channels[other], f"shares|{self.server_round}")
+        )
 
 
 def about(total: float, equal: bool) -> str:
-    """Return what the clients are told of a sum, as a text: the sum of the weights, and how they weigh."""
+    """Return what the clients are told of a sum, as a text: the sum of the weights, and
+    how they weigh.
+    """
     return f"{total!r}|{'equal' if equal else 'examples'}"
 
 
@@ -236,7 +315,13 @@ def seed_mask(seed: bytes, server_round: int, size: int) -> Array:
 
 
 def add_pair_mask(
-    total: Array, number: int, other: int, secret: bytes, public: bytes, server_round: int, about: str = ""
+    total: Array,
+    number: int,
+    other: int,
+    secret: bytes,
+    public: bytes,
+    server_round: int,
+    about: str = "",
 ) -> None:
     """Add G(s_ij) to ``total``, with the sign that client ``number`` adds it with.
 
@@ -249,7 +334,12 @@ def add_pair_mask(
         server_round: the round.
         about: what the clients were told of the sum.
     """
-    _add(total, number, other, _stream(_agreed(secret, public), f"pair|{server_round}|{about}", total.size))
+    _add(
+        total,
+        number,
+        other,
+        _stream(_agreed(secret, public), f"pair|{server_round}|{about}", total.size),
+    )
 
 
 def recovered_seed(shares: Sequence[bytes]) -> bytes:
@@ -261,7 +351,9 @@ def recovered_seed(shares: Sequence[bytes]) -> bytes:
     try:
         return combine_shares(list(shares))
     except (ValueError, IndexError, TypeError) as error:
-        raise MaskingError(f"the shares of a client's secret do not fit: {error}") from error
+        raise MaskingError(
+            f"the shares of a client's secret do not fit: {error}"
+        ) from error
 
 
 def recovered_key(shares: Sequence[bytes], public: bytes) -> bytes:

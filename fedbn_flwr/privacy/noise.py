@@ -1,7 +1,8 @@
 """Gaussian noise from the operating system's entropy.
 
-A run's seed is in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
-noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it.
+A run's seed is in its config: whoever knows it could compute a noise that comes from
+it, and subtract it. So the noise comes from ChaCha20 with a fresh key for each draw,
+and no run repeats it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ _BLOCK = 2**20  # values
 
 
 def keystream(key: bytes, num_bytes: int) -> bytes:
-    """Return the first bytes of ChaCha20's stream of a key of 32 bytes, which must not be used for another stream."""
-    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(num_bytes))
+    """Return the first bytes of ChaCha20's stream of a key of 32 bytes, which must not
+    be used for another stream.
+    """
+    return (
+        Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(num_bytes))
+    )
 
 
 class Noise(Protocol):
@@ -45,18 +50,25 @@ class SystemNoise:
     secret = True
 
     def normal(self, shape: Sequence[int]) -> Array:
-        """Return standard normal values in float64 (Box and Muller 1958); none is above 8.6 in size."""
+        """Return standard normal values in float64 (Box and Muller 1958); none is above
+        8.6 in size.
+        """
         values = np.empty(int(np.prod(shape)))
         for start in range(0, values.size, _BLOCK):  # in blocks, which need less memory
             block = values[start : start + _BLOCK]
             pairs = (block.size + 1) // 2
             first, second = _uniform(2 * pairs).reshape(2, pairs)
             radius, angle = np.sqrt(-2 * np.log(first + 2.0**-53)), 2 * np.pi * second
-            block[:pairs], block[pairs:] = radius * np.cos(angle), (radius * np.sin(angle))[: block.size - pairs]
+            block[:pairs], block[pairs:] = (
+                radius * np.cos(angle),
+                (radius * np.sin(angle))[: block.size - pairs],
+            )
         return values.reshape(shape)
 
 
 def _uniform(size: int) -> Array:
     """Return values in [0, 1), multiples of 2^-53, in float64."""
-    words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(11)
+    words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(
+        11
+    )
     return words * 2.0**-53

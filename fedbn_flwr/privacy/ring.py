@@ -1,8 +1,10 @@
-r"""Fixed-point numbers in the ring of integers modulo 2^64, in which masked sums are taken. NumPy only.
+r"""Fixed-point numbers in the ring of integers modulo 2^64, in which masked sums are
+taken. NumPy only.
 
-A client with weight $w_i$ sends $\mathrm{round}(w_i x_i 2^f)$ as int64; additions wrap around. With $f = 62 -
-\lceil \log_2 (W R) \rceil$, $W$ the sum of all weights and $R$ the largest size of a value, no sum leaves the ring. The
-mean of $m$ clients is then exact but for the rounding of $m$ products:
+A client with weight $w_i$ sends $\mathrm{round}(w_i x_i 2^f)$ as int64; additions wrap
+around. With $f = 62 - \lceil \log_2 (W R) \rceil$, $W$ the sum of all weights and $R$
+the largest size of a value, no sum leaves the ring. The mean of $m$ clients is then
+exact but for the rounding of $m$ products:
 
 $$\left| \hat{x} - \frac{\sum_i w_i x_i}{\sum_i w_i} \right| \le \frac{m \, 2^{-f-1}}{\sum_i w_i} + 2^{-51} \max_i
 |x_i|$$
@@ -24,7 +26,9 @@ from fedbn_flwr.errors import NOT_FINITE, ConfigError, DataError, ReplyError, co
 __all__ = ["VALUE_RANGE", "FixedPoint", "split"]
 
 VALUE_RANGE = 2.0**16
-"""R, the largest size of a masked value: updates are in units of their layer (``privacy.coordinates``)."""
+"""R, the largest size of a masked value: updates are in units of their layer
+(``privacy.coordinates``).
+"""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class FixedPoint:
         """Check that at least one bit is left for the fraction."""
         if self.fraction_bits < 1:
             raise ConfigError(
-                f"masked sums of values up to {self.value_range:g} with weights of {self.total_weight:g} in total need "
-                "more than 62 bits"
+                f"masked sums of values up to {self.value_range:g} with weights of"
+                f" {self.total_weight:g} in total need more than 62 bits"
             )
 
     @property
@@ -56,14 +60,16 @@ class FixedPoint:
         return 62 - math.ceil(math.log2(self.value_range * self.total_weight))
 
     def error(self, num_clients: int, total_weight: float) -> float:
-        """Return the largest error of a mean, given the sum of the weights of the clients in it.
+        """Return the largest error of a mean, given the sum of the weights of the
+        clients in it.
 
         Float64's own rounding of the values is not in it.
         """
         return num_clients * 2.0 ** (-self.fraction_bits - 1) / total_weight
 
     def vector(self, values: Mapping[str, Array], weight: float) -> Array:
-        """Return the weighted values, one after the other in the order of names, as a vector of int64.
+        """Return the weighted values, one after the other in the order of names, as a
+        vector of int64.
 
         Raises:
             DataError: a value is not finite or out of range; its entry is named.
@@ -75,22 +81,28 @@ class FixedPoint:
             wide = values[name].reshape(-1).astype(np.float64)
             if size and not float(np.abs(wide).max()) <= self.value_range:
                 if not np.isfinite(wide).all():
-                    text = f"entry '{name}' holds a value that is not finite, which cannot be masked"
+                    text = (
+                        f"entry '{name}' holds a value that is not finite, which cannot"
+                        " be masked"
+                    )
                     raise DataError(coded(NOT_FINITE, text))
                 # Without the value: the server reads this.
                 raise DataError(
-                    f"entry '{name}' holds a value above {self.value_range:g}, the largest size that a masked value "
-                    "may have. Use smaller steps, and inputs of a usual scale."
+                    f"entry '{name}' holds a value above {self.value_range:g}, the"
+                    " largest size that a masked value may have. Use smaller steps,"
+                    " and inputs of a usual scale."
                 )
             whole[start : start + size] = np.rint(wide * factor)
             start += size
         return whole
 
     def mean(self, total: Array, weight: float) -> Array:
-        """Return the mean in float64, given the sum of the vectors and the sum of their clients' weights.
+        """Return the mean in float64, given the sum of the vectors and the sum of their
+        clients' weights.
 
         Raises:
-            ReplyError: the sum is larger than any that these clients can send: it still holds a mask.
+            ReplyError: the sum is larger than any that these clients can send: it still
+                holds a mask.
         """
         wide = total.astype(np.float64) * 2.0**-self.fraction_bits / weight
         if wide.size and float(np.abs(wide).max()) > self.value_range * (1 + 1e-9):
@@ -99,7 +111,12 @@ class FixedPoint:
 
 
 def split(vector: Array, like: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the pieces of a vector by name, in the shapes of ``like`` and in the order of names."""
+    """Return the pieces of a vector by name, in the shapes of ``like`` and in the order
+    of names.
+    """
     ends = np.cumsum([like[name].size for name in sorted(like)])
     pieces = np.split(vector, ends[:-1])
-    return {name: piece.reshape(like[name].shape) for name, piece in zip(sorted(like), pieces, strict=True)}
+    return {
+        name: piece.reshape(like[name].shape)
+        for name, piece in zip(sorted(like), pieces, strict=True)
+    }

@@ -25,19 +25,26 @@ class DPSettings(Settings):
 
     dp: Literal["off", "server", "client"] = setting(
         "off",
-        "client-level differential privacy of the global models: who clips the updates (the server adds the noise)",
+        "client-level differential privacy of the global models: who clips the updates"
+        " (the server adds the noise)",
     )
     dp_noise_multiplier: float = setting(
         0.0,
-        "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing",
+        "z: the noise in the sum of updates has deviation z C; 0 = clipping alone,"
+        " which guarantees nothing",
         only_if=_WITH_DP,
         ge=0,
     )
     dp_clipping: Literal["fixed", "adaptive"] = setting(
-        "fixed", "adaptive = with dp=server C follows a quantile of the updates' norms", only_if=_WITH_DP
+        "fixed",
+        "adaptive = with dp=server C follows a quantile of the updates' norms",
+        only_if=_WITH_DP,
     )
     dp_clipping_norm: float = setting(
-        1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", only_if=_WITH_DP, gt=0
+        1.0,
+        "C: largest norm of a client's update; if C adapts, its value in round 1",
+        only_if=_WITH_DP,
+        gt=0,
     )
     dp_delta: float = setting(
         1e-5,
@@ -48,7 +55,8 @@ class DPSettings(Settings):
     )
     dp_target_epsilon: float = setting(
         0.0,
-        "choose the noise multiplier so that R rounds cost this epsilon; 0 = dp-noise-multiplier",
+        "choose the noise multiplier so that R rounds cost this epsilon; 0 ="
+        " dp-noise-multiplier",
         only_if=_WITH_DP,
         ge=0,
     )
@@ -64,16 +72,21 @@ def dp_conflicts(settings: DPSettings) -> list[str]:
         )
     if settings.dp == "client" and settings.dp_clipping == "adaptive":
         lines.append(
-            "dp-clipping=adaptive needs dp=server: a client that clips sends an "
-            "update of norm C, up to rounding, and the server cannot count those that were longer"
+            "dp-clipping=adaptive needs dp=server: a client that clips sends an update"
+            " of norm C, up to rounding, and the server cannot count those that were"
+            " longer"
         )
     return lines
 
 
 def unused_dp(settings: DPSettings) -> dict[str, str]:
-    """Return the settings that have no effect under the others, by name, each with what it needs."""
+    """Return the settings that have no effect under the others, by name, each with what
+    it needs.
+    """
     if settings.dp == "off":
-        return dict.fromkeys(set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client")
+        return dict.fromkeys(
+            set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client"
+        )
     if settings.dp_noise_multiplier or settings.dp_target_epsilon:
         return {}
     return {"dp_delta": "without noise there is no epsilon"}
@@ -83,11 +96,14 @@ class MaskSettings(Settings):
     """The settings of masked sums."""
 
     masked_sums: bool = setting(
-        False, "secure aggregation: clients mask what they send, and the server sees sums over the clients alone"
+        False,
+        "secure aggregation: clients mask what they send, and the server sees sums over"
+        " the clients alone",
     )
     masked_threshold: float = setting(
         0.66,
-        "share of a round's clients that must stay to the end; with it the server removes masks",
+        "share of a round's clients that must stay to the end; with it the server"
+        " removes masks",
         only_if={"masked-sums": (True,)},
         gt=0.5,
         le=1,
@@ -95,7 +111,12 @@ class MaskSettings(Settings):
 
 
 def mask_conflicts(dp: DPSettings) -> list[str]:
-    """Return why differential privacy with these settings needs single updates, one line each."""
+    """Return why differential privacy with these settings needs single updates, one
+    line each.
+    """
     if dp.dp != "server":
         return []
-    return ["masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip"]
+    return [
+        "masked-sums=true hides the updates that dp=server clips; with dp=client the"
+        " clients clip"
+    ]

@@ -26,20 +26,27 @@ class DPWrapper:
         result = strategy.start(grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=20)
         print(strategy.guarantee())
 
-    BatchNorm's counters count rounds here, not batches: layers that use them (batch renormalisation, ``momentum=None``)
-    need another norm.
+    BatchNorm's counters count rounds here, not batches: layers that use them (batch
+    renormalisation, ``momentum=None``) need another norm.
 
     Args:
-        strategy: the strategy; what it takes from clients beside their updates is refused when a run starts.
-        noise_multiplier: z, the noise in the sum of updates in units of ``clipping_norm``.
-        clipping_norm: C, the largest norm of a client's update, in the coordinates of ``privacy.coordinates``.
+        strategy: the strategy; what it takes from clients beside their updates is
+            refused when a run starts.
+        noise_multiplier: z, the noise in the sum of updates in units of
+            ``clipping_norm``.
+        clipping_norm: C, the largest norm of a client's update, in the coordinates of
+            ``privacy.coordinates``.
         where: who clips: "server", or "client" by the mod ``clipped_update``.
-        noise: for tests: another source of noise than the operating system. No epsilon is stated then.
-        file: a file for the releases, which a run that is killed and resumed needs: it repeats rounds.
-        fixed: names of the entries that no client trains (``fixed_entries(model)``); they get no noise.
+        noise: for tests: another source of noise than the operating system. No epsilon
+            is stated then.
+        file: a file for the releases, which a run that is killed and resumed needs: it
+            repeats rounds.
+        fixed: names of the entries that no client trains (``fixed_entries(model)``);
+            they get no noise.
         clipping: "fixed", or "adaptive": C follows the median of the updates' norms.
         delta: delta for which epsilon is stated, well below 1 / number of clients.
-        target_epsilon: choose z so that all rounds cost this epsilon, in place of ``noise_multiplier``; 0 = do not.
+        target_epsilon: choose z so that all rounds cost this epsilon, in place of
+            ``noise_multiplier``; 0 = do not.
 
     Raises:
         ConfigError: a value is out of range, or settings exclude each other.
@@ -61,11 +68,14 @@ class DPWrapper:
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigError(
-                f"DPWrapper is for the strategies of fedbn_flwr.strategies, and {type(strategy).__name__} is none. "
-                "Flower's own wrappers are for Flower's strategies."
+                "DPWrapper is for the strategies of fedbn_flwr.strategies, and"
+                f" {type(strategy).__name__} is none. Flower's own wrappers are for"
+                " Flower's strategies."
             )
         if where not in ("server", "client"):
-            raise ConfigError(f"where={where!r} protects nothing; use 'server' or 'client'")
+            raise ConfigError(
+                f"where={where!r} protects nothing; use 'server' or 'client'"
+            )
         chosen = DPSettings(
             dp=where,
             dp_noise_multiplier=noise_multiplier,

@@ -1,6 +1,7 @@
 """The server's messages: what each node receives, and whose replies came back.
 
-A node receives the whole state until it is initialised, and the shared entries after that.
+A node receives the whole state until it is initialised, and the shared entries after
+that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from fedbn_flwr.server.replies import Refused
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.run import Run
 
-__all__ = ["NOTHING", "Sent", "address", "in_order", "raise_shared_error", "raise_shared_test_error"]
+__all__ = [
+    "NOTHING",
+    "Sent",
+    "address",
+    "in_order",
+    "raise_shared_error",
+    "raise_shared_test_error",
+]
 
 logger = logging.getLogger("flwr")
 
@@ -62,7 +70,8 @@ def address(
     traffic: Traffic,
     extras: Mapping[str, ArrayRecord] | None = None,
 ) -> Sent:
-    """Return a message for each node and count its bytes; the same arrays to several nodes are one broadcast.
+    """Return a message for each node and count its bytes; the same arrays to several
+    nodes are one broadcast.
 
     Args:
         run: the run.
@@ -76,7 +85,10 @@ def address(
     extras = extras or {}
     local = set(run.local_entries)
     shared = select(arrays, arrays.keys() - local) if local else arrays
-    models = {n.node_id: shared if n.node_id in run.nodes.initialised else arrays for n in nodes}
+    models = {
+        n.node_id: shared if n.node_id in run.nodes.initialised else arrays
+        for n in nodes
+    }
     traffic.exchanges += bool(nodes)
     for model in {id(model): model for model in models.values()}.values():
         traffic.count_down(num_bytes(model))
@@ -86,7 +98,11 @@ def address(
         return Sent(timeout=run.timeout)
     messages, common = [], ConfigRecord(dict(config))
     first = Message(RecordDict(), nodes[0].node_id, message_type)
-    arrays_key, config_key, undo = run.options.arrays_key, run.options.config_key, run.methods.whole.undo
+    arrays_key, config_key, undo = (
+        run.options.arrays_key,
+        run.options.config_key,
+        run.methods.whole.undo,
+    )
     for node in nodes:
         own = run.kept.config(node, undo)
         sent = ConfigRecord({**config, **own}) if own else common
@@ -98,17 +114,20 @@ def address(
 def in_order(
     run: Run, sent: Sent, replies: Iterable[Message], dropped: Collection[int] = ()
 ) -> Iterator[tuple[Node, Message]]:
-    """Yield the replies in the order of partition ids, each as soon as all before it are there; report missing ones.
+    """Yield the replies in the order of partition ids, each as soon as all before it
+    are there; report missing ones.
 
-    Where a node may name its partition only in its reply, all are awaited. A reply that comes from none of the nodes
-    asked is left out; it is reported with each node that did not answer. Of several replies of one node the first
-    counts; the log names the node.
+    Where a node may name its partition only in its reply, all are awaited. A reply that
+    comes from none of the nodes asked is left out; it is reported with each node that
+    did not answer. Of several replies of one node the first counts; the log names the
+    node.
 
     Args:
         run: the run.
         sent: what was sent.
         replies: the replies, in any order; they may still be on their way.
-        dropped: ids of nodes that the report names already, and from which no reply is expected.
+        dropped: ids of nodes that the report names already, and from which no reply is
+            expected.
     """
     asked, arrived = {node.node_id: node for node in sent.nodes}, dict[int, Message]()
     known = all(node.partition_id is not None for node in sent.nodes)
@@ -120,7 +139,9 @@ def in_order(
             strange.append(message)
         elif node_id in arrived:
             again = run.report.server_round, asked[node_id]
-            logger.warning("round %d: %s: a further reply to the same message is left out", *again)
+            logger.warning(
+                "round %d: %s: a further reply to the same message is left out", *again
+            )
         else:
             arrived[node_id] = message
         while due and (first := arrived.get(due[0].node_id)):
@@ -128,7 +149,11 @@ def in_order(
             pairs.append((run.nodes.identify_sender(first), first))
             yield pairs[-1]
     answered = {node.node_id for node, _ in pairs}
-    rest = [(run.nodes.identify_sender(reply), reply) for i, reply in arrived.items() if i not in answered]
+    rest = [
+        (run.nodes.identify_sender(reply), reply)
+        for i, reply in arrived.items()
+        if i not in answered
+    ]
     run.kept = run.kept.with_answers([*pairs, *rest])
     others = _in_words(strange)
     for node in sent.nodes:
@@ -140,42 +165,63 @@ def in_order(
 
 
 def _in_words(strange: Sequence[Message]) -> str:
-    """Return, and log, what replies that come from none of the nodes asked say; "" without any."""
+    """Return, and log, what replies that come from none of the nodes asked say; ""
+    without any.
+    """
     if not strange:
         return ""
-    texts = dict.fromkeys(error_text(message) if message.has_error() else "no error" for message in strange)
+    texts = dict.fromkeys(
+        error_text(message) if message.has_error() else "no error"
+        for message in strange
+    )
     text = f"replies from none of the nodes asked ({len(strange)}): {'; '.join(texts)}"
     logger.warning("%s", text)
     return f"; {text}"
 
 
 def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
-    """Return why there is no reply of a node: left out by the project's code, too late, or lost; ``others`` follows."""
+    """Return why there is no reply of a node: left out by the project's code, too late,
+    or lost; ``others`` follows.
+    """
     seconds = time.monotonic() - sent.at
     sent_to, came = run.travelled or ((), ())
     if any(reply.metadata.src_node_id == node.node_id for reply in came):
-        return "its reply came, and the project's own aggregate_... method did not pass it on to the strategy's"
+        return (
+            "its reply came, and the project's own aggregate_... method did not pass it"
+            " on to the strategy's"
+        )
     if run.travelled and node.node_id not in sent_to:
-        return "its message was not sent: the project's own configure_... method left it out"
+        return (
+            "its message was not sent: the project's own configure_... method left"
+            " it out"
+        )
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"
     if run.travelled:
         return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
-        f"no reply was passed on to the strategy ({seconds:.1f} s after its message was made): none came, or the loop, "
-        f"a wrapper or an overridden method left out the message or the reply{others}"
+        f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
+        " made): none came, or the loop, a wrapper or an overridden method left out"
+        f" the message or the reply{others}"
     )
 
 
 def raise_shared_error(run: Run, sent: Sent, refused: Refused, any_works: bool) -> None:
-    """Raise the ConfigError that all asked clients raised, unless a client is known to work (``any_works``)."""
+    """Raise the ConfigError that all asked clients raised, unless a client is known to
+    work (``any_works``).
+    """
     if not any_works and not run.after:  # clients of a resumed run worked before
-        reasons = [str(message.error.reason) for _, message, _ in refused if message.has_error()]
+        reasons = [
+            str(message.error.reason)
+            for _, message, _ in refused
+            if message.has_error()
+        ]
         raise_shared_config_error(reasons, len(sent.nodes))
 
 
 def raise_shared_test_error(run: Run, sent: Sent, refused: Refused) -> None:
-    """Raise the ConfigError of a test that all asked clients raised, unless a client is known to work.
+    """Raise the ConfigError of a test that all asked clients raised, unless a client is
+    known to work.
 
     It is if it was tested before, or has trained and has not failed now.
     """

@@ -1,4 +1,6 @@
-"""What the clients keep between rounds, as far as the server knows it: a value that a round gets and hands on."""
+"""What the clients keep between rounds, as far as the server knows it: a value that a
+round gets and hands on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedbn_flwr.compat.flower import is_app_error
-from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256, ReplyInfo, named_state
+from fedbn_flwr.messages.protocol import (
+    LOCAL_SHA256,
+    USED_SHA256,
+    ReplyInfo,
+    named_state,
+)
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import NodeReplies, Usable
 from fedbn_flwr.server.shared_bn import SHARED_BN, LatestBN
@@ -23,11 +30,12 @@ class Kept:
     """What the clients keep.
 
     Attributes:
-        hashes: the SHA-256 of each client's kept state, by label; after its last used reply, where a round whose reply
-            is not used is undone.
+        hashes: the SHA-256 of each client's kept state, by label; after its last used
+            reply, where a round whose reply is not used is undone.
         volatile: labels of the clients whose kept state is in memory only.
         shared: the BN parts that clients shared for tests.
-        to_restore: after a resume the hash of the state that each client goes on from, by label; None = no resume.
+        to_restore: after a resume the hash of the state that each client goes on from,
+            by label; None = no resume.
         answered: labels of the clients that have answered since the resume.
     """
 
@@ -40,12 +48,17 @@ class Kept:
     def config(self, node: Node, undo: bool) -> dict[str, str]:
         """Return the config entries that tell a node from which state it goes on.
 
-        ``undo``: a client whose reply was not used goes back to what it kept before. A node that may be a known client
-        under a new node id is told nothing: it may hold the right state already.
+        ``undo``: a client whose reply was not used goes back to what it kept before. A
+        node that may be a known client under a new node id is told nothing: it may hold
+        the right state already.
         """
         entries: dict[str, str] = {}
         unknown = node.partition_id is None
-        if self.to_restore is not None and node.label not in self.answered and not unknown:
+        if (
+            self.to_restore is not None
+            and node.label not in self.answered
+            and not unknown
+        ):
             entries[LOCAL_SHA256] = named_state(self.to_restore.get(node.label, ""))
         if undo and not (self.hashes and unknown and node.label not in self.hashes):
             entries[USED_SHA256] = named_state(self.hashes.get(node.label, ""))
@@ -53,11 +66,17 @@ class Kept:
 
     def with_answers(self, replies: NodeReplies) -> Kept:
         """Note which clients have answered: they hold the state that they go on from."""
-        labels = {node.label for node, message in replies if message.has_content() or is_app_error(message)}
+        labels = {
+            node.label
+            for node, message in replies
+            if message.has_content() or is_app_error(message)
+        }
         return replace(self, answered=self.answered | labels)
 
     def noted(self, received: NodeReplies, usable: Usable) -> Kept:
-        """Note what the senders of the received replies keep, and the BN parts that the usable ones share."""
+        """Note what the senders of the received replies keep, and the BN parts that the
+        usable ones share.
+        """
         hashes, volatile = dict(self.hashes), set(self.volatile)
         read = {node.node_id: reply.info for node, _, reply in usable}
         for node, message in received:
@@ -66,8 +85,8 @@ class Kept:
                 continue
             if info.began and node.label in hashes:
                 logger.warning(
-                    "%s had lost what it kept between rounds, and started again. If its process had ended, give it a "
-                    "state folder (state-dir).",
+                    "%s had lost what it kept between rounds, and started again. If its"
+                    " process had ended, give it a state folder (state-dir).",
                     node,
                 )
             hashes[node.label] = info.local_sha256
@@ -76,16 +95,26 @@ class Kept:
             else:
                 volatile.add(node.label)
         shared = self.shared.with_latest(
-            (node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples) for node, _, reply in usable
+            (node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
+            for node, _, reply in usable
         )
         return replace(self, hashes=hashes, volatile=frozenset(volatile), shared=shared)
 
     def saved(self) -> dict[str, Any]:
         """Return the part that a checkpoint holds, JSON values and arrays."""
-        return {"hashes": dict(self.hashes), "volatile": sorted(self.volatile), "shared": self.shared.tree}
+        return {
+            "hashes": dict(self.hashes),
+            "volatile": sorted(self.volatile),
+            "shared": self.shared.tree,
+        }
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any]) -> Kept:
         """Return what ``saved`` holds, at the start of a resumed run."""
         hashes = dict(saved["hashes"])
-        return cls(hashes, frozenset(saved["volatile"]), LatestBN(saved["shared"]), to_restore=dict(hashes))
+        return cls(
+            hashes,
+            frozenset(saved["volatile"]),
+            LatestBN(saved["shared"]),
+            to_restore=dict(hashes),
+        )

@@ -1,7 +1,9 @@
-"""The interface of a method, a paper's algorithm: its declaration, its state and its arithmetic. No Flower in it.
+"""The interface of a method, a paper's algorithm: its declaration, its state and its
+arithmetic. No Flower in it.
 
-A method holds its settings and nothing else. Its state is a value: ``begin`` returns the first one, ``aggregate`` the
-next one, and a checkpoint holds it. ``server.round`` calls the methods of a run through ``server.methods``.
+A method holds its settings and nothing else. Its state is a value: ``begin`` returns
+the first one, ``aggregate`` the next one, and a checkpoint holds it. ``server.round``
+calls the methods of a run through ``server.methods``.
 
 The federated mean of two numbers, as a method::
 
@@ -39,7 +41,18 @@ from fedbn_flwr.server.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["ROLES", "Ask", "Facts", "HookContext", "HookFactory", "Method", "Problem", "Replies", "Reply", "Role"]
+__all__ = [
+    "ROLES",
+    "Ask",
+    "Facts",
+    "HookContext",
+    "HookFactory",
+    "Method",
+    "Problem",
+    "Replies",
+    "Reply",
+    "Role",
+]
 __all__ += ["RunSettings", "Size"]
 
 Size = tuple[int, int]  # bytes of floats, and of others
@@ -69,7 +82,9 @@ class Facts:
 
     @cached_property
     def held(self) -> tuple[str, ...]:
-        """The entries that return as they were sent; those that stay with the clients are held there."""
+        """The entries that return as they were sent; those that stay with the clients
+        are held there.
+        """
         return self.parts.select(self.travels.held - self.travels.local)
 
     @cached_property
@@ -93,11 +108,14 @@ class Facts:
         return {**model, **{name: self.before[name] for name in self.held}}
 
     def total_rounds(self, setting: str) -> int:
-        """Return the number of rounds, which a setting needs; ConfigError if Flower's loop does not say it."""
+        """Return the number of rounds, which a setting needs; ConfigError if Flower's
+        loop does not say it.
+        """
         if self.num_rounds is None:
             raise ConfigError(
-                f"{setting} needs the number of rounds, which the strategy's own start() alone knows: give it as a "
-                "round (int), not as a fraction; in Flower's legacy loop pass num_rounds= to to_legacy"
+                f"{setting} needs the number of rounds, which the strategy's own"
+                " start() alone knows: give it as a round (int), not as a fraction; in"
+                " Flower's legacy loop pass num_rounds= to to_legacy"
             )
         return self.num_rounds
 
@@ -133,8 +151,8 @@ class Replies(Sequence[Reply]):
         weighted_by: what weighs them (``Travels.weights``).
 
     Attributes:
-        weights: a weight >= 0 for each reply; the weights p_i are these, normalised. Losses that are all zero weigh
-            the same.
+        weights: a weight >= 0 for each reply; the weights p_i are these, normalised.
+            Losses that are all zero weigh the same.
     """
 
     def __init__(self, replies: Sequence[Reply], weighted_by: str = "examples") -> None:
@@ -150,12 +168,21 @@ class Replies(Sequence[Reply]):
         self.weights: list[float] = weights
 
     def average_of(self, key: str, weights: Sequence[float]) -> dict[str, Any]:
-        """Return the average of a record beside the model, each entry over the replies that have it."""
+        """Return the average of a record beside the model, each entry over the replies
+        that have it.
+        """
         sent = [reply.extras.get(key, {}) for reply in self]
         averaged = {}
         for name in dict.fromkeys(name for record in sent for name in record):
-            having = [(record[name], w) for record, w in zip(sent, weights, strict=True) if name in record]
-            arrays, shares = [array for array, _ in having], to_shares([w for _, w in having])
+            having = [
+                (record[name], w)
+                for record, w in zip(sent, weights, strict=True)
+                if name in record
+            ]
+            arrays, shares = (
+                [array for array, _ in having],
+                to_shares([w for _, w in having]),
+            )
             averaged[name] = weighted_sum(arrays, shares).astype(arrays[0].dtype)
         return averaged
 
@@ -178,7 +205,8 @@ class RunSettings:
         sgd_momentum: momentum of the clients' SGD.
         tests: the tests of ``eval-on`` (``tests_in``).
         optimizer: the clients' optimizer.
-        parts: the split of the model's state; None = no model is known, and nothing is said of it.
+        parts: the split of the model's state; None = no model is known, and nothing is
+            said of it.
         shapes: the shapes of the model's entries.
     """
 
@@ -196,10 +224,10 @@ class Problem(NamedTuple):
 
     Attributes:
         code: its name, for programs.
-        text: a sentence with the names of the config keys; of an unused setting what it needs; of a model what needs
-            what.
-        kind: "refuse" = the run is refused, "warn" = a warning, "unused" = the setting has no effect, "model" = the
-            model does not fit.
+        text: a sentence with the names of the config keys; of an unused setting what it
+            needs; of a model what needs what.
+        kind: "refuse" = the run is refused, "warn" = a warning, "unused" = the setting
+            has no effect, "model" = the model does not fit.
         key: the setting, with ``_``.
         has: what the model has; "" = no BatchNorm.
         remedy: which model or method to use.
@@ -219,8 +247,10 @@ class Ask(NamedTuple):
     Attributes:
         hook: its name in ``client_hooks``.
         config: the config entries that its clients get.
-        sends: the records that go down beside the model, by key; ``travels`` declares each.
-        shown: whether the reply need not name the hook as applied: it shows the effect, or a client may leave it out.
+        sends: the records that go down beside the model, by key; ``travels`` declares
+            each.
+        shown: whether the reply need not name the hook as applied: it shows the effect,
+            or a client may leave it out.
     """
 
     hook: str
@@ -234,11 +264,13 @@ class HookContext:
     """The input of a ``HookFactory``.
 
     Attributes:
-        config: the config of the training message; the keys of a method are declared in its file.
+        config: the config of the training message; the keys of a method are declared in
+            its file.
         local_entries: names of the entries that stay with this client.
         reducer: the reducer of a synchronised step by messages; None otherwise.
-        validation_loss: returns the loss of a model on the client's validation data; None if the training is a loop of
-            another project. It raises DataError if the client has none.
+        validation_loss: returns the loss of a model on the client's validation data;
+            None if the training is a loop of another project. It raises DataError if
+            the client has none.
     """
 
     config: Mapping[str, Any]
@@ -262,14 +294,17 @@ class Method(Generic[P, S]):
         name: the name in configs and messages.
         summary_line: the description in the tables.
         source: the paper.
-        role: what the method adds to another one, and the config key for it; "" = it is not combined with others.
+        role: what the method adds to another one, and the config key for it; "" = it is
+            not combined with others.
         alone: why the method is not combined with others; "" if it has a role.
         instead: what to use where the method does not fit.
-        Params: the class of the settings; its fields are constructor arguments of the strategy.
-        State: the class of the state; its fields are attributes of the strategy, also before a run. None = it is no
-            dataclass, or there is none.
+        Params: the class of the settings; its fields are constructor arguments of the
+            strategy.
+        State: the class of the state; its fields are attributes of the strategy, also
+            before a run. None = it is no dataclass, or there is none.
         client_hooks: factories of the client hooks, by name.
-        ignored: arguments of Flower's own strategy of this method that have no effect, and why.
+        ignored: arguments of Flower's own strategy of this method that have no effect,
+            and why.
         params: the settings.
     """
 
@@ -293,11 +328,14 @@ class Method(Generic[P, S]):
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what travels, in each phase of the method. ``num_rounds``: R, for the last rounds of phases."""
+        """Return what travels, in each phase of the method. ``num_rounds``: R, for the
+        last rounds of phases.
+        """
         return (Travels(),)
 
     def begin(self, facts: Facts) -> S:
-        """Return the state before the first round: a ``State``, with the defaults of its fields.
+        """Return the state before the first round: a ``State``, with the defaults of
+        its fields.
 
         Raises:
             ConfigError: a setting does not fit the run.
@@ -312,14 +350,18 @@ class Method(Generic[P, S]):
         """Return the client hooks of the round, in order."""
         return []
 
-    def aggregate(self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]) -> tuple[dict[str, Any], S]:
+    def aggregate(
+        self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], S]:
         """Return the new global state, and the method's state after the round.
 
         Args:
             state: the state after the last round.
             facts: the round.
-            replies: the usable replies, in the order of partition ids, and their weights; their arrays are read-only.
-            model: the average of the replies with the weights p_i, and held entries as they were sent; a new dict.
+            replies: the usable replies, in the order of partition ids, and their
+                weights; their arrays are read-only.
+            model: the average of the replies with the weights p_i, and held entries as
+                they were sent; a new dict.
         """
         return model, state
 
@@ -328,12 +370,15 @@ class Method(Generic[P, S]):
         return []
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones.
+        """Return the likely cause of a loss that is not finite in this round, with
+        remedies; then further ones.
 
         ``known``: what the other methods say.
         """
         return known
 
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary of a run says of the method after so many rounds, by key."""
+        """Return what the summary of a run says of the method after so many rounds, by
+        key.
+        """
         return {}

@@ -1,6 +1,8 @@
-"""The settings of the methods, each class for the file of ``strategies/`` that has its algorithm.
+"""The settings of the methods, each class for the file of ``strategies/`` that has its
+algorithm.
 
-They stand apart from the algorithms because a config is checked without torch, which takes seconds to import.
+They stand apart from the algorithms because a config is checked without torch, which
+takes seconds to import.
 """
 
 from __future__ import annotations
@@ -45,18 +47,29 @@ class FedProxParams(Params):
 class FedBSParams(FedProxParams):
     """Parameters of FedBS."""
 
-    fedbs_eps: float = setting(0.1, "eps: losses agree when their standard deviation is at most this", ge=0)
-    fedbs_rounds: int = setting(5, "r: consecutive rounds in which the losses agree before phase 2", ge=1)
-    loss_key: str = setting("train-loss", "the metric of the clients' replies that is F_k", group="")
+    fedbs_eps: float = setting(
+        0.1, "eps: losses agree when their standard deviation is at most this", ge=0
+    )
+    fedbs_rounds: int = setting(
+        5, "r: consecutive rounds in which the losses agree before phase 2", ge=1
+    )
+    loss_key: str = setting(
+        "train-loss", "the metric of the clients' replies that is F_k", group=""
+    )
 
 
 class FedWonParams(Params):
     """Parameters of FedWon."""
 
-    agc: float = setting(0.1, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
+    agc: float = setting(
+        0.1,
+        "lambda of adaptive gradient clipping in every step; 0 = off",
+        "local training",
+        ge=0,
+    )
 
 
-# --- the server's step ------------------------------------------------------------------------------------------------
+# --- the server's step ----------------------------------------------------------------
 _RATE = "the server's learning rate (eta_g)"
 
 
@@ -96,7 +109,9 @@ class ScaffoldParams(Params):
     @classmethod
     def _plain_sgd(cls, scope: str) -> str:
         if scope != "none":
-            raise ValueError("scaffold corrects plain SGD: momentum_scope must be 'none'")
+            raise ValueError(
+                "scaffold corrects plain SGD: momentum_scope must be 'none'"
+            )
         return scope
 
 
@@ -105,33 +120,44 @@ class BNScaffoldParams(ScaffoldParams):
 
     variance_floor: float = setting(
         0.1,
-        "rho: a corrected variance is at least this share of the clients' common one; the metric "
-        "variance-floor-share says how often",
+        "rho: a corrected variance is at least this share of the clients' common one;"
+        " the metric variance-floor-share says how often",
         gt=0,
         le=1,
     )
 
 
-# --- frozen statistics ------------------------------------------------------------------------------------------------
+# --- frozen statistics ----------------------------------------------------------------
 At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
 
 def _check_at(at: At) -> At:
-    """Return ``at`` if it is a round >= 0 (int), a fraction in [0, 1] (float) or "auto"; else raise ValueError."""
+    """Return ``at`` if it is a round >= 0 (int), a fraction in [0, 1] (float) or
+    "auto"; else raise ValueError.
+    """
     if isinstance(at, str) and at != "auto":
-        raise ValueError(f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
+        raise ValueError(
+            f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1])"
+            " or 'auto'"
+        )
     if isinstance(at, float) and not 0 <= at <= 1:
         raise ValueError(f"{at} is not a fraction in [0, 1]; for a round write an int")
     if isinstance(at, int) and at < 0:
-        raise ValueError(f"{at} is not a round; the first is 1, and 0 freezes from the start")
+        raise ValueError(
+            f"{at} is not a round; the first is 1, and 0 freezes from the start"
+        )
     return at
 
 
 class WindowParams(Params):
     """Parameters of the window rule for an automatic round."""
 
-    freeze_window: int = setting(100, "window W of an automatic round, rounds; must be below R", ge=2)
-    freeze_tau: float = setting(2e-3, "threshold tau of an automatic round: the variance of delta", gt=0)
+    freeze_window: int = setting(
+        100, "window W of an automatic round, rounds; must be below R", ge=2
+    )
+    freeze_tau: float = setting(
+        2e-3, "threshold tau of an automatic round: the variance of delta", gt=0
+    )
 
 
 class FixBNParams(WindowParams):
@@ -143,7 +169,7 @@ class FixBNParams(WindowParams):
     freeze_affine: bool = setting(False, "freeze gamma and beta as well (Table H)")
 
 
-# --- synchronised steps -----------------------------------------------------------------------------------------------
+# --- synchronised steps ---------------------------------------------------------------
 class FedTANParams(Params):
     """Parameters of FedTAN."""
 
@@ -151,14 +177,28 @@ class FedTANParams(Params):
         "3L+1", "exchanges of a round; 2L+1 sends mean and variance together"
     )
     fedtan_transport: Literal["messages", "channel"] = setting(
-        "messages", "how exchanges travel between processes; in one process clients wait at a barrier"
+        "messages",
+        "how exchanges travel between processes; in one process clients wait at a"
+        " barrier",
     )
     fedtan_timeout: float = setting(
-        120.0, "seconds that an exchange waits for its last client; in one process for its next one", group="", gt=0
+        120.0,
+        "seconds that an exchange waits for its last client; in one process for its"
+        " next one",
+        group="",
+        gt=0,
     )
-    fedtan_bind: str = setting("127.0.0.1:0", "address of the channel on the server, host:port; port 0 = a free port")
-    fedtan_address: str = setting("", "host:port that clients connect to; empty = fedtan-bind with the port in use")
-    fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
+    fedtan_bind: str = setting(
+        "127.0.0.1:0",
+        "address of the channel on the server, host:port; port 0 = a free port",
+    )
+    fedtan_address: str = setting(
+        "",
+        "host:port that clients connect to; empty = fedtan-bind with the port in use",
+    )
+    fedtan_tls_dir: str = setting(
+        "", "folder with ca.crt, server.crt, server.key; empty = loopback only"
+    )
 
 
 class FedTAN2Params(WindowParams, FedTANParams):
@@ -169,23 +209,28 @@ class FedTAN2Params(WindowParams, FedTANParams):
     )
 
 
-# --- pooled statistics ------------------------------------------------------------------------------------------------
+# --- pooled statistics ----------------------------------------------------------------
 class PooledParams(Params):
     """Parameters of methods that train with pooled statistics."""
 
     statistics_momentum: float = setting(
-        0.1, "mu: the share of a round's pooled statistics in the global ones; 0 = they stay as they are", ge=0, le=1
+        0.1,
+        "mu: the share of a round's pooled statistics in the global ones; 0 = they stay"
+        " as they are",
+        ge=0,
+        le=1,
     )
     statistics_warm_up: int = setting(
         1,
-        "rounds of plain FedAvg at the start; after each of them the pooled statistics replace the global ones; 0 for "
-        "a pretrained model",
+        "rounds of plain FedAvg at the start; after each of them the pooled statistics"
+        " replace the global ones; 0 for a pretrained model",
         ge=0,
     )
 
 
 def trimmed_share(value: str) -> float | None:
-    """Return the share of a trimmed mean that is cut off at either end; None for the mean.
+    """Return the share of a trimmed mean that is cut off at either end; None for the
+    mean.
 
     Raises:
         ValueError: the value is neither.
@@ -196,7 +241,10 @@ def trimmed_share(value: str) -> float | None:
     with contextlib.suppress(ValueError):
         if name == "trimmed-mean" and 0 <= float(share) < 0.5:
             return float(share)
-    raise ValueError(f"{value!r} is neither mean nor trimmed-mean:SHARE with a share from 0 to below 0.5")
+    raise ValueError(
+        f"{value!r} is neither mean nor trimmed-mean:SHARE with a share from 0 to"
+        " below 0.5"
+    )
 
 
 def _check_aggregation(value: str) -> str:
@@ -209,19 +257,26 @@ class FBNParams(PooledParams):
 
     fbn_measure: Literal["steps", "pass"] = setting(
         "steps",
-        "which inputs of BN give its statistics: those of all local steps, or of one pass before the first",
+        "which inputs of BN give its statistics: those of all local steps, or of one"
+        " pass before the first",
     )
-    statistics_aggregation: Annotated[str, AfterValidator(_check_aggregation)] = setting(
-        "mean",
-        "pooling of the clients' statistics: mean; or trimmed-mean:SHARE (ours), such as trimmed-mean:0.2, which "
-        "leaves out floor(SHARE x clients of the round) of the smallest and of the largest values",
+    statistics_aggregation: Annotated[str, AfterValidator(_check_aggregation)] = (
+        setting(
+            "mean",
+            "pooling of the clients' statistics: mean; or trimmed-mean:SHARE (ours),"
+            " such as trimmed-mean:0.2, which leaves out floor(SHARE x clients of the"
+            " round) of the smallest and of the largest values",
+        )
     )
 
 
 class HBNParams(PooledParams):
     """Parameters of HBN."""
 
-    share_alpha: bool = setting(False, "clients share alpha; its mean is where a client without its own one starts")
+    share_alpha: bool = setting(
+        False,
+        "clients share alpha; its mean is where a client without its own one starts",
+    )
 
 
 PARAMS: Mapping[str, type[Params]] = {

@@ -1,4 +1,6 @@
-"""The methods of a run as one: the options of every method first, then the methods in the order of the registry."""
+"""The methods of a run as one: the options of every method first, then the methods in
+the order of the registry.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ _WORDS = {
 }
 _VALUE = "value"  # in a checkpoint: a state that is no dataclass
 _NOT_BY_NAMES = (
-    "none that the names of its arrays show (BatchNorm without running statistics is found only with "
-    "parts=split_state(model))"
+    "none that the names of its arrays show (BatchNorm without running statistics is"
+    " found only with parts=split_state(model))"
 )
 
 
@@ -61,10 +63,15 @@ class Methods:
         self.tests = tests_in(params.eval_on)
         self.name = "+".join(kind.name for kind in kinds)
         options = [kind(params) for kind in OPTIONS if kind.chosen(params)]
-        self._methods: tuple[Method[Any, Any], ...] = (*options, *(kind(params) for kind in kinds))
+        self._methods: tuple[Method[Any, Any], ...] = (
+            *options,
+            *(kind(params) for kind in kinds),
+        )
 
     def __iter__(self) -> Iterator[Method[Any, Any]]:
-        """Iterate over the options in use and the methods, in the order in which they act."""
+        """Iterate over the options in use and the methods, in the order in which they
+        act.
+        """
         return iter(self._methods)
 
     def phases(self, num_rounds: int | None = None) -> list[Travels]:
@@ -83,26 +90,37 @@ class Methods:
 
     @property
     def freezes_bn(self) -> bool:
-        """Whether BN statistics or gamma and beta are frozen during the run, and not from its first phase on."""
-        return any(len(own) > 1 and own[-1].held and not own[0].held for own in map(declared, self._methods))
+        """Whether BN statistics or gamma and beta are frozen during the run, and not
+        from its first phase on.
+        """
+        return any(
+            len(own) > 1 and own[-1].held and not own[0].held
+            for own in map(declared, self._methods)
+        )
 
     @property
     def reestimates(self) -> bool:
         """Whether every test and the final model use re-estimated statistics."""
         own = [method for method in self._methods if method.role != "option"]
-        return bool(self.params.recalibrate) or any(one.reestimates for method in own for one in declared(method))
+        return bool(self.params.recalibrate) or any(
+            one.reestimates for method in own for one in declared(method)
+        )
 
     @property
     def client_hooks(self) -> dict[str, Any]:
         """The factories of the client hooks by name."""
-        return {name: make for method in self._methods for name, make in method.client_hooks.items()}
+        return {
+            name: make
+            for method in self._methods
+            for name, make in method.client_hooks.items()
+        }
 
     @property
     def reported_metrics(self) -> list[str]:
         """The keys of the metrics that clients send for the methods."""
         return [beside.key for beside in self.whole.beside if beside.size == "scalar"]
 
-    # --- a run --------------------------------------------------------------------------------------------------------
+    # --- a run ------------------------------------------------------------------------
 
     @property
     def before_a_run(self) -> States:
@@ -125,71 +143,107 @@ class Methods:
 
     def on_clients(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of a round, in order."""
-        return [ask for method in self._methods for ask in method.on_clients(states[method.name], facts)]
+        return [
+            ask
+            for method in self._methods
+            for ask in method.on_clients(states[method.name], facts)
+        ]
 
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], States]:
-        """Let each method in turn make the new model of the averaged one; return it and the new states."""
+        """Let each method in turn make the new model of the averaged one; return it and
+        the new states.
+        """
         after = dict(states)
         for method in self._methods:
-            model, after[method.name] = method.aggregate(after[method.name], facts, replies, model)
+            model, after[method.name] = method.aggregate(
+                after[method.name], facts, replies, model
+            )
         return model, after
 
     def advice(self, states: States, number: int) -> list[str]:
-        """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""
+        """Return the likely cause of a loss that is not finite in this round, with
+        remedies; then further ones.
+        """
         known = [TOO_LARGE_STEPS]
         for method in self._methods:
             known = method.advice(states[method.name], number, known)
         return known
 
     def outcome(self, states: States, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary of a run says of the methods after so many rounds, by key."""
+        """Return what the summary of a run says of the methods after so many rounds, by
+        key.
+        """
         return {
             key: value
             for method in self._methods
             for key, value in method.outcome(states[method.name], num_rounds).items()
         }
 
-    # --- a checkpoint -------------------------------------------------------------------------------------------------
+    # --- a checkpoint -----------------------------------------------------------------
 
     def saved(self, states: States) -> dict[str, dict[str, Any]]:
-        """Return the states as JSON values and arrays, by method and field; a state without fields is one value."""
+        """Return the states as JSON values and arrays, by method and field; a state
+        without fields is one value.
+        """
         saved: dict[str, dict[str, Any]] = {}
         for name, state in states.items():
             if dataclasses.is_dataclass(state):
-                saved[name] = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+                saved[name] = {
+                    field.name: getattr(state, field.name)
+                    for field in dataclasses.fields(state)
+                }
             elif state is not None:
                 saved[name] = {_VALUE: state}
         return saved
 
-    def restored(self, states: States, saved: Mapping[str, Mapping[str, Any]]) -> States:
+    def restored(
+        self, states: States, saved: Mapping[str, Mapping[str, Any]]
+    ) -> States:
         """Return the states of ``saved``; ``states`` are those of ``begin``.
 
         Raises:
             ConfigError: the saved states are of other methods.
         """
-        needed = {f"{name}.{field}" for name, state in self.saved(states).items() for field in state}
-        saved_fields = {f"{name}.{field}" for name, state in saved.items() for field in state}
+        needed = {
+            f"{name}.{field}"
+            for name, state in self.saved(states).items()
+            for field in state
+        }
+        saved_fields = {
+            f"{name}.{field}" for name, state in saved.items() for field in state
+        }
         # A state may begin as None.
-        found = saved_fields - {f"{name}.{_VALUE}" for name, state in states.items() if state is None}
+        found = saved_fields - {
+            f"{name}.{_VALUE}" for name, state in states.items() if state is None
+        }
         if needed != found:
             listed = ", ".join(sorted(found)) or "none"
             raise ConfigError(
-                f"this state does not fit strategy {self.name!r}. Needed: {', '.join(sorted(needed)) or 'none'}. "
-                f"Found: {listed}."
+                f"this state does not fit strategy {self.name!r}. Needed:"
+                f" {', '.join(sorted(needed)) or 'none'}. Found: {listed}."
             )
         after = dict(states)
         for name, fields in saved.items():
             has_fields = dataclasses.is_dataclass(states[name])
-            after[name] = dataclasses.replace(states[name], **fields) if has_fields else fields[_VALUE]
+            after[name] = (
+                dataclasses.replace(states[name], **fields)
+                if has_fields
+                else fields[_VALUE]
+            )
         return after
 
-    # --- what does not fit --------------------------------------------------------------------------------------------
+    # --- what does not fit ------------------------------------------------------------
 
     def problems(self, run: RunSettings) -> list[Problem]:
-        """Return what does not fit, or has no effect, in such a run: of the options, the methods and the model."""
-        problems = [*self._test_problems(run.tests or self.tests), *self._setting_problems(run)]
+        """Return what does not fit, or has no effect, in such a run: of the options,
+        the methods and the model.
+        """
+        problems = [
+            *self._test_problems(run.tests or self.tests),
+            *self._setting_problems(run),
+        ]
         for method in self._methods:
             problems += [*_declared_problems(method, run), *method.problems(run)]
         if run.parts is not None:
@@ -198,7 +252,9 @@ class Methods:
         return list(dict.fromkeys(problems))
 
     def wrong_settings(self) -> list[str]:
-        """Return the settings that are wrong whatever the run is: tests without a model, and unused settings."""
+        """Return the settings that are wrong whatever the run is: tests without a
+        model, and unused settings.
+        """
         lines = [problem.text for problem in self._test_problems(self.tests)]
         fields = type(self.params).model_fields
         for problem in self.problems(RunSettings(0, tests=self.tests)):
@@ -212,7 +268,12 @@ class Methods:
     def _setting_problems(self, run: RunSettings) -> Iterator[Problem]:
         """Yield the problems of settings that every method has."""
         if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
-            yield Problem("no-variances", f"{self.name} averages no running variances", "unused", "variance")
+            yield Problem(
+                "no-variances",
+                f"{self.name} averages no running variances",
+                "unused",
+                "variance",
+            )
 
     def _test_problems(self, tests: Sequence[str]) -> Iterator[Problem]:
         """Yield which tests have no model under these methods."""
@@ -221,34 +282,54 @@ class Methods:
         if (self.reestimates or RECALIBRATED in tests) and weights:
             yield Problem(
                 "no-global-weights",
-                f"strategy {self.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
-                "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated).",
+                f"strategy {self.name!r} keeps {' and '.join(sorted(weights))} with its"
+                " clients: there are no global weights under which statistics could be"
+                " re-estimated (recalibrate, eval-on=recalibrated).",
             )
-        if Part.REST in local and (asked := [name for name in tests if name.startswith("global")]):
+        if Part.REST in local and (
+            asked := [name for name in tests if name.startswith("global")]
+        ):
             yield Problem(
                 "no-global-model",
-                f"eval-on={','.join(asked)} tests a global model, and strategy {self.name!r} has none: its clients "
-                "share nothing, and the initial model would be tested. Use personal-own or personal-global.",
+                f"eval-on={','.join(asked)} tests a global model, and strategy"
+                f" {self.name!r} has none: its clients share nothing, and the initial"
+                " model would be tested. Use personal-own or personal-global.",
             )
         if SHARED_BN in tests and (not local - {Part.REST} or Part.REST in weights):
             yield Problem(
                 "no-local-batchnorm",
-                f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
-                f"clients; strategy {self.name!r} has no such model. It is for fedbn, silobn and mtfl.",
+                f"eval-on={SHARED_BN} completes a global model with the average of BN"
+                f" parts that stay with the clients; strategy {self.name!r} has no such"
+                " model. It is for fedbn, silobn and mtfl.",
             )
 
 
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
-    """Yield what follows from the declaration: a method that always holds the statistics does not track them."""
+    """Yield what follows from the declaration: a method that always holds the
+    statistics does not track them.
+    """
     phases = declared(method)
     if all(phase.held & TRACKED for phase in phases):
         for key in ("variance", "bn_momentum"):
-            yield Problem("untracked", f"{method.name} tracks no running variances in training", "unused", key)
+            yield Problem(
+                "untracked",
+                f"{method.name} tracks no running variances in training",
+                "unused",
+                key,
+            )
         if run.norm == "batch-renorm":
-            text = f"{method.name} tracks no statistics in training; norm=batch-renorm corrects by them"
+            text = (
+                f"{method.name} tracks no statistics in training; norm=batch-renorm"
+                " corrects by them"
+            )
             yield Problem("batch-renorm", text)
     if method.role != "option" and any(phase.reestimates for phase in phases):
-        yield Problem("always-re-estimated", f"{method.name} always re-estimates", "unused", "recalibrate")
+        yield Problem(
+            "always-re-estimated",
+            f"{method.name} always re-estimates",
+            "unused",
+            "recalibrate",
+        )
 
 
 def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
@@ -257,19 +338,36 @@ def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]
         if not parts.layers:
             has = _NOT_BY_NAMES if parts.by_names else ""
             remedy = f"{method.instead}, or a model with BatchNorm"
-            yield Problem("no-batchnorm", f"{method.title} needs BatchNorm", "model", has=has, remedy=remedy)
+            yield Problem(
+                "no-batchnorm",
+                f"{method.title} needs BatchNorm",
+                "model",
+                has=has,
+                remedy=remedy,
+            )
         elif wanted and not parts.select(wanted):
-            words, reasons = zip(*(pair for part, pair in _WORDS.items() if part in wanted), strict=True)
+            words, reasons = zip(
+                *(pair for part, pair in _WORDS.items() if part in wanted), strict=True
+            )
             kind = f"BatchNorm with {' or '.join(words)}"
             has = f"{parts.named_layers()} without ({', '.join(reasons)})"
             remedy = f"{method.instead}, or a model with {kind}"
-            yield Problem("batchnorm-lacks-entries", f"{method.title} needs {kind}", "model", has=has, remedy=remedy)
+            yield Problem(
+                "batchnorm-lacks-entries",
+                f"{method.title} needs {kind}",
+                "model",
+                has=has,
+                remedy=remedy,
+            )
 
 
-def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[Travels, ...]:
+def declared(
+    method: Method[Any, Any], num_rounds: int | None = None
+) -> tuple[Travels, ...]:
     """Return what travels in each phase of a method.
 
-    A class that overrides ``aggregate`` below the class that declares ``travels`` may read anything of the replies.
+    A class that overrides ``aggregate`` below the class that declares ``travels`` may
+    read anything of the replies.
     """
     phases = method.travels(num_rounds)
     if reads_unsaid(type(method)):
@@ -278,7 +376,9 @@ def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[T
 
 
 def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
-    """Return whether the class with the last ``aggregate`` comes after the one with the last ``travels``."""
+    """Return whether the class with the last ``aggregate`` comes after the one with the
+    last ``travels``.
+    """
     for base in kind.__mro__:
         if "travels" in vars(base):
             return False
@@ -287,7 +387,9 @@ def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
     return False
 
 
-def why_not_combined(first: type[Method[Any, Any]], second: type[Method[Any, Any]]) -> str:
+def why_not_combined(
+    first: type[Method[Any, Any]], second: type[Method[Any, Any]]
+) -> str:
     """Return why two methods cannot be combined; "" if they can."""
     for kind in (first, second):
         if kind.alone or not kind.role:
@@ -295,7 +397,12 @@ def why_not_combined(first: type[Method[Any, Any]], second: type[Method[Any, Any
     a, b = (together(declared(kind(kind.Params()))) for kind in (first, second))
     if both := single_decisions(a) & single_decisions(b):
         return f"both decide {' and '.join(sorted(both))}"
-    for (one, own), (other, theirs) in itertools.permutations([(first, a), (second, b)]):
+    for (one, own), (other, theirs) in itertools.permutations(
+        [(first, a), (second, b)]
+    ):
         if kept := in_common(own) & theirs.local:
-            return f"{one.name} needs {', '.join(sorted(kept))} in common, and {other.name} keeps them with the clients"
+            return (
+                f"{one.name} needs {', '.join(sorted(kept))} in common, and"
+                f" {other.name} keeps them with the clients"
+            )
     return ""

@@ -1,11 +1,13 @@
 r"""Momentum across rounds: SGD's buffers outlive the round.
 
-Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning", arXiv:2303.06530, section 7.
+Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning",
+arXiv:2303.06530, section 7.
 
 ## Algorithm
 
-With `momentum_scope="none"` each round starts with a fresh optimizer. With "local" the client keeps its buffers. With
-"global" the server averages the buffers $b_i$ and sends the result down to start the next round:
+With `momentum_scope="none"` each round starts with a fresh optimizer. With "local" the
+client keeps its buffers. With "global" the server averages the buffers $b_i$ and sends
+the result down to start the next round:
 
 $$b = \sum_i p_i b_i$$
 
@@ -22,8 +24,8 @@ Buffers of local parts stay with the client.
 
 ## Law
 
-Global momentum with one step, full participation and a norm without batch statistics (or BN frozen) equals centralized
-SGD with momentum.
+Global momentum with one step, full participation and a norm without batch statistics
+(or BN frozen) equals centralized SGD with momentum.
 """
 
 from __future__ import annotations
@@ -42,20 +44,26 @@ from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 __all__ = ["MOMENTUM", "SCOPE", "Momentum", "MomentumBuffers", "Scope"]
 
-MOMENTUM = Key("momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server")
+MOMENTUM = Key(
+    "momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server"
+)
 SCOPE = Key("fedbn-flwr.momentum-scope", "str", "server", "client")
 Scope = Literal["none", "local", "global"]
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """The averaged momentum of the clients' SGD by entry; empty before the first round, and without scope "global"."""
+    """The averaged momentum of the clients' SGD by entry; empty before the first round,
+    and without scope "global".
+    """
 
     momentum: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MomentumBuffers(ClientHook):
-    """Client half: SGD starts the round with the sent or kept buffers, and returns or keeps them at the end."""
+    """Client half: SGD starts the round with the sent or kept buffers, and returns or
+    keeps them at the end.
+    """
 
     def __init__(self, scope: Scope, local: frozenset[str]) -> None:
         self._scope = scope
@@ -77,18 +85,25 @@ class MomentumBuffers(ClientHook):
         if not isinstance(optimizer, torch.optim.SGD):
             kind = type(optimizer).__name__.lstrip("_")
             raise ConfigError(
-                f"momentum-scope={self._scope} keeps SGD's momentum, and optimizer {kind} has none: its moments "
-                "start at zero in each round. Use SGD, or momentum-scope=none"
+                f"momentum-scope={self._scope} keeps SGD's momentum, and optimizer"
+                f" {kind} has none: its moments start at zero in each round. Use SGD,"
+                " or momentum-scope=none"
             )
         if not optimizer.param_groups[0]["momentum"]:
-            raise ConfigError(f"momentum-scope={self._scope} needs sgd-momentum above 0")
+            raise ConfigError(
+                f"momentum-scope={self._scope} needs sgd-momentum above 0"
+            )
         self._optimizers.append(optimizer)
-        parameters = model.named_parameters(remove_duplicate=False)  # a tied weight has each of its names
+        # a tied weight has each of its names
+        parameters = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
             if name in self._start:
-                # In the parameter's order of memory, as torch's own: else its fast updates fall back to slow ones.
-                buffer = torch.empty_like(parameter, requires_grad=False).copy_(self._start[name])
+                # In the parameter's order of memory, as torch's own: else its
+                # fast # updates fall back to slow ones.
+                buffer = torch.empty_like(parameter, requires_grad=False).copy_(
+                    self._start[name]
+                )
                 optimizer.state[parameter]["momentum_buffer"] = buffer
 
     def reply(self) -> Extras:
@@ -96,13 +111,29 @@ class MomentumBuffers(ClientHook):
         return {MOMENTUM: self._buffers(shared=True)} if self._scope == "global" else {}
 
     def keep(self) -> Entries:
-        """Return the buffers that stay with the client: all of them, or those of local parts."""
-        return self._buffers(shared=False) | (self._buffers(shared=True) if self._scope == "local" else {})
+        """Return the buffers that stay with the client: all of them, or those of local
+        parts.
+        """
+        return self._buffers(shared=False) | (
+            self._buffers(shared=True) if self._scope == "local" else {}
+        )
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)
-            states |= {p: state for p, state in optimizer.state.items() if p in own or p not in states}
-        chosen = {name: p for name, p in self._parameters.items() if (name not in self._local) == shared}
-        return {name: states[p]["momentum_buffer"] for name, p in chosen.items() if states.get(p)}
+            states |= {
+                p: state
+                for p, state in optimizer.state.items()
+                if p in own or p not in states
+            }
+        chosen = {
+            name: p
+            for name, p in self._parameters.items()
+            if (name not in self._local) == shared
+        }
+        return {
+            name: states[p]["momentum_buffer"]
+            for name, p in chosen.items()
+            if states.get(p)
+        }

@@ -1,4 +1,5 @@
-"""The options of every method, as methods: each is used if its setting asks for it, and acts before the others.
+"""The options of every method, as methods: each is used if its setting asks for it, and
+acts before the others.
 
 Their settings are fields of ``server.params.Params``.
 """
@@ -47,7 +48,11 @@ class MomentumScope(Option[Momentum]):
     name = "momentum-scope"
     instead = "momentum-scope=none"
     State = Momentum
-    client_hooks = {MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries)}
+    client_hooks = {
+        MOMENTUM: lambda context: MomentumBuffers(
+            context.config[SCOPE], context.local_entries
+        )
+    }
 
     @staticmethod
     def chosen(params: Any) -> bool:
@@ -58,18 +63,33 @@ class MomentumScope(Option[Momentum]):
         """Return the buffers that the server averages."""
         if self.params.momentum_scope == "local":
             return (Travels(kept="SGD's momentum"),)
-        why = "momentum-scope=global sends SGD's momentum beside the model; use none or local"
-        return (Travels(beside=(Beside(MOMENTUM, "trainable", why, down=True, read="mean"),)),)
+        why = (
+            "momentum-scope=global sends SGD's momentum beside the model; use none or"
+            " local"
+        )
+        return (
+            Travels(
+                beside=(Beside(MOMENTUM, "trainable", why, down=True, read="mean"),)
+            ),
+        )
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
         """Send the scope; with "global" also the averaged buffers."""
         scope = self.params.momentum_scope
-        return [Ask(MOMENTUM, {SCOPE: scope}, {MOMENTUM: state.momentum} if scope == "global" else {})]
+        return [
+            Ask(
+                MOMENTUM,
+                {SCOPE: scope},
+                {MOMENTUM: state.momentum} if scope == "global" else {},
+            )
+        ]
 
     def aggregate(
         self, state: Momentum, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Momentum]:
-        """Average the clients' buffers with the weights p_i, each entry over the clients that have it."""
+        """Average the clients' buffers with the weights p_i, each entry over the
+        clients that have it.
+        """
         if self.params.momentum_scope != "global":
             return model, state
         return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
@@ -80,11 +100,14 @@ class MomentumScope(Option[Momentum]):
         if run.optimizer != "sgd":
             yield Problem(
                 "momentum-without-sgd",
-                f"momentum-scope={scope} keeps SGD's momentum, and optimizer={run.optimizer} has none: its moments "
-                "start at zero in each round. Use optimizer=sgd or momentum-scope=none",
+                f"momentum-scope={scope} keeps SGD's momentum, and"
+                f" optimizer={run.optimizer} has none: its moments start at zero in"
+                " each round. Use optimizer=sgd or momentum-scope=none",
             )
         elif not run.sgd_momentum:
-            yield Problem("momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0")
+            yield Problem(
+                "momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0"
+            )
 
 
 class ClipGradients(ClientHook):
@@ -97,7 +120,8 @@ class ClipGradients(ClientHook):
     def gradients(self, model: nn.Module) -> None:
         """Clip all gradients except those of the classifier's last layer."""
         if self._head is None:
-            self._head = exclude_head(model)  # once a round: it takes as long as a step of a small model
+            # once a round: it takes as long as a step of a small model
+            self._head = exclude_head(model)
         clip_gradients(model.parameters(), self._clipping, exclude=self._head)
 
 
@@ -119,7 +143,9 @@ class AdaptiveClipping(Option):
 
 
 class AveragedBN(Option):
-    """Tests of a global model with the average of the BN parts that stay with the clients."""
+    """Tests of a global model with the average of the BN parts that stay with the
+    clients.
+    """
 
     name = "eval-on=averaged-bn"
     instead = "another eval-on"

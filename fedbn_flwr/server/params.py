@@ -1,4 +1,6 @@
-"""The settings of a method, as fields with their limits, and the tests that a run can have."""
+"""The settings of a method, as fields with their limits, and the tests that a run can
+have.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,48 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 
-__all__ = ["BATCHNORM_KINDS", "EVALUATIONS", "RECALIBRATED", "SET", "TEST_BN", "Params", "Settings"]
+__all__ = [
+    "BATCHNORM_KINDS",
+    "EVALUATIONS",
+    "RECALIBRATED",
+    "SET",
+    "TEST_BN",
+    "Params",
+    "Settings",
+]
 __all__ += ["limits", "setting", "tests_in"]
 
 TEST_BN = "-test-bn"
-"""Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
+"""Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test
+inputs.
+"""
 RECALIBRATED = "recalibrated"
 """The name of the test with re-estimated statistics in ``eval-on``."""
 EVALUATIONS = (
-    *("global", "global-train", "global-batch-statistics", "personal-own", "personal-global", "personal-domains"),
+    *(
+        "global",
+        "global-train",
+        "global-batch-statistics",
+        "personal-own",
+        "personal-global",
+        "personal-domains",
+    ),
     *("averaged-bn", RECALIBRATED),
     *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
 )
-"""The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
+"""The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and
+recalibrated, the recorder on all.
+"""
 
 
 def tests_in(eval_on: str) -> tuple[str, ...]:
-    """Return the tests named in ``eval-on``, each once. A test that ends in -test-bn adds the plain test."""
+    """Return the tests named in ``eval-on``, each once. A test that ends in -test-bn
+    adds the plain test.
+    """
     asked = [name.strip() for name in eval_on.split(",") if name.strip()]
-    return tuple(dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)]))
+    return tuple(
+        dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)])
+    )
 
 
 SET = "any value but the default"
@@ -45,14 +70,16 @@ def setting(
     only_if: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> Any:
-    """Return a field of ``Params``, from which its config key and its row in the documentation are made.
+    """Return a field of ``Params``, from which its config key and its row in the
+    documentation are made.
 
     Args:
         default: its default.
         meaning: for the table of keys.
         group: its group of config keys; "" = it has no key.
         key: the key, where that is not the name.
-        only_if: what other keys must be for it to have an effect, see ``lab.config.fields``.
+        only_if: what other keys must be for it to have an effect, see
+            ``lab.config.fields``.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
     extra: dict[str, Any] = {"group": group, "key": key, "only_if": dict(only_if or {})}
@@ -66,23 +93,32 @@ class Settings(BaseModel):
         ConfigError: all values that are out of range, by name.
     """
 
-    # A process imports the settings of all methods, and uses those of one: the validators are built when they are used.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    # A process imports the settings of all methods, and uses those of one:
+    # the # validators are built when they are used.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
             # A union gives several problems for one field.
-            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
-            raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
+            first = {
+                problem["loc"][:1]: problem for problem in reversed(error.errors())
+            }
+            raise ConfigError(
+                "\n".join(map(self._problem, reversed(first.values())))
+            ) from error
 
     @classmethod
     def _problem(cls, problem: Any) -> str:
         """Return pydantic's problem as text: the setting, its value, what is allowed."""
         name, value = str(problem["loc"][0]), problem["input"]
         if problem["type"] == "literal_error":
-            return str(unknown_name(name, value, get_args(cls.model_fields[name].annotation)))
+            return str(
+                unknown_name(name, value, get_args(cls.model_fields[name].annotation))
+            )
         if problem["type"] == "value_error":
             return f"{name}={value!r}: {problem['ctx']['error']}"
         allowed = limits(cls.model_fields[name])
@@ -92,7 +128,9 @@ class Settings(BaseModel):
 
 
 class Params(Settings):
-    """The settings of a method. Every strategy has the settings of this class; a method adds its own."""
+    """The settings of a method. Every strategy has the settings of this class; a method
+    adds its own.
+    """
 
     variance: Literal["mean", "pooled"] = setting(
         "mean",
@@ -101,44 +139,59 @@ class Params(Settings):
     )
     recalibrate: bool = setting(
         False,
-        "every test and the saved model use BN statistics re-estimated from the clients' data (as staticbn does); "
-        "training does not use them. eval-on=recalibrated tests with them, but saves the model as trained",
+        "every test and the saved model use BN statistics re-estimated from the"
+        " clients' data (as staticbn does); training does not use them."
+        " eval-on=recalibrated tests with them, but saves the model as trained",
         "tests",
     )
-    min_replies: int = setting(1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1)
+    min_replies: int = setting(
+        1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1
+    )
     cohort_rounds: int = setting(
         1,
-        "rounds in a row that train with the same clients, where fraction-train is below 1: with masked-sums, sums "
-        "over changing clients tell of single ones. A client that is lost is replaced, the others stay",
+        "rounds in a row that train with the same clients, where fraction-train is"
+        " below 1: with masked-sums, sums over changing clients tell of single ones. A"
+        " client that is lost is replaced, the others stay",
         "rounds",
         only_if={"fraction-train": SET},
         ge=1,
     )
-    eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "tests", ge=1)
+    eval_every: int = setting(
+        1, "evaluate after every so many rounds, and after the last", "tests", ge=1
+    )
     eval_on: str = setting(
         "",
-        "comma list of tests; empty = global, or personal-own for a method with local parts. global-train: the global "
-        "model on the training examples of all clients. personal-domains: each client's model on each domain, by "
-        "client in metrics.jsonl. averaged-bn: clients of "
-        "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average (without "
-        "it, the saved model has no entries of these parts). "
-        "recalibrated: the global model with re-estimated statistics (see recalibrate). global-test-bn, "
-        "averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the plain test beside it",
+        "comma list of tests; empty = global, or personal-own for a method with local"
+        " parts. global-train: the global model on the training examples of all"
+        " clients. personal-domains: each client's model on each domain, by client in"
+        " metrics.jsonl. averaged-bn: clients of fedbn, silobn, mtfl share their BN"
+        " parts, and the tested and saved global model holds their average (without it,"
+        " the saved model has no entries of these parts). recalibrated: the global"
+        " model with re-estimated statistics (see recalibrate). global-test-bn,"
+        " averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the"
+        " plain test beside it",
         "tests",
     )
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
     on_divergence: Literal["stop", "continue"] = setting(
         "stop",
-        "what happens when a loss is not finite (NaN or infinity), or when two rounds in a row have only replies with "
-        "such values: stop = the run ends after this round and fails, continue = it goes on. Both are in summary.json",
+        "what happens when a loss is not finite (NaN or infinity), or when two rounds"
+        " in a row have only replies with such values: stop = the run ends after this"
+        " round and fails, continue = it goes on. Both are in summary.json",
         "rounds",
     )
     momentum_scope: Literal["none", "local", "global"] = setting(
         "none",
-        "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
+        "SGD's momentum between rounds: none = reset, local = kept by the client,"
+        " global = averaged",
         "local training",
     )
-    agc: float = setting(0.0, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
+    agc: float = setting(
+        0.0,
+        "lambda of adaptive gradient clipping in every step; 0 = off",
+        "local training",
+        ge=0,
+    )
 
     @field_validator("eval_on")
     @classmethod
@@ -152,7 +205,12 @@ class Params(Settings):
 def limits(field: FieldInfo) -> str:
     """Return the limits of a field in words; "" without limits."""
     signs = ("ge", "gt", "le", "lt")
-    bounds = {sign: getattr(limit, sign) for limit in field.metadata for sign in signs if hasattr(limit, sign)}
+    bounds = {
+        sign: getattr(limit, sign)
+        for limit in field.metadata
+        for sign in signs
+        if hasattr(limit, sign)
+    }
     if bounds.keys() >= {"ge", "lt"}:
         return f"in [{bounds['ge']}, {bounds['lt']})"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}

@@ -1,6 +1,8 @@
-"""The place between the clients' replies and the method, where privacy is protected. Here nothing is done.
+"""The place between the clients' replies and the method, where privacy is protected.
+Here nothing is done.
 
-A protection replaces the replies of a round by what the method may see: one average with noise, or one masked sum.
+A protection replaces the replies of a round by what the method may see: one average
+with noise, or one masked sum.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class Protection:
 
     Attributes:
         publishes_metrics: whether the clients' metrics go into the reports of the run.
-        always_releases: whether a round has a result also with too few usable replies, or none. What a client keeps
-            leaves it in no round then: a hash of it would confirm a guess of the client's data.
-        reads_each: whether the method can check each reply; else ``pool`` lets it check the result.
+        always_releases: whether a round has a result also with too few usable replies,
+            or none. What a client keeps leaves it in no round then: a hash of it would
+            confirm a guess of the client's data.
+        reads_each: whether the method can check each reply; else ``pool`` lets it check
+            the result.
     """
 
     publishes_metrics = True
@@ -40,14 +44,17 @@ class Protection:
     reads_each = True
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
-        """Prepare a new run; ``weighted_by_key`` names the metric that weighs the replies.
+        """Prepare a new run; ``weighted_by_key`` names the metric that weighs the
+        replies.
 
         Raises:
             ConfigError: the method, or a setting of it, does not fit.
         """
 
     def admits(self, run: Run, asked: int) -> bool:
-        """Return whether so many clients may be asked to train in this round; if not, the round does nothing."""
+        """Return whether so many clients may be asked to train in this round; if not,
+        the round does nothing.
+        """
         return True
 
     def config(self) -> Mapping[str, Any]:
@@ -55,9 +62,14 @@ class Protection:
         return {}
 
     def open_round(
-        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self,
+        run: Run,
+        messages: Sequence[tuple[Node, Message]],
+        grid: Grid,
+        timeout: float,
     ) -> list[Message]:
-        """Return the training messages to send, after messages of the protection's own; the report names lost nodes.
+        """Return the training messages to send, after messages of the protection's own;
+        the report names lost nodes.
 
         Args:
             run: the run.
@@ -68,7 +80,9 @@ class Protection:
         return [message for _, message in messages]
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return when a synchronised step of these members, by node id, is given up, and how it is computed."""
+        """Return when a synchronised step of these members, by node id, is given up,
+        and how it is computed.
+        """
         return limits
 
     def terms(self, terms: Terms) -> Terms:
@@ -78,10 +92,14 @@ class Protection:
     def check(self, run: Run, reply: Reply, before: State) -> None:
         """Raise ReplyError for a reply that breaks a rule of the protection."""
 
-    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
-        """Return the replies that the method combines; the report of the round is ``run.report``.
+    def pool(
+        self, run: Run, replies: Sequence[Reply], before: State
+    ) -> Sequence[Reply]:
+        """Return the replies that the method combines; the report of the round is
+        ``run.report``.
 
-        No reply means that the round ends without a result, and the previous model is kept.
+        No reply means that the round ends without a result, and the previous model is
+        kept.
 
         Args:
             run: the run.
@@ -91,7 +109,9 @@ class Protection:
         return replies
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round, because a further one would cost too much."""
+        """Return whether the run ends after this round, because a further one would
+        cost too much.
+        """
         return False
 
     def outcome(self) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-r"""Re-estimation: BN statistics from a pass over the clients' data, under the current global weights.
+r"""Re-estimation: BN statistics from a pass over the clients' data, under the current
+global weights.
 
-The field calls it "precise BN". No data of the server's is used, and training does not see the result.
+The field calls it "precise BN". No data of the server's is used, and training does not
+see the result.
 
 ## Algorithm
 
-The server asks every client with data for the count, the mean and the sum of squared deviations $(n_i, m_i, M_i)$ per
-layer and channel (`batchnorm/reestimation.py`). It merges the answers, in the order of partition ids:
+The server asks every client with data for the count, the mean and the sum of squared
+deviations $(n_i, m_i, M_i)$ per layer and channel (`batchnorm/reestimation.py`). It
+merges the answers, in the order of partition ids:
 
 $$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
 
@@ -44,16 +47,24 @@ from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.replies import read_arrays, read_metrics, read_replies
 from fedbn_flwr.server.run import Run
 
-__all__ = ["by_layer", "pooled_statistics", "reestimate_before_tests", "warn_of_unmeasured"]
+__all__ = [
+    "by_layer",
+    "pooled_statistics",
+    "reestimate_before_tests",
+    "warn_of_unmeasured",
+]
 
 logger = logging.getLogger("flwr")
 
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
-"""Returns the moments of a layer of all clients together, given each client's and its weight."""
+"""Returns the moments of a layer of all clients together, given each client's and its
+weight.
+"""
 
 
 def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
-    """Re-estimate the statistics of ``arrays``, the model after this round, if a test or the result uses them.
+    """Re-estimate the statistics of ``arrays``, the model after this round, if a test
+    or the result uses them.
 
     Raises:
         ClientPartError: no app can answer.
@@ -70,14 +81,23 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     run.reestimated = _ask(run, nodes, arrays, grid)
 
 
-def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> dict[str, Any]:
-    """Return the running statistics of ``arrays`` on the nodes' data; none below ``min_replies`` usable answers."""
+def _ask(
+    run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid
+) -> dict[str, Any]:
+    """Return the running statistics of ``arrays`` on the nodes' data; none below
+    ``min_replies`` usable answers.
+    """
     report, before = run.report, views(arrays)
-    # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
+    # Re-estimation that the method needs counts as training traffic, else as
+    # evaluation # traffic.
     traffic = report.train if run.methods.reestimates else report.evaluate
     config = run.message_config(report.server_round).write()
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
-    replies = list(grid.send_and_receive([message for _, message in sent.pairs], timeout=run.timeout))
+    replies = list(
+        grid.send_and_receive(
+            [message for _, message in sent.pairs], timeout=run.timeout
+        )
+    )
 
     def read(node: Node, message: Message) -> State:
         read_metrics(message, NUM_EXAMPLES)  # whatever weighs the models
@@ -87,50 +107,77 @@ def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> di
             traffic.count_up(size)
         return state
 
-    good, refused = read_replies(in_order(run, sent, replies), read, report, "statistics")
+    good, refused = read_replies(
+        in_order(run, sent, replies), read, report, "statistics"
+    )
     raise_shared_test_error(run, sent, refused)
     _refuse_apps_without_answer(run, replies)
     answers = [state for _, _, state in good]
     if len(answers) < run.methods.params.min_replies:
         answers = []
     moments = [decode_moments(state, before, run.parts) for state in answers]
-    statistics = pooled_statistics(run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some))
+    statistics = pooled_statistics(
+        run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some)
+    )
     if not statistics:
-        logger.warning("round %d: no statistics re-estimated from %d usable replies", report.server_round, len(good))
+        logger.warning(
+            "round %d: no statistics re-estimated from %d usable replies",
+            report.server_round,
+            len(good),
+        )
     elif not run.statistics_at_start:  # the first time
         warn_of_unmeasured(report.server_round, run.parts, moments)
-    return {name: array.astype(before[name].dtype) for name, array in statistics.items()}
+    return {
+        name: array.astype(before[name].dtype) for name, array in statistics.items()
+    }
 
 
 def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
-    """Raise ClientPartError if no app can answer: the statistics would be those of the start."""
+    """Raise ClientPartError if no app can answer: the statistics would be those of the
+    start.
+    """
     failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
     if not run.methods.reestimates or not failed or len(failed) < len(replies):
         return
     if lacks_function(failed[0], STATISTICS_QUERY):
         raise ClientPartError(
-            f"the clients' app does not answer the query {STATISTICS_QUERY.partition('.')[2]!r}, by which strategy "
-            f"{run.methods.name!r} re-estimates statistics. Add to it a function with @app.query('statistics') that "
-            "returns answer_statistics(msg, context, Net(), trainloader)."
+            "the clients' app does not answer the query"
+            f" {STATISTICS_QUERY.partition('.')[2]!r}, by which strategy"
+            f" {run.methods.name!r} re-estimates statistics. Add to it a function with"
+            " @app.query('statistics') that returns answer_statistics(msg, context,"
+            " Net(), trainloader)."
         )
-    raise ClientPartError(f"no client could measure its statistics: {split_code(error_text(failed[0]))[1]}")
+    raise ClientPartError(
+        "no client could measure its statistics:"
+        f" {split_code(error_text(failed[0]))[1]}"
+    )
 
 
-_UNTOUCHED = "which keep the statistics that they have, mean 0 and variance 1 in a new model"
+_UNTOUCHED = (
+    "which keep the statistics that they have, mean 0 and variance 1 in a new model"
+)
 
 
 def warn_of_unmeasured(
-    number: int, parts: Parts, sent: Sequence[Mapping[str, Moments]], which: str = _UNTOUCHED
+    number: int,
+    parts: Parts,
+    sent: Sequence[Mapping[str, Moments]],
+    which: str = _UNTOUCHED,
 ) -> None:
-    """Warn of the layers with running statistics of which no client has sent moments, if a client has sent some."""
+    """Warn of the layers with running statistics of which no client has sent moments,
+    if a client has sent some.
+    """
     if not any(sent):
         return
     tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
-    if unmeasured := [path for path in tracking if not any(path in moments for moments in sent)]:
+    if unmeasured := [
+        path for path in tracking if not any(path in moments for moments in sent)
+    ]:
         logger.warning(
-            "round %d: no reply has moments of the inputs of %s, %s: these layers ran under no_grad or not at all. If "
-            "the training reaches them and the model's forward does not, pass forward=f to answer_statistics(...) or "
-            "rules.survey(...), where f(inputs) calls them all.",
+            "round %d: no reply has moments of the inputs of %s, %s: these layers ran"
+            " under no_grad or not at all. If the training reaches them and the model's"
+            " forward does not, pass forward=f to answer_statistics(...) or"
+            " rules.survey(...), where f(inputs) calls them all.",
             number,
             ", ".join(unmeasured),
             which,
@@ -138,11 +185,16 @@ def warn_of_unmeasured(
 
 
 def pooled_statistics(
-    parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float], pool: Pool
+    parts: Parts,
+    sent: Sequence[Mapping[str, Moments]],
+    weights: Sequence[float],
+    pool: Pool,
 ) -> dict[str, Array]:
-    """Return the running statistics of all clients' data together, by entry, in float64.
+    """Return the running statistics of all clients' data together, by entry, in
+    float64.
 
-    A layer with fewer than two values is left out, and so are counters, which count training batches.
+    A layer with fewer than two values is left out, and so are counters, which count
+    training batches.
     """
     entries: dict[str, Array] = {}
     for layer, moments, own_weights in by_layer(parts, sent, weights):
@@ -156,8 +208,18 @@ def pooled_statistics(
 def by_layer(
     parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
 ) -> Iterator[tuple[BatchNormLayer, list[Moments], list[float]]]:
-    """Yield each layer of which a client has sent moments, with these moments and the weights of their clients."""
+    """Yield each layer of which a client has sent moments, with these moments and the
+    weights of their clients.
+    """
     for layer in parts.layers:
-        pairs = [(own[layer.path], weight) for own, weight in zip(sent, weights, strict=True) if layer.path in own]
+        pairs = [
+            (own[layer.path], weight)
+            for own, weight in zip(sent, weights, strict=True)
+            if layer.path in own
+        ]
         if pairs:
-            yield layer, [moments for moments, _ in pairs], [weight for _, weight in pairs]
+            yield (
+                layer,
+                [moments for moments, _ in pairs],
+                [weight for _, weight in pairs],
+            )

@@ -73,22 +73,30 @@ class Terms:
 
     @property
     def extras(self) -> frozenset[str]:
-        """The names of the further records that the methods read; others are the user's."""
+        """The names of the further records that the methods read; others are the
+        user's.
+        """
         return frozenset(beside.key for beside in self.facts.travels.records)
 
     def read(self, node: Node, message: Message) -> Reply:
-        """Return the reply of a node, whose model fits; ``check`` checks what the methods ask for.
+        """Return the reply of a node, whose model fits; ``check`` checks what the
+        methods ask for.
 
         Raises:
-            ReplyError: the reply is an error, has no count, or its arrays are missing, misshapen or not finite.
-            ClientPartError: the reply shows that the app lacks the method's client part.
+            ReplyError: the reply is an error, has no count, or its arrays are missing,
+                misshapen or not finite.
+            ClientPartError: the reply shows that the app lacks the method's client
+                part.
         """
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         info = ReplyInfo.read(message)
         self._refuse_missing_part(state, info)
         if self.expected and not state:
-            raise ReplyError(f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays: return the model in it")
+            raise ReplyError(
+                f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays:"
+                " return the model in it"
+            )
         check_state(state, self.expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
@@ -98,7 +106,8 @@ class Terms:
         return Reply(node, count, state, metrics, extras, sizes, info)
 
     def check(self, reply: Reply) -> None:
-        """Check what travels beside the model, and that held entries return as they were sent.
+        """Check what travels beside the model, and that held entries return as they
+        were sent.
 
         Raises:
             ReplyError: a record or a metric is missing or does not fit.
@@ -115,23 +124,31 @@ class Terms:
         value = reply.metrics.get(beside.key)
         if beside.required and (value is None or not 0 <= value < math.inf):
             raise ReplyError(
-                f"metric '{beside.key}' is {value}, and strategy '{self.strategy}' needs a finite number >= 0: "
-                f"{self._hooks_to_apply()}{no_batchnorm_hint(self.facts.parts)}"
+                f"metric '{beside.key}' is {value}, and strategy '{self.strategy}'"
+                " needs a finite number >= 0:"
+                f" {self._hooks_to_apply()}{no_batchnorm_hint(self.facts.parts)}"
             )
 
     def _check_record(self, record: State, beside: Beside) -> None:
         facts = self.facts
         if beside.required and not record:
             raise ReplyError(
-                f"record '{beside.key}' is missing, which strategy '{self.strategy}' needs: {self._hooks_to_apply()}"
+                f"record '{beside.key}' is missing, which strategy '{self.strategy}'"
+                f" needs: {self._hooks_to_apply()}"
             )
         if beside.size == "moments":
             decode_moments(record, facts.before, facts.parts)
         elif beside.size == "local":
             if record:
-                check_state(record, {name: facts.before[name] for name in facts.local}, facts.parts)
+                check_state(
+                    record,
+                    {name: facts.before[name] for name in facts.local},
+                    facts.parts,
+                )
         else:
-            shapes = facts.shapes if beside.size == "trainable" else channel_shapes(facts)
+            shapes = (
+                facts.shapes if beside.size == "trainable" else channel_shapes(facts)
+            )
             refuse_misshapen(beside.key, record, shapes)
 
     def _hooks_to_apply(self) -> str:
@@ -139,83 +156,124 @@ class Terms:
         return f"the client's training must apply the client hook {named}"
 
     def _refuse_changed(self, reply: Reply) -> None:
-        """Refuse a reply in which an entry changed that the client part leaves as it was sent."""
+        """Refuse a reply in which an entry changed that the client part leaves as it
+        was sent.
+        """
         phase = self.facts.travels.phase
         for name in self.facts.held:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
-                    f"entry '{name}' changed in training, and strategy '{self.strategy}' holds it in this round (phase "
-                    f"'{phase}'). Run the client's training inside `with bn_rules(model, msg, context):`"
-                    f"{no_batchnorm_hint(self.facts.parts)}."
+                    f"entry '{name}' changed in training, and strategy"
+                    f" '{self.strategy}' holds it in this round (phase '{phase}'). Run"
+                    " the client's training inside `with bn_rules(model, msg,"
+                    f" context):`{no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
-        """Refuse a reply from an app without the method's client part; the error names what is missing."""
+        """Refuse a reply from an app without the method's client part; the error names
+        what is missing.
+        """
         local = set(self.facts.local)
         if kept := [name for name in state if name in local]:
             raise ClientPartError(
-                f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.strategy}' "
-                f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
+                f"the reply holds {len(kept)} entries that stay with the client under"
+                f" strategy '{self.strategy}' ('{kept[0]}', ...). Make the app"
+                " `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
             )
         if missing := sorted(self.hooks - info.applied):
             raise ClientPartError(
-                f"the client did not apply the client hook '{missing[0]}' of strategy '{self.strategy}'. Run its "
-                "training inside `with bn_rules(model, msg, context) as rules:` (docs/flower-projects.md says what to "
-                "call there), and make its app `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
+                f"the client did not apply the client hook '{missing[0]}' of strategy"
+                f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
+                " msg, context) as rules:` (docs/flower-projects.md says what to call"
+                " there), and make its app `ClientApp(mods=[local_bn])`, both from"
+                " fedbn_flwr.mods."
             )
 
 
 def channel_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
-    """Return the shape of ``PATH.alpha`` of each BN layer with running statistics: a number for each channel."""
+    """Return the shape of ``PATH.alpha`` of each BN layer with running statistics: a
+    number for each channel.
+    """
     layers = [layer for layer in facts.parts.layers if "running_mean" in layer.entries]
-    return {entry_name(layer.path, "alpha"): facts.before[layer.entries["running_mean"]].shape for layer in layers}
+    return {
+        entry_name(layer.path, "alpha"): (
+            facts.before[layer.entries["running_mean"]].shape
+        )
+        for layer in layers
+    }
 
 
-def warn_of_other_counts(replies: Iterable[Reply], count_key: str, warned: set[int]) -> None:
-    """Warn of nodes whose reply has another count than the one that is used; ``warned`` are those told before."""
+def warn_of_other_counts(
+    replies: Iterable[Reply], count_key: str, warned: set[int]
+) -> None:
+    """Warn of nodes whose reply has another count than the one that is used; ``warned``
+    are those told before.
+    """
     for reply in replies:
         said, used, node = reply.metrics.get(count_key), reply.num_examples, reply.node
         if said is not None and said != used and node.node_id not in warned:
             warned.add(node.node_id)
             logger.warning(
-                "%s: its reply has %s=%s, and it answered the query with %s. %s is used as its weight. Let both be the "
-                "number of its training examples.",
+                "%s: its reply has %s=%s, and it answered the query with %s. %s is used"
+                " as its weight. Let both be the number of its training examples.",
                 *(node, count_key, said, used, used),
             )
 
 
-def refuse_misshapen(record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ReplyError for an entry of a further record that the model does not have in this shape."""
+def refuse_misshapen(
+    record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ReplyError for an entry of a further record that the model does not have in
+    this shape.
+    """
     for name, array in entries.items():
         if shapes.get(name) != array.shape:
             raise ReplyError(
-                f"record '{record}': entry '{name}' of shape {array.shape} does not fit the model: build the client's "
-                "model as the server's"
+                f"record '{record}': entry '{name}' of shape {array.shape} does not fit"
+                " the model: build the client's model as the server's"
             )
 
 
 def no_batchnorm_hint(parts: Parts) -> str:
-    """Return what else may be wrong where layers were found by names, to add to an error, or ""."""
+    """Return what else may be wrong where layers were found by names, to add to an
+    error, or "".
+    """
     if not parts.by_names:
         return ""
-    return ". Or the layers are no BatchNorm: pass parts=split_state(model) to the strategy, which goes by their types"
+    return (
+        ". Or the layers are no BatchNorm: pass parts=split_state(model) to the"
+        " strategy, which goes by their types"
+    )
 
 
 def read_replies(
-    replies: Iterable[tuple[Node, Message]], read: Callable[[Node, Message], Read], report: RoundReport, what: str = ""
+    replies: Iterable[tuple[Node, Message]],
+    read: Callable[[Node, Message], Read],
+    report: RoundReport,
+    what: str = "",
 ) -> tuple[list[tuple[Node, Message, Read]], list[tuple[Node, Message, ReplyError]]]:
-    """Read all replies; return the usable replies, and the refused ones with the error, both in the given order.
+    """Read all replies; return the usable replies, and the refused ones with the error,
+    both in the given order.
 
-    ``read`` raises ReplyError for a bad reply, ``report`` notes it, ``what`` is the kind of reply ("" = training).
+    ``read`` raises ReplyError for a bad reply, ``report`` notes it, ``what`` is the
+    kind of reply ("" = training).
     """
     usable, refused = [], []
     for node, message in replies:
         try:
             usable.append((node, message, read(node, message)))
         except ReplyError as error:
-            report.reject(node.node_id, f"{node}: {what}{': ' if what else ''}{error.reason}")
+            report.reject(
+                node.node_id, f"{node}: {what}{': ' if what else ''}{error.reason}"
+            )
             text = split_code(str(error))[1]
-            logger.warning("round %d: %s of %s refused: %s", report.server_round, what or "reply", node, text)
+            logger.warning(
+                "round %d: %s of %s refused: %s",
+                report.server_round,
+                what or "reply",
+                node,
+                text,
+            )
             refused.append((node, message, error))
     return usable, refused
 
@@ -224,28 +282,36 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
     """Return the numbers of a reply, including its count.
 
     Raises:
-        ReplyError: the reply is an error or has not one MetricRecord, or its count is not a finite number above 0.
+        ReplyError: the reply is an error or has not one MetricRecord, or its count is
+            not a finite number above 0.
         ClientPartError: a mod of the client's app has refused the message.
     """
     if message.has_error():
-        kind = ClientPartError if is_mod_refusal(message) else ReplyError  # a mod refuses the next message, too
+        # a mod refuses the next message, too
+        kind = ClientPartError if is_mod_refusal(message) else ReplyError
         raise kind(error_text(message))
     records = list(of_kind(message.content, MetricRecord).values())
     if len(records) != 1:
         raise ReplyError(
-            f"the reply has {len(records)} MetricRecords; return exactly one, which contains '{count_key}'"
+            f"the reply has {len(records)} MetricRecords; return exactly one, which"
+            f" contains '{count_key}'"
         )
     metrics = records[0]
     count = metrics.get(count_key)
     if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
-        raise ReplyError(f"'{count_key}' is {count}, which must be a finite number above 0")
-    return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+        raise ReplyError(
+            f"'{count_key}' is {count}, which must be a finite number above 0"
+        )
+    return {
+        key: value for key, value in metrics.items() if isinstance(value, (int, float))
+    }
 
 
 def read_arrays(
     message: Message, arrays_key: str, extras: Collection[str] = ()
 ) -> tuple[State, dict[str, State], list[Size]]:
-    """Return the model's entries, the records ``extras`` by name, and the bytes of all records.
+    """Return the model's entries, the records ``extras`` by name, and the bytes of all
+    records.
 
     Arrays are read-only views.
 
@@ -255,16 +321,28 @@ def read_arrays(
     try:
         records = of_kind(message.content, ArrayRecord)
         state = views(records[arrays_key])
-        further: dict[str, State] = {key: views(records[key]) for key in extras if key in records}
+        further: dict[str, State] = {
+            key: views(records[key]) for key in extras if key in records
+        }
         return state, further, [num_bytes(record) for record in records.values()]
     except KeyError as error:
-        raise ReplyError(f"the reply has no ArrayRecord '{arrays_key}': return the model under this key") from error
+        raise ReplyError(
+            f"the reply has no ArrayRecord '{arrays_key}': return the model under"
+            " this key"
+        ) from error
     except Exception as error:  # bytes from outside: NumPy's parser may raise anything
-        raise ReplyError(f"arrays that cannot be read: {type(error).__name__}: {error}") from error
+        raise ReplyError(
+            f"arrays that cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def tested_nothing(message: Message, count_key: str) -> bool:
-    """Return whether a client without test data answered an evaluation: nothing to average, but no error."""
+    """Return whether a client without test data answered an evaluation: nothing to
+    average, but no error.
+    """
     if not message.has_content():
         return False
-    return [metrics.get(count_key) for metrics in of_kind(message.content, MetricRecord).values()] == [0]
+    return [
+        metrics.get(count_key)
+        for metrics in of_kind(message.content, MetricRecord).values()
+    ] == [0]

@@ -1,4 +1,6 @@
-"""The report of a round: its traffic, measured from the messages sent and received, and averages of metrics."""
+"""The report of a round: its traffic, measured from the messages sent and received, and
+averages of metrics.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ logger = logging.getLogger("flwr")
 
 @dataclass
 class Traffic:
-    """Bytes of the arrays in the messages, without headers; counts are listed apart, as in the papers.
+    """Bytes of the arrays in the messages, without headers; counts are listed apart, as
+    in the papers.
 
-    Counts are integer entries (int64 counters), and the examples per element in exchanges (``batchnorm.sync``).
+    Counts are integer entries (int64 counters), and the examples per element in
+    exchanges (``batchnorm.sync``).
 
     Attributes:
         exchanges: round trips between the server and its clients.
-        down: bytes of floats that the server sent; one broadcast of the same arrays counts once, as in the papers.
+        down: bytes of floats that the server sent; one broadcast of the same arrays
+            counts once, as in the papers.
         up: bytes of floats that all clients sent.
         counters_down: bytes of counts that the server sent; a broadcast counts once.
         counters_up: bytes of counts that all clients sent.
@@ -55,7 +60,9 @@ class Traffic:
     def plus(self, other: Traffic, times: int = 1) -> Traffic:
         """Return the sum of this traffic and ``times`` the other."""
         names = [field.name for field in fields(self)]
-        return Traffic(*(getattr(self, name) + times * getattr(other, name) for name in names))
+        return Traffic(
+            *(getattr(self, name) + times * getattr(other, name) for name in names)
+        )
 
     def count_down(self, size: tuple[int, int]) -> None:
         """Count one broadcast: (bytes of floats, bytes of others)."""
@@ -82,10 +89,12 @@ class RoundReport:
         codes: node id to the codes of these reasons, where they have any.
         asked: number of clients that training messages were sent to.
         replied: number of their replies, also of those that were refused.
-        kept_previous: whether the global model did not change, for too few usable replies.
+        kept_previous: whether the global model did not change, for too few usable
+            replies.
         diverged: the losses that are not finite, in words; empty if all are finite.
         diverged_at: the round in which this divergence began.
-        privacy: what the protection did in this round, and the privacy spent so far, by key.
+        privacy: what the protection did in this round, and the privacy spent so far, by
+            key.
         metrics: averaged training metrics.
         clients: training metrics by partition id.
         evaluations: evaluation metrics by partition id.
@@ -109,7 +118,9 @@ class RoundReport:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reject(self, node_id: int, reason: str) -> None:
-        """Add the reason why a node's reply was refused to earlier reasons of this round; it may have a code."""
+        """Add the reason why a node's reply was refused to earlier reasons of this
+        round; it may have a code.
+        """
         code, text = split_code(reason)
         if code:
             self.codes.setdefault(node_id, set()).add(code)
@@ -123,45 +134,79 @@ AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
 
 
-def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
+def average_metrics(
+    contents: Sequence[RecordDict], weighted_by_key: str
+) -> MetricRecord:
+    """Return the average of each metric over the clients that report it, weighted by
+    ``weighted_by_key``.
 
-    A metric of a test set, ``<test set>-...``, is weighted by ``<test set>-num-examples`` where a client reports that.
-    Counts of this package (steps, examples, dropped batches, ``<test set>-num-examples``) are summed instead, if they
-    are whole numbers. A client whose test set does not define a metric of a task (NaN) does not count for it.
+    A metric of a test set, ``<test set>-...``, is weighted by
+    ``<test set>-num-examples`` where a client reports that. Counts of this package
+    (steps, examples, dropped batches, ``<test set>-num-examples``) are summed instead,
+    if they are whole numbers. A client whose test set does not define a metric of a
+    task (NaN) does not count for it.
 
-    Flower's own average divides by the weight of all clients, even if only some report the metric. It also fails on
-    values of different shapes; here these are left out with a warning.
+    Flower's own average divides by the weight of all clients, even if only some report
+    the metric. It also fails on values of different shapes; here these are left out
+    with a warning.
     """
     values: dict[str, list[tuple[float, Any]]] = {}
     for content in contents:
         (record,) = of_kind(content, MetricRecord).values()
         weight = float(np.asarray(record[weighted_by_key]))
-        sizes = {key: value for key, value in record.items() if key.endswith(_OF_SET) and _is_whole(value)}
-        sets = {key.removesuffix(NUM_EXAMPLES): float(np.asarray(size)) for key, size in sizes.items()}
+        sizes = {
+            key: value
+            for key, value in record.items()
+            if key.endswith(_OF_SET) and _is_whole(value)
+        }
+        sets = {
+            key.removesuffix(NUM_EXAMPLES): float(np.asarray(size))
+            for key, size in sizes.items()
+        }
         for key, value in record.items():
             if key != weighted_by_key:
-                fitting = [prefix for prefix in sets if key.startswith(prefix)] if sets else []  # mnist, mnist-m
-                values.setdefault(key, []).append((sets[max(fitting, key=len)] if fitting else weight, value))
+                # mnist, mnist-m
+                fitting = (
+                    [prefix for prefix in sets if key.startswith(prefix)]
+                    if sets
+                    else []
+                )
+                values.setdefault(key, []).append(
+                    (sets[max(fitting, key=len)] if fitting else weight, value)
+                )
     averaged = MetricRecord()
     for key, pairs in values.items():
-        if len({len(value) if isinstance(value, list) else None for _, value in pairs}) > 1:
-            logger.warning("metric '%s' has different shapes at different clients and is not averaged", key)
+        if (
+            len({len(value) if isinstance(value, list) else None for _, value in pairs})
+            > 1
+        ):
+            logger.warning(
+                "metric '%s' has different shapes at different clients and is not"
+                " averaged",
+                key,
+            )
             continue
         if _is_count(key) and all(_is_whole(value) for _, value in pairs):
             averaged[key] = int(sum(value for _, value in pairs))
             continue
         if quantity_of(key) in METRICS:  # which may be NaN
-            pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
+            pairs = [
+                (weight, value) for weight, value in pairs if value == value
+            ] or pairs
         if not (total := sum(weight for weight, _ in pairs)):
             continue  # of empty test sets alone
-        terms = [np.asarray(value, dtype=np.float64) * (weight / total) for weight, value in pairs]
+        terms = [
+            np.asarray(value, dtype=np.float64) * (weight / total)
+            for weight, value in pairs
+        ]
         averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
 
 
 def _is_count(key: str) -> bool:
-    """Return whether a metric has the name of a count of this package; a user's ``mean-local-steps`` has not."""
+    """Return whether a metric has the name of a count of this package; a user's
+    ``mean-local-steps`` has not.
+    """
     return key in _COUNTS or key.endswith(_OF_SET)
 
 

@@ -1,10 +1,12 @@
 """A round on one page: ``play_training``, then ``play_tests``, then ``close_round``.
 
-The first two are generators, because Flower returns to its caller between sending messages and reading the replies:
-each yields the messages, gets the replies, and yields the result. They are two, because a class of a user's may leave
-one half out. ``server.strategy`` drives them, under any of Flower's loops.
+The first two are generators, because Flower returns to its caller between sending
+messages and reading the replies: each yields the messages, gets the replies, and yields
+the result. They are two, because a class of a user's may leave one half out.
+``server.strategy`` drives them, under any of Flower's loops.
 
-``run_rounds`` is the loop of ``flwr.serverapp.strategy.Strategy.start``, which here may begin at any round.
+``run_rounds`` is the loop of ``flwr.serverapp.strategy.Strategy.start``, which here may
+begin at any round.
 """
 
 from __future__ import annotations
@@ -40,7 +42,15 @@ from fedbn_flwr.server.training import (
 if TYPE_CHECKING:  # the strategy calls the loop
     from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["Played", "ShouldStop", "TestModel", "close_round", "play_tests", "play_training", "run_rounds"]
+__all__ = [
+    "Played",
+    "ShouldStop",
+    "TestModel",
+    "close_round",
+    "play_tests",
+    "play_training",
+    "run_rounds",
+]
 
 logger = logging.getLogger("flwr")
 
@@ -49,8 +59,12 @@ TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 
 
-def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Played:
-    """Train for a round: yield the messages, get the replies, yield the new model and the metrics (or None)."""
+def play_training(
+    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> Played:
+    """Train for a round: yield the messages, get the replies, yield the new model and
+    the metrics (or None).
+    """
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, run.travels)
@@ -58,11 +72,14 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
     terms = run.protection.terms(terms_of(run, facts, asks))
     sent = address_training(run, facts, nodes, arrays, config, asks)
 
-    messages = yield run.protection.open_round(run, sent.pairs, grid, run.timeout)  # they travel
+    # they travel
+    messages = yield run.protection.open_round(run, sent.pairs, grid, run.timeout)
 
-    received = in_order(run, sent, messages, run.report.rejected)  # a synchronised step has reported those it lost
+    # a synchronised step has reported those it lost
+    received = in_order(run, sent, messages, run.report.rejected)
     ahead = sum_ahead(run, facts, sent, messages)
-    usable, refused = read_training(run, sent, received, terms, ahead)  # as they arrive, if they do so one by one
+    # as they arrive, if they do so one by one
+    usable, refused = read_training(run, sent, received, terms, ahead)
     replies = release(run, facts, usable)
     model = None
     if replies:
@@ -74,8 +91,12 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
     yield trained, training_metrics(run, replies, model, usable)
 
 
-def play_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Played:
-    """Test the model after a round: yield the messages, get the replies, yield the metrics (or None)."""
+def play_tests(
+    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> Played:
+    """Test the model after a round: yield the messages, get the replies, yield the
+    metrics (or None).
+    """
     run.arrays = arrays
     sent = NOTHING
     if run.tests_after(number):
@@ -111,13 +132,16 @@ def run_rounds(
     With a new run this is what Flower's loop does.
 
     Args:
-        strategy: the strategy, prepared: its run has the model, and the last finished round.
+        strategy: the strategy, prepared: its run has the model, and the last finished
+            round.
         grid: the nodes.
         num_rounds: the last round of the run.
         train_config: further config of every training message.
         evaluate_config: further config of every evaluation message.
-        test_model: tests the global model after a round; also called with 0 before round 1.
-        should_stop: called after that test, with the model and the metrics so far; True = no further round.
+        test_model: tests the global model after a round; also called with 0 before
+            round 1.
+        should_stop: called after that test, with the model and the metrics so far;
+            True = no further round.
 
     Returns:
         The model and the metrics of these rounds.
@@ -128,13 +152,22 @@ def run_rounds(
     strategy.summary()
     if after:
         logger.info("Continuing after round %d", after)
-    train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+    train_config, evaluate_config = (
+        train_config or ConfigRecord(),
+        evaluate_config or ConfigRecord(),
+    )
     result = Result(arrays=arrays)
 
     def test(server_round: int) -> MetricRecord | None:
-        metrics = test_model(server_round, strategy.for_evaluate_fn(server_round, arrays)) if test_model else None
+        metrics = (
+            test_model(server_round, strategy.for_evaluate_fn(server_round, arrays))
+            if test_model
+            else None
+        )
         if metrics is not None:
-            logger.info("Evaluation of the global model, round %d: %s", server_round, metrics)
+            logger.info(
+                "Evaluation of the global model, round %d: %s", server_round, metrics
+            )
             result.evaluate_metrics_serverapp[server_round] = metrics
         return metrics
 
@@ -145,16 +178,30 @@ def run_rounds(
             break
         logger.info("[ROUND %d/%d]", server_round, num_rounds)
         messages = strategy.configure_train(server_round, arrays, train_config, grid)
-        averaged, metrics = strategy.aggregate_train(server_round, strategy.send_training(messages, grid))
+        averaged, metrics = strategy.aggregate_train(
+            server_round, strategy.send_training(messages, grid)
+        )
         if averaged is not None:
             result.arrays = arrays = averaged
         if metrics is not None:
-            logger.info("Training%s: %s", _aggregation_note(strategy.train_metrics_aggr_fn), metrics)
+            logger.info(
+                "Training%s: %s",
+                _aggregation_note(strategy.train_metrics_aggr_fn),
+                metrics,
+            )
             result.train_metrics_clientapp[server_round] = metrics
-        messages = strategy.configure_evaluate(server_round, arrays, evaluate_config, grid)
-        metrics = strategy.aggregate_evaluate(server_round, strategy.send_tests(messages, grid))
+        messages = strategy.configure_evaluate(
+            server_round, arrays, evaluate_config, grid
+        )
+        metrics = strategy.aggregate_evaluate(
+            server_round, strategy.send_tests(messages, grid)
+        )
         if metrics is not None:
-            logger.info("Evaluation%s: %s", _aggregation_note(strategy.evaluate_metrics_aggr_fn), metrics)
+            logger.info(
+                "Evaluation%s: %s",
+                _aggregation_note(strategy.evaluate_metrics_aggr_fn),
+                metrics,
+            )
             result.evaluate_metrics_clientapp[server_round] = metrics
         tested = test(server_round)
         if should_stop is not None and should_stop(server_round, result):
@@ -164,5 +211,7 @@ def run_rounds(
 
 
 def _aggregation_note(aggregate: object) -> str:
-    """Return, for the log, that metrics are averages; "" for those of the user's own function."""
+    """Return, for the log, that metrics are averages; "" for those of the user's own
+    function.
+    """
     return f" ({AVERAGED})" if aggregate is average_metrics else ""

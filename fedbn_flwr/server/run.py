@@ -1,4 +1,6 @@
-"""What the server knows of a run: its methods and their states, its nodes, what clients keep, and its reports."""
+"""What the server knows of a run: its methods and their states, its nodes, what clients
+keep, and its reports.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,14 @@ from fedbn_flwr.server.travels import Travels
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
-# How often a strategy was started on a grid: the clients' Context.state outlives a start, and a later one tells them to
-# forget what was kept in it (start_id).
+# How often a strategy was started on a grid: the clients' Context.state outlives
+# a # start, and a later one tells them to forget what was kept in it (start_id).
 _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
-_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")  # torch's names
+# torch's names
+_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
 
 Average = Callable[..., MetricRecord]
 OnReplies = Callable[[int, Sequence[Reply], State, State], None]
@@ -42,7 +45,9 @@ OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of Flower's own FedAvg, and what else a strategy lets its users set, as they are in a round."""
+    """The arguments of Flower's own FedAvg, and what else a strategy lets its users
+    set, as they are in a round.
+    """
 
     fraction_train: float
     fraction_evaluate: float
@@ -68,31 +73,39 @@ class Run:
         protection: what happens to the replies before the methods see them.
         options: Flower's arguments, as they are in this round.
         timeout: seconds to wait for replies.
-        parts_or_none: the split of the model's state; if the user gives none, None before the first arrays.
+        parts_or_none: the split of the model's state; if the user gives none, None
+            before the first arrays.
         continuity: the run as it is sent to clients with a state folder.
-        start_id: id of a start after the first in one run of a ServerApp; None if what clients have kept counts.
+        start_id: id of a start after the first in one run of a ServerApp; None if what
+            clients have kept counts.
         num_rounds: R; None if Flower's loop does not say.
         after: the last round before this start; 0 if the run is not resumed.
         begun: whether the methods have begun.
-        states: the state of each method, after the last round; before a run of those that say its class.
+        states: the state of each method, after the last round; before a run of those
+            that say its class.
         kept: what the clients keep.
         reports: the report of each round.
         arrays: the global model that training continues with; tests may complete it.
-        metrics: the metrics of this round so far, under the names of Flower's ``Result``.
+        metrics: the metrics of this round so far, under the names of Flower's
+            ``Result``.
         before: the global state that was sent in this round.
         travels: the phase of this round: what travels in it.
         link: the way of a synchronised step.
         num_able: number of nodes with training data, N of the papers.
-        most_able: the largest ``num_able`` of a round so far; counted where ``cohort_rounds`` is above 1.
+        most_able: the largest ``num_able`` of a round so far; counted where
+            ``cohort_rounds`` is above 1.
         reestimated: re-estimated running statistics of the model after this round.
         statistics_at_start: those of the model at the start of this round.
-        not_finite_since: the first of the latest rounds of which all replies were not finite; 0 = the last is none.
+        not_finite_since: the first of the latest rounds of which all replies were not
+            finite; 0 = the last is none.
         shapes: the shapes of the model's entries.
-        trained: labels of the clients whose training was used since the start or the resumption.
+        trained: labels of the clients whose training was used since the start or the
+            resumption.
         tested: whether a client was tested since then.
-        other_counts: ids of the nodes whose reply had another count of examples than their answer to the query.
-        travelled: the nodes that messages of this half of the round went to, and the replies that came; None where
-            another loop than our ``start`` sends them.
+        other_counts: ids of the nodes whose reply had another count of examples than
+            their answer to the query.
+        travelled: the nodes that messages of this half of the round went to, and the
+            replies that came; None where another loop than our ``start`` sends them.
     """
 
     methods: Methods
@@ -140,7 +153,8 @@ class Run:
         """The split of the model's state; ConfigError if it is not known yet."""
         if self.parts_or_none is None:
             raise ConfigError(
-                "the split of the state is not known before the first arrays; pass parts=split_state(model)"
+                "the split of the state is not known before the first arrays; pass"
+                " parts=split_state(model)"
             )
         return self.parts_or_none
 
@@ -151,13 +165,26 @@ class Run:
 
     @property
     def rounds_left(self) -> int:
-        """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
-        return self.facts(0).total_rounds("a target epsilon") - self.after - len(self.reports) + 1
+        """The number of rounds from this one to the last; ConfigError if Flower's loop
+        does not say.
+        """
+        return (
+            self.facts(0).total_rounds("a target epsilon")
+            - self.after
+            - len(self.reports)
+            + 1
+        )
 
     @property
     def known_statistics(self) -> dict[str, Any]:
-        """Statistics that were re-estimated before this round, of the model as it is now; empty if it has changed."""
-        return self.statistics_at_start if not self.reports or self.report.kept_previous else {}
+        """Statistics that were re-estimated before this round, of the model as it is
+        now; empty if it has changed.
+        """
+        return (
+            self.statistics_at_start
+            if not self.reports or self.report.kept_previous
+            else {}
+        )
 
     @property
     def synchronises(self) -> bool:
@@ -168,7 +195,15 @@ class Run:
         """Return what the methods know of a round; 0 = before the first."""
         travels = travels or self.methods.whole
         known = frozenset(self.kept.hashes)
-        return Facts(number, self.num_rounds, self.parts, self.before, travels, self.num_able, known)
+        return Facts(
+            number,
+            self.num_rounds,
+            self.parts,
+            self.before,
+            travels,
+            self.num_able,
+            known,
+        )
 
     def begin(self) -> None:
         """Let methods and protection begin, once in a run.
@@ -183,11 +218,15 @@ class Run:
     def open_round(self, number: int) -> None:
         """Begin a round with the model of ``set_model``.
 
-        What was re-estimated after the last round is of the model that this one begins with.
+        What was re-estimated after the last round is of the model that this one begins
+        with.
         """
         self.travels = self.methods.phase(self.states, number)
         self.metrics = {}
-        self.statistics_at_start, self.reestimated = self.reestimated or self.known_statistics, {}
+        self.statistics_at_start, self.reestimated = (
+            self.reestimated or self.known_statistics,
+            {},
+        )
         self.reports.append(RoundReport(number, self.travels.phase))
 
     def message_config(self, number: int) -> MessageConfig:
@@ -201,39 +240,53 @@ class Run:
         )
 
     def tests_after(self, number: int) -> bool:
-        """Return whether clients test, and statistics are re-estimated, after this round."""
+        """Return whether clients test, and statistics are re-estimated, after this
+        round.
+        """
         return number % self.methods.params.eval_every == 0 or number == self.num_rounds
 
     def count_start(self, grid: Grid) -> None:
-        """Count the start on this grid; a later one has an id, so that its clients forget what they have kept."""
+        """Count the start on this grid; a later one has an id, so that its clients
+        forget what they have kept.
+        """
         earlier = _STARTS.get(grid, 0)
         _STARTS[grid] = earlier + 1
         if earlier and not self.after and self.continuity is None:
             self.start_id = str(earlier)
 
     def set_model(self, arrays: ArrayRecord) -> None:
-        """Note the global state; split it by the names of the arrays, or check that the given split fits them.
+        """Note the global state; split it by the names of the arrays, or check that the
+        given split fits them.
 
         Raises:
-            ConfigError: this is no ArrayRecord, the given split does not fit, or entries of the first model are
-                missing.
+            ConfigError: this is no ArrayRecord, the given split does not fit, or
+                entries of the first model are missing.
         """
         if not isinstance(arrays, ArrayRecord):
-            raise ConfigError(f"the arrays are a {type(arrays).__name__}: pass ArrayRecord(model.state_dict())")
-        lost = [name for name in self.shapes if name not in arrays]
-        if lost and self.shapes.keys() > {*arrays}:  # with other names it is another model, of another run
             raise ConfigError(
-                f"the model of round {self.after + len(self.reports) + 1} lacks {len(lost)} entries that it had at the "
-                f"start ('{lost[0]}', ...): an aggregate_train of your own must return the whole model; give the "
-                "strategy a method with an `aggregate`, or call super()"
+                f"the arrays are a {type(arrays).__name__}: pass"
+                " ArrayRecord(model.state_dict())"
+            )
+        lost = [name for name in self.shapes if name not in arrays]
+        # with other names it is another model, of another run
+        if lost and self.shapes.keys() > {*arrays}:
+            raise ConfigError(
+                f"the model of round {self.after + len(self.reports) + 1} lacks"
+                f" {len(lost)} entries that it had at the start ('{lost[0]}', ...): an"
+                " aggregate_train of your own must return the whole model; give the"
+                " strategy a method with an `aggregate`, or call super()"
             )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.before = views(arrays)
-        if self.parts_or_none is None or self.parts_or_none.by_names:  # an earlier run may have had another model
+        # an earlier run may have had another model
+        if self.parts_or_none is None or self.parts_or_none.by_names:
             self.parts_or_none = split_state(arrays)
-        if unknown := [name for name in arrays if name not in self.parts_or_none.part_of]:
+        if unknown := [
+            name for name in arrays if name not in self.parts_or_none.part_of
+        ]:
             raise ConfigError(
-                f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
+                f"parts= does not know {len(unknown)} of the arrays ({unknown[0]},"
+                " ...): it was made from another model"
             )
 
     def check_initial(self) -> None:
@@ -242,18 +295,24 @@ class Run:
             check_state(self.before, self.before, self.parts)
         except ReplyError as error:
             remedy = (
-                "A constant, such as a mask of -inf, stays out of the state dict with register_buffer(..., "
-                "persistent=False)"
+                "A constant, such as a mask of -inf, stays out of the state dict with"
+                " register_buffer(..., persistent=False)"
             )
             if any(name.endswith(_OBSERVED) for name in self.before):
                 remedy = (
-                    "The observers of quantisation-aware training begin so: pass a batch through the model where it is "
-                    "built, on the server and on the clients, or quantise the trained model"
+                    "The observers of quantisation-aware training begin so: pass a"
+                    " batch through the model where it is built, on the server and on"
+                    " the clients, or quantise the trained model"
                 )
-            raise ConfigError(f"initial_arrays: {error}. Every reply with it would be refused. {remedy}") from None
+            raise ConfigError(
+                f"initial_arrays: {error}. Every reply with it would be refused."
+                f" {remedy}"
+            ) from None
 
     def saved(self) -> dict[str, Any]:
-        """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
+        """Return the strategy state to checkpoint, without the model: JSON values and
+        arrays by name.
+        """
         saved = {
             "kept": self.kept.saved(),
             "initialised": self.nodes.initialised_labels,
@@ -272,11 +331,13 @@ class Run:
         Raises:
             ConfigError: the state belongs to another strategy, or to another version.
         """
-        needed = self.saved().keys() - {"protection"} | ({"protection"} if self.protection.state_dict() else set())
+        needed = self.saved().keys() - {"protection"} | (
+            {"protection"} if self.protection.state_dict() else set()
+        )
         if saved.keys() != needed:
             raise ConfigError(
-                f"this state does not fit strategy {self.methods.name!r}. Needed: {', '.join(sorted(needed))}. Found: "
-                f"{', '.join(sorted(saved))}."
+                f"this state does not fit strategy {self.methods.name!r}. Needed:"
+                f" {', '.join(sorted(needed))}. Found: {', '.join(sorted(saved))}."
             )
         self.after = after
         self.states = self.methods.restored(self.states, saved["methods"])

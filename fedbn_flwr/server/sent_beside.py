@@ -1,6 +1,8 @@
-"""What clients send beside the update of the shared entries, from the declarations of the methods: for privacy.
+"""What clients send beside the update of the shared entries, from the declarations of
+the methods: for privacy.
 
-Flower's own wrappers for differential privacy around a strategy of this package: which work, which are refused.
+Flower's own wrappers for differential privacy around a strategy of this package: which
+work, which are refused.
 """
 
 from __future__ import annotations
@@ -34,25 +36,52 @@ class SentBeside(NamedTuple):
 
 
 def sent_beside(methods: Methods) -> list[SentBeside]:
-    """Return what clients send, or let the server read of single replies, beside their update."""
+    """Return what clients send, or let the server read of single replies, beside their
+    update.
+    """
     sent: list[SentBeside] = []
     for method in methods:
         travels = together(declared(method))
         if Part.REST in travels.local:
-            sent.append(SentBeside("its clients share nothing, so there is nothing to protect"))
-        records = [_record(beside) for beside in travels.beside if beside.size != "scalar" or beside.read != "log"]
+            sent.append(
+                SentBeside("its clients share nothing, so there is nothing to protect")
+            )
+        records = [
+            _record(beside)
+            for beside in travels.beside
+            if beside.size != "scalar" or beside.read != "log"
+        ]
         sent += records
         if travels.weights not in ("examples", "equal") and not records:
-            sent.append(SentBeside(f"the clients' {travels.weights} are the weights of the average"))
+            sent.append(
+                SentBeside(
+                    f"the clients' {travels.weights} are the weights of the average"
+                )
+            )
         if travels.exchanges:
             sent.append(_exchanges(travels.exchanges))
         if travels.reestimates:
-            sent.append(SentBeside(f"{method.title} collects statistics that are re-estimated on the clients' data"))
+            sent.append(
+                SentBeside(
+                    f"{method.title} collects statistics that are re-estimated on the"
+                    " clients' data"
+                )
+            )
         if reads_unsaid(type(method)):
             kind = type(method).__name__
-            sent.append(SentBeside(f"{kind}.aggregate may read anything of single replies: say in {kind}.travels what"))
+            sent.append(
+                SentBeside(
+                    f"{kind}.aggregate may read anything of single replies: say in"
+                    f" {kind}.travels what"
+                )
+            )
         elif travels.each and not records:
-            sent.append(SentBeside(f"{method.title} reads the {', '.join(sorted(travels.each))} of single replies"))
+            sent.append(
+                SentBeside(
+                    f"{method.title} reads the {', '.join(sorted(travels.each))} of"
+                    " single replies"
+                )
+            )
     return list(dict.fromkeys(sent))
 
 
@@ -61,47 +90,63 @@ def _record(beside: Beside) -> SentBeside:
 
 
 def _exchanges(exchanges: Exchanges) -> SentBeside:
-    text = "the exchanges of its first step hold statistics of the clients' single batches"
+    text = (
+        "the exchanges of its first step hold statistics of the clients' single batches"
+    )
     if exchanges.read == "mean":
         return SentBeside(text, masked=True)
-    return SentBeside(f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them")
+    return SentBeside(
+        f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them"
+    )
 
 
-_INSTEAD = "fedbn_flwr.privacy.DPWrapper weighs all clients alike and knows the parts of the model"
+_INSTEAD = (
+    "fedbn_flwr.privacy.DPWrapper weighs all clients alike and knows the parts of the"
+    " model"
+)
 
 
 def check_wrapper(methods: Methods, parts: Parts, warn: bool) -> None:
-    """Check that Flower's wrapper, if it calls the strategy, does with this method what it says.
+    """Check that Flower's wrapper, if it calls the strategy, does with this method what
+    it says.
 
-    ``warn``: warn of the weights of the clients, and of counters, which the wrapper treats as weights of the model.
+    ``warn``: warn of the weights of the clients, and of counters, which the wrapper
+    treats as weights of the model.
 
     Raises:
-        ConfigError: something of the clients bypasses the wrapper, or the wrapper would fail or break the methods.
+        ConfigError: something of the clients bypasses the wrapper, or the wrapper would
+            fail or break the methods.
     """
     wrapper = calling_dp_wrapper()
     if not wrapper:
         return
     reasons = [beside.text for beside in sent_beside(methods)]
     if methods.local and "ServerSide" in wrapper:
-        reasons.append("it needs the whole model in each reply, and the clients keep a part of it")
+        reasons.append(
+            "it needs the whole model in each reply, and the clients keep a part of it"
+        )
     if methods.freezes_bn:
         reasons.append("it would add noise to frozen statistics")
     if reasons:
-        raise ConfigError(f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}. {_INSTEAD}.")
+        raise ConfigError(
+            f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}."
+            f" {_INSTEAD}."
+        )
     if not warn:
         return
     logger.warning(
-        "%s expects that all clients weigh the same, and strategy %r weighs the clients by |D_i|, so that one of them "
-        "can move the average by more than its noise is for: an epsilon from its noise multiplier alone would be too "
-        "small. %s.",
+        "%s expects that all clients weigh the same, and strategy %r weighs the clients"
+        " by |D_i|, so that one of them can move the average by more than its noise is"
+        " for: an epsilon from its noise multiplier alone would be too small. %s.",
         wrapper,
         methods.name,
         _INSTEAD,
     )
     if parts.counters:
         logger.warning(
-            "%s clips and adds noise to BN's int64 counters and running statistics as if they were weights: the "
-            "counters alone can take up the clipping norm, and variances can become negative. %s.",
+            "%s clips and adds noise to BN's int64 counters and running statistics as"
+            " if they were weights: the counters alone can take up the clipping norm,"
+            " and variances can become negative. %s.",
             wrapper,
             _INSTEAD,
         )

@@ -1,14 +1,16 @@
-"""Averaged BN parts: the BN of a global model where clients keep their own, and of a client that has none yet.
+"""Averaged BN parts: the BN of a global model where clients keep their own, and of a
+client that has none yet.
 
-Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
-section V. Opt-in, for tests only (`eval-on` holds `averaged-bn`): training does not see the average. The saved model
-and the arrays of an `evaluate_fn` hold it, too.
+Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning
+using Batch Normalization", section V. Opt-in, for tests only (`eval-on` holds
+`averaged-bn`): training does not see the average. The saved model and the arrays of an
+`evaluate_fn` hold it, too.
 
 ## Algorithm
 
-Each client shares a copy of its BN parts after training. The server keeps the latest ones of each client and takes
-their average with the weights $p_i$. A client whose training does not apply the client hook shares nothing and is left
-out.
+Each client shares a copy of its BN parts after training. The server keeps the latest
+ones of each client and takes their average with the weights $p_i$. A client whose
+training does not apply the client hook shares nothing and is left out.
 
 ## What travels
 
@@ -35,7 +37,8 @@ from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 __all__ = ["SHARED_BN", "LatestBN", "ShareBN"]
 
-SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")  # also the name in eval-on
+# also the name in eval-on
+SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")
 
 
 class ShareBN(ClientHook):
@@ -47,7 +50,11 @@ class ShareBN(ClientHook):
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Copy the local parts."""
-        self._own = {name: value.clone() for name, value in model.state_dict().items() if name in self._local}
+        self._own = {
+            name: value.clone()
+            for name, value in model.state_dict().items()
+            if name in self._local
+        }
         return {}
 
     def reply(self) -> Extras:
@@ -60,14 +67,18 @@ class LatestBN:
     """What each client sent last of its BN layers, and its number of examples: a value.
 
     Attributes:
-        tree: for each client whether its partition is unknown, its partition id (or node id), its entries, and its
-            number of examples; sorted. Node ids change when a node or a run restarts.
+        tree: for each client whether its partition is unknown, its partition id (or
+            node id), its entries, and its number of examples; sorted. Node ids change
+            when a node or a run restarts.
     """
 
     tree: Sequence[Sequence[Any]] = ()
 
-    def with_latest(self, sent: Iterable[tuple[tuple[bool, int, int], State, float]]) -> LatestBN:
-        """Return a copy with what these clients sent; each is its sorting key (``Node.order``), entries and examples.
+    def with_latest(
+        self, sent: Iterable[tuple[tuple[bool, int, int], State, float]]
+    ) -> LatestBN:
+        """Return a copy with what these clients sent; each is its sorting key
+        (``Node.order``), entries and examples.
 
         A client without entries keeps its earlier ones.
         """
@@ -76,17 +87,30 @@ class LatestBN:
             latest[silent, number] = entries, num_examples
         for (silent, partition_id, node_id), entries, num_examples in sent:
             if entries:
-                copies = {name: array.copy() for name, array in entries.items()}  # else the whole message stays
-                latest[silent, node_id if silent else partition_id] = copies, num_examples
+                # else the whole message stays
+                copies = {name: array.copy() for name, array in entries.items()}
+                latest[silent, node_id if silent else partition_id] = (
+                    copies,
+                    num_examples,
+                )
         return LatestBN([[*order, *latest[order]] for order in sorted(latest)])
 
     @property
     def latest(self) -> list[tuple[State, float]]:
-        """What each client sent last, and its number of examples, in the order of partition ids."""
+        """What each client sent last, and its number of examples, in the order of
+        partition ids.
+        """
         return [(entries, num_examples) for _, _, entries, num_examples in self.tree]
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
-        """Return the p-weighted average over all clients that have sent something; empty before the first."""
+        """Return the p-weighted average over all clients that have sent something;
+        empty before the first.
+        """
         if not self.tree:
             return {}
-        return average([entries for entries, _ in self.latest], [count for _, count in self.latest], parts, variance)
+        return average(
+            [entries for entries, _ in self.latest],
+            [count for _, count in self.latest],
+            parts,
+            variance,
+        )

@@ -1,4 +1,6 @@
-"""A synchronised step whose exchanges travel in Flower's messages: no port, no barrier, one round trip each."""
+"""A synchronised step whose exchanges travel in Flower's messages: no port, no barrier,
+one round trip each.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,22 @@ from fedbn_flwr.batchnorm.sync import exchange_bytes
 from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
 from fedbn_flwr.messages.kinds import of_kind
-from fedbn_flwr.messages.protocol import ATTEMPT, EXCHANGE, EXCHANGE_QUERY, STEP_ONLY, UNION
+from fedbn_flwr.messages.protocol import (
+    ATTEMPT,
+    EXCHANGE,
+    EXCHANGE_QUERY,
+    STEP_ONLY,
+    UNION,
+)
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.server.report import Traffic
-from fedbn_flwr.server.synchronised_step import Enough, Limits, StepResult, send_until, with_config
+from fedbn_flwr.server.synchronised_step import (
+    Enough,
+    Limits,
+    StepResult,
+    send_until,
+    with_config,
+)
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.barrier import TaggedTensor, odd_ones
 
@@ -27,44 +41,76 @@ logger = logging.getLogger("flwr")
 
 
 def step_by_messages(
-    grid: Grid, messages: Sequence[Message], members: Mapping[int, Member], limits: Limits, without_query: set[int]
+    grid: Grid,
+    messages: Sequence[Message],
+    members: Mapping[int, Member],
+    limits: Limits,
+    without_query: set[int],
 ) -> StepResult:
-    """Send the exchanges as queries and then the training messages, whose replies hold the models.
+    """Send the exchanges as queries and then the training messages, whose replies hold
+    the models.
 
-    Messages after the first hold only the newest answer: model, batch and earlier answers stay in the client's
-    ``Context.state``. A client that fails, stalls or sends an unusable tensor is dropped, and the others repeat the
-    step. Clients that have finished the step do the whole round (the step again, with its answers, and local steps
-    2..E) and reply with the model within ``limits.reply_timeout``. If no client finishes, the replies are the clients'
-    errors.
+    Messages after the first hold only the newest answer: model, batch and earlier
+    answers stay in the client's ``Context.state``. A client that fails, stalls or sends
+    an unusable tensor is dropped, and the others repeat the step. Clients that have
+    finished the step do the whole round (the step again, with its answers, and local
+    steps 2..E) and reply with the model within ``limits.reply_timeout``. If no client
+    finishes, the replies are the clients' errors.
 
-    ``without_query`` holds the ids of nodes whose app has no function for such queries, and gets those found here. They
-    are sent training messages in their place, the last of which is answered with the model.
+    ``without_query`` holds the ids of nodes whose app has no function for such queries,
+    and gets those found here. They are sent training messages in their place, the last
+    of which is answered with the model.
     """
-    post = _Post(grid, {message.metadata.dst_node_id: message for message in messages}, limits, without_query)
+    post = _Post(
+        grid,
+        {message.metadata.dst_node_id: message for message in messages},
+        limits,
+        without_query,
+    )
     left = dict(members)
     dropped: dict[int, str] = {}
     failed: list[Message] = []
     traffic = Traffic()
     attempt, answer = 0, ArrayRecord()
     while len(left) >= limits.min_members:
-        config: dict[str, Any] = {ATTEMPT: attempt, UNION: sum(member.batch_size for member in left.values())}
+        config: dict[str, Any] = {
+            ATTEMPT: attempt,
+            UNION: sum(member.batch_size for member in left.values()),
+        }
         replies = post.exchange(list(left), answer, config)
         sent, done, lost = _sort(left, replies, limits)
-        failed += [replies[node_id] for node_id in lost if node_id in replies and replies[node_id].has_error()]
-        if done and not sent:  # those lost now have sent all their exchanges, if there were any
+        failed += [
+            replies[node_id]
+            for node_id in lost
+            if node_id in replies and replies[node_id].has_error()
+        ]
+        # those lost now have sent all their exchanges, if there were any
+        if done and not sent:
             included = list(left if answer else done)
             silent = [i for i in included if i not in replies or replies[i].has_error()]
-            dropped |= {node_id: reason for node_id, reason in lost.items() if node_id not in silent}
-            return StepResult([*post.train(done, config), *failed], traffic, included, dropped)
+            dropped |= {
+                node_id: reason
+                for node_id, reason in lost.items()
+                if node_id not in silent
+            }
+            return StepResult(
+                [*post.train(done, config), *failed], traffic, included, dropped
+            )
         if not lost:
             (tag, _), *_ = sent.values()
             try:
-                total = limits.answer(tag, [sent[i][1] for i in left], [left[i].weight for i in left])
+                total = limits.answer(
+                    tag, [sent[i][1] for i in left], [left[i].weight for i in left]
+                )
             except FedBNError as error:  # all clients sent the same unusable tensor
                 lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
         if lost:
             dropped |= lost
-            left = {node_id: member for node_id, member in left.items() if node_id not in lost}
+            left = {
+                node_id: member
+                for node_id, member in left.items()
+                if node_id not in lost
+            }
             attempt, answer = attempt + 1, ArrayRecord()
             continue
         answer = to_record({tag: total})
@@ -85,21 +131,34 @@ class _Post:
         without_query: see ``step_by_messages``.
     """
 
-    def __init__(self, grid: Grid, first: Mapping[int, Message], limits: Limits, without_query: set[int]) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        first: Mapping[int, Message],
+        limits: Limits,
+        without_query: set[int],
+    ) -> None:
         self._grid = grid
         self._first = first
         self._limits = limits
         self._without_query = without_query
         self._begun: set[int] = set()
 
-    def exchange(self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]) -> dict[int, Message]:
-        """Send the newest answer, with the model the first time; return the replies by node id."""
+    def exchange(
+        self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]
+    ) -> dict[int, Message]:
+        """Send the newest answer, with the model the first time; return the replies by
+        node id.
+        """
         replies = self._send(nodes, answer, config)
-        lacking = [i for i, reply in replies.items() if lacks_function(reply, EXCHANGE_QUERY)]
+        lacking = [
+            i for i, reply in replies.items() if lacks_function(reply, EXCHANGE_QUERY)
+        ]
         if lacking:
             logger.warning(
-                "The app of %d node(s) has no function for FedTAN's exchanges. They go as training messages, and mods "
-                "of the training see all of them. Write @app.query('exchange') above @app.train().",
+                "The app of %d node(s) has no function for FedTAN's exchanges. They go"
+                " as training messages, and mods of the training see all of them. Write"
+                " @app.query('exchange') above @app.train().",
                 len(lacking),
             )
             self._without_query.update(lacking)
@@ -107,47 +166,77 @@ class _Post:
             replies |= self._send(lacking, answer, config)
         return replies
 
-    def train(self, done: Mapping[int, Message], config: Mapping[str, Any]) -> list[Message]:
+    def train(
+        self, done: Mapping[int, Message], config: Mapping[str, Any]
+    ) -> list[Message]:
         """Let the clients that have finished the step train; return their replies.
 
         Args:
-            done: the last reply of each client; those to training messages hold the model already.
+            done: the last reply of each client; those to training messages hold the
+                model already.
             config: the config of the last exchange.
         """
-        models = [reply for node_id, reply in done.items() if node_id in self._without_query]
-        messages = [self._message(i, None, config) for i in done if i not in self._without_query]
+        models = [
+            reply for node_id, reply in done.items() if node_id in self._without_query
+        ]
+        messages = [
+            self._message(i, None, config) for i in done if i not in self._without_query
+        ]
         timeout = self._limits.reply_timeout
-        return [*models, *send_until(self._grid, messages, lambda _, seconds: seconds > timeout).values()]
+        return [
+            *models,
+            *send_until(
+                self._grid, messages, lambda _, seconds: seconds > timeout
+            ).values(),
+        ]
 
-    def _send(self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]) -> dict[int, Message]:
+    def _send(
+        self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]
+    ) -> dict[int, Message]:
         messages = [self._message(node_id, answer, config) for node_id in nodes]
         self._begun.update(nodes)
-        return send_until(self._grid, messages, self._patience(all(i not in self._without_query for i in nodes)))
+        return send_until(
+            self._grid,
+            messages,
+            self._patience(all(i not in self._without_query for i in nodes)),
+        )
 
-    def _message(self, node_id: int, answer: ArrayRecord | None, config: Mapping[str, Any]) -> Message:
+    def _message(
+        self, node_id: int, answer: ArrayRecord | None, config: Mapping[str, Any]
+    ) -> Message:
         """Return the message with an answer, or the training message if there is none."""
         by_query = answer is not None and node_id not in self._without_query
-        message = with_config(self._first[node_id], {**config, STEP_ONLY: True} if by_query else config)
+        message = with_config(
+            self._first[node_id], {**config, STEP_ONLY: True} if by_query else config
+        )
         if node_id in self._begun:
             for key in of_kind(message.content, ArrayRecord):
                 message.content[key] = ArrayRecord()
         if answer is not None:
             message.content[EXCHANGE] = answer
-        return Message(message.content, node_id, EXCHANGE_QUERY) if by_query else message
+        return (
+            Message(message.content, node_id, EXCHANGE_QUERY) if by_query else message
+        )
 
     def _patience(self, queries: bool) -> Enough:
-        """Return the rule that ends a wait: ``exchange_timeout`` after the first tensor, ``reply_timeout`` without one.
+        """Return the rule that ends a wait: ``exchange_timeout`` after the first
+        tensor, ``reply_timeout`` without one.
 
-        If all messages are ``queries``, a reply without a tensor comes from a client that has finished the step: the
-        others should follow at once.
+        If all messages are ``queries``, a reply without a tensor comes from a client
+        that has finished the step: the others should follow at once.
         """
         since: list[float] = []
         limits = self._limits
 
         def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-            if not since and any(reply.has_content() and (queries or _tensors_of(reply)) for reply in replies.values()):
+            if not since and any(
+                reply.has_content() and (queries or _tensors_of(reply))
+                for reply in replies.values()
+            ):
                 since.append(seconds)
-            return seconds > (since[0] + limits.exchange_timeout if since else limits.reply_timeout)
+            return seconds > (
+                since[0] + limits.exchange_timeout if since else limits.reply_timeout
+            )
 
         return enough
 
@@ -155,7 +244,9 @@ class _Post:
 def _sort(
     left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
 ) -> tuple[dict[int, TaggedTensor], dict[int, Message], dict[int, str]]:
-    """Sort the replies: tensors of the next exchange, those of finished clients, and the reasons of lost clients."""
+    """Sort the replies: tensors of the next exchange, those of finished clients, and
+    the reasons of lost clients.
+    """
     sent: dict[int, TaggedTensor] = {}
     done: dict[int, Message] = {}
     lost: dict[int, str] = {}
@@ -172,8 +263,16 @@ def _sort(
                 sent[node_id] = _read(_tensors_of(reply))
             except ReplyError as error:
                 lost[node_id] = error.reason
-    limit = f"within {limits.exchange_timeout:g} s of the first" if sent else f"within {limits.reply_timeout:g} s"
-    lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
+    limit = (
+        f"within {limits.exchange_timeout:g} s of the first"
+        if sent
+        else f"within {limits.reply_timeout:g} s"
+    )
+    lost |= {
+        node_id: f"did not answer an exchange {limit}"
+        for node_id in left
+        if node_id not in replies
+    }
     odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
     sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
     done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}
@@ -185,13 +284,19 @@ def _tensors_of(reply: Message) -> ArrayRecord:
 
 
 def _read(record: ArrayRecord) -> TaggedTensor:
-    """Return tag and tensor of an exchange; ReplyError if the record is not one finite floating tensor."""
+    """Return tag and tensor of an exchange; ReplyError if the record is not one finite
+    floating tensor.
+    """
     if len(record) != 1:
         raise ReplyError(f"sent {len(record)} tensors in one exchange")
     try:
         ((tag, tensor),) = tensors(from_record(record)).items()
     except Exception as error:  # bytes from outside: NumPy's parser may raise anything
-        raise ReplyError(f"sent a tensor that cannot be read: {type(error).__name__}: {error}") from error
+        raise ReplyError(
+            f"sent a tensor that cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not bool(torch.isfinite(tensor).all()):
-        raise ReplyError(f"sent a value that is not finite in exchange '{tag}'", code=NOT_FINITE)
+        raise ReplyError(
+            f"sent a value that is not finite in exchange '{tag}'", code=NOT_FINITE
+        )
     return tag, tensor

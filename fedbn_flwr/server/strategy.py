@@ -1,6 +1,8 @@
-"""Flower's door: a strategy has the interface of Flower's own, and hands each of its calls to the run.
+"""Flower's door: a strategy has the interface of Flower's own, and hands each of its
+calls to the run.
 
-``server.round`` does the work; a strategy sends its messages. The run never refers to the strategy.
+``server.round`` does the work; a strategy sends its messages. The run never refers to
+the strategy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from fedbn_flwr.server.nodes import NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.reestimation import reestimate_before_tests
 from fedbn_flwr.server.report import RoundReport, average_metrics
-from fedbn_flwr.server.round import Played, ShouldStop, TestModel, close_round, play_tests, play_training, run_rounds
+from fedbn_flwr.server.round import (
+    Played,
+    ShouldStop,
+    TestModel,
+    close_round,
+    play_tests,
+    play_training,
+    run_rounds,
+)
 from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.server.sent_beside import check_wrapper
 from fedbn_flwr.server.travels import PartSet
@@ -40,7 +50,8 @@ logger = logging.getLogger("flwr")
 
 @dataclass(frozen=True)
 class Combination:
-    """Methods that make one strategy. Call it as a strategy's class: ``combined(FixBN, FedProx)(freeze_at=5)``.
+    """Methods that make one strategy. Call it as a strategy's class:
+    ``combined(FixBN, FedProx)(freeze_at=5)``.
 
     Attributes:
         kinds: the classes of the methods, in the order in which they act.
@@ -94,7 +105,8 @@ class _Half:
         played: the generator that waits for the replies.
         messages: the messages.
         arrays: the model in them, as the loop gave it.
-        early_replies: replies of a synchronised round, which runs while it is configured.
+        early_replies: replies of a synchronised round, which runs while it is
+            configured.
     """
 
     configure: str
@@ -106,22 +118,28 @@ class _Half:
 
 
 class Strategy(FlowerFedAvg):
-    """A method as a strategy of Flower. It takes Flower's own constructor arguments, and the method's settings.
+    """A method as a strategy of Flower. It takes Flower's own constructor arguments,
+    and the method's settings.
 
-    ``start`` runs all rounds; Flower's own loops call a strategy call by call. A class may override Flower's methods
-    (``configure_train``, ``aggregate_train``, ...) and call ``super()``.
+    ``start`` runs all rounds; Flower's own loops call a strategy call by call. A class
+    may override Flower's methods (``configure_train``, ``aggregate_train``, ...) and
+    call ``super()``.
 
-    ``state_dict()`` is the state to checkpoint with the global model; after ``load_state_dict`` the next ``start``
-    continues from it. A field of the method's state is an attribute of the strategy: ``FixBN().frozen_after``.
+    ``state_dict()`` is the state to checkpoint with the global model; after
+    ``load_state_dict`` the next ``start`` continues from it. A field of the method's
+    state is an attribute of the strategy: ``FixBN().frozen_after``.
 
     Args:
-        *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
-        parts: the split of the model's state (``split_state(model)``); by default made from the names of the initial
-            arrays.
-        on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the end of each round, with the model
-            that the run would return if it ended there, and the round's metrics by the names of Flower's ``Result``
+        *args: positional arguments of ``flwr.serverapp.strategy.FedAvg``
+            (``fraction_train``, ...).
+        parts: the split of the model's state (``split_state(model)``); by default made
+            from the names of the initial arrays.
+        on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the
+            end of each round, with the model that the run would return if it ended
+            there, and the round's metrics by the names of Flower's ``Result``
             (``train_metrics_clientapp``, ...). What it raises ends the run.
-        combination: the methods of ``combined``, in place of the class's own; it passes them itself.
+        combination: the methods of ``combined``, in place of the class's own; it passes
+            them itself.
         **kwargs: Flower's arguments and the fields of ``Params``.
 
     Attributes:
@@ -129,17 +147,21 @@ class Strategy(FlowerFedAvg):
         params: the settings.
         methods: the options and methods in use.
         run: what the server knows of the run.
-        on_replies: called with the replies that a round used, and the global state before and after it; it reads only.
+        on_replies: called with the replies that a round used, and the global state
+            before and after it; it reads only.
         on_round_end: as given.
-        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
-            model with ``server.testing`` sets it to False.
-        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round; ``should_stop`` sets it.
+        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a
+            caller who completes the global model with ``server.testing`` sets it to
+            False.
+        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further
+            round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.
-        num_partitions: number of the parts of the data that nodes with one of them must name; 0 = any, all the same;
-            None = not compared.
+        num_partitions: number of the parts of the data that nodes with one of them must
+            name; 0 = any, all the same; None = not compared.
 
     Raises:
-        ConfigError: an argument is unknown, a value is out of range, or a setting has no effect.
+        ConfigError: an argument is unknown, a value is out of range, or a setting has
+            no effect.
     """
 
     method: ClassVar[type[Method[Any, Any]] | Combination] = Method
@@ -156,7 +178,11 @@ class Strategy(FlowerFedAvg):
         """Take the name and the settings of the class's method."""
         super().__init_subclass__(**kwargs)
         method = cls.method
-        cls.combination = method if isinstance(method, Combination) else Combination((method,), method.Params)
+        cls.combination = (
+            method
+            if isinstance(method, Combination)
+            else Combination((method,), method.Params)
+        )
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
 
     def __init__(
@@ -176,12 +202,18 @@ class Strategy(FlowerFedAvg):
             super().__init__(*args, **kwargs)
         except TypeError as error:
             allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
-            message = f"strategy {self.name!r}: {error}. In addition to Flower's own arguments it takes: {allowed}."
+            message = (
+                f"strategy {self.name!r}: {error}. In addition to Flower's own"
+                f" arguments it takes: {allowed}."
+            )
             raise ConfigError(message) from error
         for name in ("fraction_train", "fraction_evaluate"):
             share = getattr(self, name)
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
-                raise ConfigError(f"strategy {self.name!r}: {name}={share!r} must be a number from 0 to 1")
+                raise ConfigError(
+                    f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
+                    " to 1"
+                )
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
@@ -203,29 +235,37 @@ class Strategy(FlowerFedAvg):
         for state in run.states.values() if run is not None else ():
             if hasattr(state, name):
                 return getattr(state, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
 
     def protect(self, protection: Protection) -> None:
         """Let ``protection`` stand between the clients' replies and the method.
 
-        Under client-level privacy and masked sums BatchNorm's counters count rounds, not batches. The server does not
-        see which layers use them: give it no model with batch renormalisation, whose warm-up would not end, nor with
+        Under client-level privacy and masked sums BatchNorm's counters count rounds,
+        not batches. The server does not see which layers use them: give it no model
+        with batch renormalisation, whose warm-up would not end, nor with
         ``momentum=None``.
 
         Raises:
-            ConfigError: there is one already, or the strategy has reports of rounds without one.
+            ConfigError: there is one already, or the strategy has reports of rounds
+                without one.
         """
         if type(self.protection) is not Protection:
-            raise ConfigError(f"strategy {self.name!r} has a protection already; make a new strategy for another one")
+            raise ConfigError(
+                f"strategy {self.name!r} has a protection already; make a new strategy"
+                " for another one"
+            )
         if self.reports:
             raise ConfigError(
-                f"strategy {self.name!r} has reports of {len(self.reports)} rounds, which nothing protected; call "
-                "protect() before the first round, or make a new strategy"
+                f"strategy {self.name!r} has reports of {len(self.reports)} rounds,"
+                " which nothing protected; call protect() before the first round, or"
+                " make a new strategy"
             )
         self.protection = protection
         self._forget_run(self.run.num_rounds, self.run.timeout)
 
-    # --- a run --------------------------------------------------------------------------------------------------------
+    # --- a run ------------------------------------------------------------------------
 
     def start(
         self,
@@ -238,23 +278,29 @@ class Strategy(FlowerFedAvg):
         evaluate_fn: TestModel | None = None,
         should_stop: ShouldStop | None = None,
     ) -> Result:
-        """Run the rounds as Flower's own loop does, without its pauses. ``timeout`` also limits the wait for nodes.
+        """Run the rounds as Flower's own loop does, without its pauses. ``timeout``
+        also limits the wait for nodes.
 
-        ``should_stop(server_round, result)`` is called after each round's test, with the model and the metrics so far,
-        and before ``on_round_end``; where it returns True, ``start`` does no further round. Flower has it from 1.43 on.
+        ``should_stop(server_round, result)`` is called after each round's test, with
+        the model and the metrics so far, and before ``on_round_end``; where it returns
+        True, ``start`` does no further round. Flower has it from 1.43 on.
 
-        After ``load_state_dict`` the run continues after the given round; ``initial_arrays`` is then the global model
-        of that round.
+        After ``load_state_dict`` the run continues after the given round;
+        ``initial_arrays`` is then the global model of that round.
 
-        With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays hold the average of the clients' values
-        for entries that stay with them. Without it they hold the initial values there, and a warning says so.
+        With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays hold the
+        average of the clients' values for entries that stay with them. Without it they
+        hold the initial values there, and a warning says so.
 
         Raises:
             EngineError: not enough nodes connect within the timeout.
-            ConfigError: a setting does not fit this run, a config holds a key of this package, or all asked clients
-                raised this error before any client has worked.
-            DivergedError: a loss is not finite; with ``on_divergence="continue"`` it is only logged.
-            NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
+            ConfigError: a setting does not fit this run, a config holds a key of this
+                package, or all asked clients raised this error before any client has
+                worked.
+            DivergedError: a loss is not finite; with ``on_divergence="continue"`` it is
+                only logged.
+            NothingTrainedError: no round had enough usable replies. This error and the
+                one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         self.prepare(initial_arrays, num_rounds, timeout)
@@ -262,14 +308,27 @@ class Strategy(FlowerFedAvg):
         grid = polling(grid)
         self._in_start = True
         try:
-            result = run_rounds(self, grid, num_rounds, train_config, evaluate_config, evaluate_fn, should_stop)
+            result = run_rounds(
+                self,
+                grid,
+                num_rounds,
+                train_config,
+                evaluate_config,
+                evaluate_fn,
+                should_stop,
+            )
         finally:
             self._in_start = False
             self.run.link.close()
             self.stopped = False  # of this run, not of a next one
         last = self.reports[-1].server_round if self.reports else num_rounds
-        if self.methods.reestimates and not failures.ends_run(self.run) and not self.run.tests_after(last):
-            reestimate_before_tests(self.run, result.arrays, grid)  # the run was stopped between two tests
+        if (
+            self.methods.reestimates
+            and not failures.ends_run(self.run)
+            and not self.run.tests_after(last)
+        ):
+            # the run was stopped between two tests
+            reestimate_before_tests(self.run, result.arrays, grid)
         result.arrays = testing.completed(self.run, result.arrays)
         if self.completes_tests:
             testing.warn_of_nothing_shared(self.run)
@@ -277,10 +336,18 @@ class Strategy(FlowerFedAvg):
         return result
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round: it diverged, was stopped, or has no privacy left to spend."""
-        return self.stopped or failures.ends_run(self.run) or self.protection.stops_after(server_round)
+        """Return whether the run ends after this round: it diverged, was stopped, or
+        has no privacy left to spend.
+        """
+        return (
+            self.stopped
+            or failures.ends_run(self.run)
+            or self.protection.stops_after(server_round)
+        )
 
-    def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
+    def prepare(
+        self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float
+    ) -> int:
         """Prepare a new run and forget an earlier one; ``start`` calls this first.
 
         Args:
@@ -292,7 +359,8 @@ class Strategy(FlowerFedAvg):
             The last finished round: 0, or the round given to ``load_state_dict``.
 
         Raises:
-            ConfigError: a setting does not fit this run, or the initial arrays are not finite.
+            ConfigError: a setting does not fit this run, or the initial arrays are not
+                finite.
         """
         self._forget_run(num_rounds, timeout)
         self.run.arrays = initial_arrays
@@ -308,17 +376,29 @@ class Strategy(FlowerFedAvg):
         return after
 
     def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
-        """Make the run anew, with the split of the model and the continuity of the earlier one."""
-        self.run.link.close()  # a loop of Flower's does not: its address must be free again
-        self.run = self._new_run(num_rounds, timeout, self.run.parts_or_none, self.run.continuity)
+        """Make the run anew, with the split of the model and the continuity of the
+        earlier one.
+        """
+        # a loop of Flower's does not: its address must be free again
+        self.run.link.close()
+        self.run = self._new_run(
+            num_rounds, timeout, self.run.parts_or_none, self.run.continuity
+        )
         self._half = None
 
     def _new_run(
-        self, num_rounds: int | None, timeout: float, parts: Parts | None, continuity: Continuity | None
+        self,
+        num_rounds: int | None,
+        timeout: float,
+        parts: Parts | None,
+        continuity: Continuity | None,
     ) -> Run:
         synchronises = self.methods.whole.exchanges is not None
         nodes = NodeRegistry(
-            self.params.seed, timeout, {SYNCHRONISES: True} if synchronises else {}, self.num_partitions
+            self.params.seed,
+            timeout,
+            {SYNCHRONISES: True} if synchronises else {},
+            self.num_partitions,
         )
         return Run(
             self.methods,
@@ -352,10 +432,16 @@ class Strategy(FlowerFedAvg):
         """Check the model and begin the run, once."""
         run = self.run
         run.options = self._options()
-        settings = RunSettings(run.num_rounds or 0, parts=run.parts, shapes=run.shapes, tests=self.methods.tests)
+        settings = RunSettings(
+            run.num_rounds or 0,
+            parts=run.parts,
+            shapes=run.shapes,
+            tests=self.methods.tests,
+        )
         problems = self.methods.problems(settings)
         lines = [
-            f"{problem.text}; the model has {problem.has or 'none'}. Use {problem.remedy}."
+            f"{problem.text}; the model has {problem.has or 'none'}. Use"
+            f" {problem.remedy}."
             for problem in problems
             if problem.kind == "model"
         ]
@@ -370,28 +456,35 @@ class Strategy(FlowerFedAvg):
             testing.warn_of_affine_elsewhere(run)
         if self.completes_tests:
             testing.warn_of_initial_values(run)
-            overridden = getattr(self.aggregate_train, "__func__", None) is not Strategy.aggregate_train
+            overridden = (
+                getattr(self.aggregate_train, "__func__", None)
+                is not Strategy.aggregate_train
+            )
             if overridden and self.on_round_end is None:
                 testing.warn_of_own_aggregation(run)
 
-    # --- Flower's calls -----------------------------------------------------------------------------------------------
+    # --- Flower's calls ---------------------------------------------------------------
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a training message for each sampled node with data; see ``flwr.serverapp.strategy.Strategy``.
+        """Return a training message for each sampled node with data; see
+        ``flwr.serverapp.strategy.Strategy``.
 
-        One of Flower's own loops sends the returned messages once. A synchronised round needs several messages: under
-        such a loop it runs completely in this call, which then returns no messages.
+        One of Flower's own loops sends the returned messages once. A synchronised round
+        needs several messages: under such a loop it runs completely in this call, which
+        then returns no messages.
         """
         refuse_own_keys(config=config)
         reports = self.run.reports
         if reports and not self._in_start and server_round <= reports[0].server_round:
-            self._forget_run(self.run.num_rounds, self.run.timeout)  # a loop of the user's begins anew
+            # a loop of the user's begins anew
+            self._forget_run(self.run.num_rounds, self.run.timeout)
         run = self.run
         run.set_model(arrays)
         check_wrapper(self.methods, run.parts, warn=not run.reports)
-        if not run.begun:  # neither our start nor to_legacy calls: a loop of the user's or of Flower's
+        # neither our start nor to_legacy calls: a loop of the user's or of Flower's
+        if not run.begun:
             self._begin()
             run.count_start(grid)
             if self.completes_tests and self.on_round_end is None:
@@ -403,32 +496,52 @@ class Strategy(FlowerFedAvg):
         half.early_replies = self.send_training(half.messages, grid)
         return []
 
-    def send_training(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
-        """Send the training messages and return the replies that come in time; a synchronised step is in between."""
+    def send_training(
+        self, messages: Iterable[Message], grid: Grid
+    ) -> Sequence[Message]:
+        """Send the training messages and return the replies that come in time; a
+        synchronised step is in between.
+        """
         messages = list(messages)
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
-        return self._note_travelled(messages, self.run.link.train(self.run, messages, grid))
+        return self._note_travelled(
+            messages, self.run.link.train(self.run, messages, grid)
+        )
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
-        """Send messages without a synchronised step, as those of tests; return the replies that come in time."""
+        """Send messages without a synchronised step, as those of tests; return the
+        replies that come in time.
+        """
         messages = list(messages)
-        return self._note_travelled(messages, polling(grid).receive(messages, timeout=self.run.timeout))
+        return self._note_travelled(
+            messages, polling(grid).receive(messages, timeout=self.run.timeout)
+        )
 
-    def _note_travelled(self, messages: Sequence[Message], replies: Sequence[Message]) -> Sequence[Message]:
-        self.run.travelled = frozenset(message.metadata.dst_node_id for message in messages), replies
+    def _note_travelled(
+        self, messages: Sequence[Message], replies: Sequence[Message]
+    ) -> Sequence[Message]:
+        self.run.travelled = (
+            frozenset(message.metadata.dst_node_id for message in messages),
+            replies,
+        )
         return replies
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model.
+        """Average the usable replies and report the refused ones; below ``min_replies``
+        keep the previous model.
 
         Raises:
-            NothingTrainedError: in another loop than our ``start`` no round so far had enough usable replies, and it is
-                the last round or, where the number of rounds is not known, the second.
+            NothingTrainedError: in another loop than our ``start`` no round so far had
+                enough usable replies, and it is the last round or, where the number of
+                rounds is not known, the second.
         """
-        arrays, metrics = self._read("configure_train", server_round, replies) or (None, None)
+        arrays, metrics = self._read("configure_train", server_round, replies) or (
+            None,
+            None,
+        )
         if not self._in_start:
             failures.raise_if_nothing_trains(self.run)
         return arrays, metrics
@@ -436,25 +549,35 @@ class Strategy(FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
+        """Return the evaluation messages in every ``eval_every``-th and the last round;
+        re-estimate if needed.
+        """
         refuse_own_keys(config=config)
         played = play_tests(self.run, server_round, arrays, config, grid)
         return self._open("configure_evaluate", server_round, played, arrays).messages
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
-        metrics: MetricRecord | None = self._read("configure_evaluate", server_round, replies)
+        metrics: MetricRecord | None = self._read(
+            "configure_evaluate", server_round, replies
+        )
         if not self._in_start:  # the last call in a round of a loop of Flower's
             self.end_round(server_round, None)
             failures.raise_if_ends(self.run)
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
-        """End a round after the server's own test, if there was one; ``start`` calls this."""
+        """End a round after the server's own test, if there was one; ``start`` calls
+        this.
+        """
         self.run.options = self._options()
         close_round(self.run, server_round, server_test)
 
-    def _open(self, configure: str, server_round: int, played: Played, arrays: ArrayRecord) -> _Half:
+    def _open(
+        self, configure: str, server_round: int, played: Played, arrays: ArrayRecord
+    ) -> _Half:
         """Play half of a round up to its messages."""
         self._close_unread(arrays)
         self.run.options = self._options()
@@ -465,35 +588,51 @@ class Strategy(FlowerFedAvg):
     def _close_unread(self, arrays: ArrayRecord) -> None:
         """Report a training whose replies nobody read, with the same model after it.
 
-        Flower's wrappers leave ``aggregate_train`` out if a reply is an error. With another model the loop has
-        aggregated by itself.
+        Flower's wrappers leave ``aggregate_train`` out if a reply is an error. With
+        another model the loop has aggregated by itself.
         """
         half = self._half
-        if half is None or half.configure != "configure_train" or not half.messages or half.early_replies:
+        if (
+            half is None
+            or half.configure != "configure_train"
+            or not half.messages
+            or half.early_replies
+        ):
             return
         if arrays is half.arrays:
             self._read(half.configure, half.server_round, [])
             if not self._in_start:
                 failures.raise_if_nothing_trains(self.run)
 
-    def _read(self, configure: str, server_round: int, replies: Iterable[Message]) -> Any:
-        """Play the half of a round to its end; return its result, None if it was not begun.
+    def _read(
+        self, configure: str, server_round: int, replies: Iterable[Message]
+    ) -> Any:
+        """Play the half of a round to its end; return its result, None if it was not
+        begun.
 
         Raises:
-            ConfigError: the method ``configure`` is the user's own, and has not called the strategy's in this round.
+            ConfigError: the method ``configure`` is the user's own, and has not called
+                the strategy's in this round.
         """
         self.run.options = self._options()
         half, self._half = self._half, None
-        if not self.reports or half is None or (half.configure, half.server_round) != (configure, server_round):
+        if (
+            not self.reports
+            or half is None
+            or (half.configure, half.server_round) != (configure, server_round)
+        ):
             if [*replies] or not self.reports:
                 raise ConfigError(
-                    f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that "
-                    "it returns, and leave out those that you do not want"
+                    f"{configure} of {type(self).__name__} did not call"
+                    f" super().{configure}(): take the messages that it returns, and"
+                    " leave out those that you do not want"
                 )
             return None
-        return half.played.send([*half.early_replies, *replies] if half.early_replies else replies)
+        return half.played.send(
+            [*half.early_replies, *replies] if half.early_replies else replies
+        )
 
-    # --- what callers and checkpoints use -----------------------------------------------------------------------------
+    # --- what callers and checkpoints use ---------------------------------------------
 
     @property
     def reports(self) -> list[RoundReport]:
@@ -502,7 +641,9 @@ class Strategy(FlowerFedAvg):
 
     @property
     def parts(self) -> Parts | None:
-        """The split of the model's state; without ``parts=`` it is None before the first arrays."""
+        """The split of the model's state; without ``parts=`` it is None before the
+        first arrays.
+        """
         return self.run.parts_or_none
 
     @parts.setter
@@ -524,39 +665,54 @@ class Strategy(FlowerFedAvg):
         self.run.continuity = continuity
 
     def advice(self, server_round: int) -> list[str]:
-        """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""
+        """Return the likely cause of a loss that is not finite in this round, with
+        remedies; then further ones.
+        """
         return self.methods.advice(self.run.states, server_round)
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
+        """Return the global model for the test after a round, with averaged BN parts if
+        these are asked for.
+        """
         if not self.completes_tests:
             return testing.with_statistics(self.run, arrays)
         return testing.tested_by_server(self.run, server_round, arrays)
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return what the summary of a run says of the methods and of the protection."""
-        return {**self.methods.outcome(self.run.states, num_rounds), **self.protection.outcome()}
+        return {
+            **self.methods.outcome(self.run.states, num_rounds),
+            **self.protection.outcome(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
+        """Return the strategy state to checkpoint, without the model: JSON values and
+        arrays by name.
+        """
         return self.run.saved()
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
-        """Let the next ``start`` continue after ``server_round`` with the ``state_dict`` of that round.
+        """Let the next ``start`` continue after ``server_round`` with the
+        ``state_dict`` of that round.
 
         ``start`` raises ConfigError if the state belongs to another strategy.
         """
         self._saved = server_round, dict(state)
 
-    def go_back(self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int) -> ArrayRecord:
-        """Go back to the end of an earlier round of this run; return the model that the run returns there.
+    def go_back(
+        self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int
+    ) -> ArrayRecord:
+        """Go back to the end of an earlier round of this run; return the model that the
+        run returns there.
 
         Args:
             arrays: the global model of that round.
             state: ``state_dict()`` of that round.
             server_round: the round.
         """
-        reports = [report for report in self.reports if report.server_round <= server_round]
+        reports = [
+            report for report in self.reports if report.server_round <= server_round
+        ]
         self.load_state_dict(state, server_round)
         self.prepare(arrays, self.run.num_rounds, self.run.timeout)
         self.run.reports = reports

@@ -1,8 +1,9 @@
-"""The testing half of a round, in the order of ``server.round``: address, read, average; and the model that is tested.
+"""The testing half of a round, in the order of ``server.round``: address, read,
+average; and the model that is tested.
 
-That model, which a run also returns, is the global one, completed by BN entries that it does not have: averages of BN
-parts that stay with the clients (``server.shared_bn``), or re-estimated statistics (``server.reestimation``). Training
-does not see them.
+That model, which a run also returns, is the global one, completed by BN entries that it
+does not have: averages of BN parts that stay with the clients (``server.shared_bn``),
+or re-estimated statistics (``server.reestimation``). Training does not see them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.dispatch import NOTHING, Sent, address, in_order, raise_shared_test_error
+from fedbn_flwr.server.dispatch import (
+    NOTHING,
+    Sent,
+    address,
+    in_order,
+    raise_shared_test_error,
+)
 from fedbn_flwr.server.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.params import RECALIBRATED
@@ -25,40 +32,68 @@ from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_tests", "completed", "completing_entries", "read_tests", "test_metrics"]
-__all__ += ["tested_by_server", "warn_of_initial_values", "warn_of_nothing_shared", "warn_of_own_start"]
+__all__ = [
+    "address_tests",
+    "completed",
+    "completing_entries",
+    "read_tests",
+    "test_metrics",
+]
+__all__ += [
+    "tested_by_server",
+    "warn_of_initial_values",
+    "warn_of_nothing_shared",
+    "warn_of_own_start",
+]
 __all__ += ["warn_of_affine_elsewhere", "warn_of_own_aggregation"]
 __all__ += ["with_statistics"]
 
 logger = logging.getLogger("flwr")
 
 
-def address_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Sent:
-    """Return the evaluation messages of a round; none if clients do not test, or must not say how they do."""
+def address_tests(
+    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> Sent:
+    """Return the evaluation messages of a round; none if clients do not test, or must
+    not say how they do.
+    """
     options = run.options
     if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
         return NOTHING
     at_least = max(options.min_available_nodes, options.min_evaluate_nodes)
     present = [node for node in run.nodes.present(grid, at_least) if not node.unusable]
-    count = max(share_of(options.fraction_evaluate, len(present)), options.min_evaluate_nodes)
+    count = max(
+        share_of(options.fraction_evaluate, len(present)), options.min_evaluate_nodes
+    )
     nodes = run.nodes.sample(present, count, "evaluate", number)
     entries = {**config, **run.message_config(number).write()}
-    # A client without BN parts of its own is tested with the averaged ones, and with the initial ones before these.
+    # A client without BN parts of its own is tested with the averaged ones, and
+    # with # the initial ones before these.
     model = completed(run, arrays)
-    return address(run, nodes, MessageType.EVALUATE, model, entries, run.report.evaluate)
+    return address(
+        run, nodes, MessageType.EVALUATE, model, entries, run.report.evaluate
+    )
 
 
 def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message]:
-    """Return the usable replies of clients that have tested; write their metrics to the report."""
+    """Return the usable replies of clients that have tested; write their metrics to the
+    report.
+    """
     count_key = run.options.weighted_by_key
 
     def read(node: Node, message: Message) -> dict[str, float]:
         return read_metrics(message, count_key)
 
-    received = [pair for pair in in_order(run, sent, replies) if not tested_nothing(pair[1], count_key)]
+    received = [
+        pair
+        for pair in in_order(run, sent, replies)
+        if not tested_nothing(pair[1], count_key)
+    ]
     usable, refused = read_replies(received, read, run.report, "evaluation")
     # A client that lost its own part needs the whole state again.
-    run.nodes.initialised.difference_update(node.node_id for node, message, _ in refused if message.has_error())
+    run.nodes.initialised.difference_update(
+        node.node_id for node, message, _ in refused if message.has_error()
+    )
     raise_shared_test_error(run, sent, refused)
     run.report.evaluations |= {node.label: metrics for node, _, metrics in usable}
     run.tested |= bool(usable)
@@ -77,7 +112,8 @@ def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
 
 
 def completing_entries(run: Run, test: str) -> State:
-    """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
+    """Return the entries that replace the global ones in test "recalibrated" or
+    "averaged-bn"; else empty.
 
     Those of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
     """
@@ -87,7 +123,9 @@ def completing_entries(run: Run, test: str) -> State:
 
 
 def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
-    """Return the model with the averages, if a test asks for them, and with statistics that are re-estimated."""
+    """Return the model with the averages, if a test asks for them, and with statistics
+    that are re-estimated.
+    """
     return with_statistics(run, _replaced(arrays, completing_entries(run, SHARED_BN)))
 
 
@@ -97,32 +135,40 @@ def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:
 
 
 def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
-    """Return the completed model for the server's test after a round, 0 = before the first; warn of what it lacks."""
+    """Return the completed model for the server's test after a round, 0 = before the
+    first; warn of what it lacks.
+    """
     if run.methods.reestimates and number and not run.tests_after(number):
         logger.warning(
-            "round %d: the model of evaluate_fn and on_round_end has statistics that are not re-estimated: that is "
-            "done after every %d rounds, with eval_every=1 after each",
+            "round %d: the model of evaluate_fn and on_round_end has statistics that"
+            " are not re-estimated: that is done after every %d rounds, with"
+            " eval_every=1 after each",
             number,
             run.methods.params.eval_every,
         )
     if SHARED_BN in run.methods.tests and number and not run.kept.shared.tree:
         logger.warning(
-            "round %d: no client has shared its BN parts: they are not trained in the test of the global model", number
+            "round %d: no client has shared its BN parts: they are not trained in the"
+            " test of the global model",
+            number,
         )
     return completed(run, arrays)
 
 
 def warn_of_affine_elsewhere(run: Run) -> None:
-    """Warn, before the first round, of entries that may be gamma and beta and count as none."""
+    """Warn, before the first round, of entries that may be gamma and beta and count as
+    none.
+    """
     found = affine_elsewhere(run.parts, run.shapes)
     if not found:
         return
     path, names = next(iter(found.items()))
     logger.warning(
-        "BatchNorm layer %r has no gamma and beta of its own, and %s beside it has its channels (%d such layers). "
-        "Strategy %r treats them as any other weight. If they are its gamma and beta, give the strategy "
-        "parts=split_state(model), which tries the layer's owner; if that did not find them, parts in which the "
-        "layer's entries name them: docs/flower-projects.md shows it.",
+        "BatchNorm layer %r has no gamma and beta of its own, and %s beside it has its"
+        " channels (%d such layers). Strategy %r treats them as any other weight. If"
+        " they are its gamma and beta, give the strategy parts=split_state(model),"
+        " which tries the layer's owner; if that did not find them, parts in which the"
+        " layer's entries name them: docs/flower-projects.md shows it.",
         path,
         " and ".join(f"'{name}'" for name in names),
         len(found),
@@ -131,14 +177,17 @@ def warn_of_affine_elsewhere(run: Run) -> None:
 
 
 def warn_of_initial_values(run: Run) -> None:
-    """Warn, before the first round, if entries that stay with the clients are not averaged."""
+    """Warn, before the first round, if entries that stay with the clients are not
+    averaged.
+    """
     stay = run.local_entries
     if SHARED_BN in run.methods.tests or not stay:
         return
     average = "eval_on='averaged-bn' puts the average of the clients' values there; "
     logger.warning(
-        "strategy %r keeps %d entries of the model with its clients (%r, ...): in evaluate_fn and in the final arrays "
-        "they have their initial values, which are not trained. %sevaluation on the clients tests each with its own.",
+        "strategy %r keeps %d entries of the model with its clients (%r, ...): in"
+        " evaluate_fn and in the final arrays they have their initial values, which are"
+        " not trained. %sevaluation on the clients tests each with its own.",
         run.methods.name,
         len(stay),
         stay[0],
@@ -147,24 +196,31 @@ def warn_of_initial_values(run: Run) -> None:
 
 
 def warn_of_own_start(run: Run) -> None:
-    """Warn that only our ``start`` completes the model of ``evaluate_fn`` and of the result."""
+    """Warn that only our ``start`` completes the model of ``evaluate_fn`` and of the
+    result.
+    """
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests, and this run has a start() of your own: there "
-            "evaluate_fn and the result do not have them. After configure_evaluate call strategy.for_evaluate_fn("
-            "server_round, arrays), which returns the model with them, or pass on_round_end= to the strategy.",
+            "strategy %r re-estimates or averages BN entries for tests, and this run"
+            " has a start() of your own: there evaluate_fn and the result do not have"
+            " them. After configure_evaluate call"
+            " strategy.for_evaluate_fn(server_round, arrays), which returns the model"
+            " with them, or pass on_round_end= to the strategy.",
             run.methods.name,
         )
 
 
 def warn_of_own_aggregation(run: Run) -> None:
-    """Warn that what ``aggregate_train`` returns, to a class that overrides it, is not completed yet."""
+    """Warn that what ``aggregate_train`` returns, to a class that overrides it, is not
+    completed yet.
+    """
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests, after aggregate_train: in what an "
-            "aggregate_train of your own gets from super() they have the values of the start. To save or test the "
-            "model, take the arrays of on_round_end=, an argument of the strategy, or strategy.for_evaluate_fn("
-            "server_round, arrays) after configure_evaluate.",
+            "strategy %r re-estimates or averages BN entries for tests, after"
+            " aggregate_train: in what an aggregate_train of your own gets from super()"
+            " they have the values of the start. To save or test the model, take the"
+            " arrays of on_round_end=, an argument of the strategy, or"
+            " strategy.for_evaluate_fn(server_round, arrays) after configure_evaluate.",
             run.methods.name,
         )
 
@@ -173,9 +229,10 @@ def warn_of_nothing_shared(run: Run) -> None:
     """Warn, after the last round, if averages are asked for and there are none."""
     if SHARED_BN in run.methods.tests and not run.kept.shared.tree:
         logger.warning(
-            "no client has shared its BN parts, which eval_on='averaged-bn' asks for: in the returned arrays they have "
-            "their initial values. A client with a training loop of its own shares them if it trains inside `with "
-            "bn_rules(...)`."
+            "no client has shared its BN parts, which eval_on='averaged-bn' asks for:"
+            " in the returned arrays they have their initial values. A client with a"
+            " training loop of its own shares them if it trains inside `with"
+            " bn_rules(...)`."
         )
 
 

@@ -1,4 +1,6 @@
-"""The training half of a round, in the order of ``server.round``: sample, address, read, release, average."""
+"""The training half of a round, in the order of ``server.round``: sample, address,
+read, release, average.
+"""
 
 from __future__ import annotations
 
@@ -14,52 +16,83 @@ from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, TrainConfig
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.dispatch import NOTHING, Sent, address, raise_shared_error
-from fedbn_flwr.server.failures import MOD_ORDER, losses_not_finite, note_losses, note_too_few, training_losses
+from fedbn_flwr.server.failures import (
+    MOD_ORDER,
+    losses_not_finite,
+    note_losses,
+    note_too_few,
+    training_losses,
+)
 from fedbn_flwr.server.method import Ask, Facts, Replies, Reply
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import Refused, Terms, Usable, read_replies, warn_of_other_counts
+from fedbn_flwr.server.replies import (
+    Refused,
+    Terms,
+    Usable,
+    read_replies,
+    warn_of_other_counts,
+)
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_training", "average_replies", "note_kept", "read_training", "release"]
+__all__ = [
+    "address_training",
+    "average_replies",
+    "note_kept",
+    "read_training",
+    "release",
+]
 __all__ += ["sample_for_training", "sum_ahead", "terms_of", "training_metrics"]
 
 logger = logging.getLogger("flwr")
 
 
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
-    """Return the nodes that train in a round; none if no node shall, or if the protection has no budget left."""
+    """Return the nodes that train in a round; none if no node shall, or if the
+    protection has no budget left.
+    """
     options = run.options
     if options.fraction_train == 0.0:
         return []
-    present = run.nodes.present(grid, max(options.min_available_nodes, options.min_train_nodes))
+    present = run.nodes.present(
+        grid, max(options.min_available_nodes, options.min_train_nodes)
+    )
     able = _able_to_train(run, present)
     run.num_able = len(able)
     nodes = _drawn(run, able, number)
     if nodes and not run.protection.admits(run, len(nodes)):
         return []
-    logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able)
+    logger.info(
+        "configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able
+    )
     return nodes
 
 
 def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
-    """Return the nodes of a round: drawn anew, or those of the cohort that trains for several rounds.
+    """Return the nodes of a round: drawn anew, or those of the cohort that trains for
+    several rounds.
 
     A cohort keeps its size where a node is lost: else a node of it would leave, too.
     """
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
-        return run.nodes.sample(able, max(share_of(fraction, len(able)), least), "train", number)
+        return run.nodes.sample(
+            able, max(share_of(fraction, len(able)), least), "train", number
+        )
     run.most_able = max(run.most_able, len(able))
-    return run.nodes.cohort(able, max(share_of(fraction, run.most_able), least), (number - 1) // rounds)
+    return run.nodes.cohort(
+        able, max(share_of(fraction, run.most_able), least), (number - 1) // rounds
+    )
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
-    """Return the nodes that have training data and whose reply can be used; report those that cannot take part.
+    """Return the nodes that have training data and whose reply can be used; report
+    those that cannot take part.
 
-    Where parts stay with the clients, a mod before ``local_bn`` would refuse every reply, which lacks their entries.
+    Where parts stay with the clients, a mod before ``local_bn`` would refuse every
+    reply, which lacks their entries.
 
     Raises:
         ConfigError: no node can train.
@@ -75,7 +108,11 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     able = [node for node in present if node.num_examples != 0]
     if not run.methods.local:
         return able
-    blocked = {node.node_id: f"{node}: {node.refusal} {MOD_ORDER}." for node in able if node.behind_mod}
+    blocked = {
+        node.node_id: f"{node}: {node.refusal} {MOD_ORDER}."
+        for node in able
+        if node.behind_mod
+    }
     for node_id, why in blocked.items():
         run.report.reject(node_id, why)
     if blocked and len(blocked) == len(able):
@@ -96,7 +133,8 @@ def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
 
 
 def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Return the records that travel beside the model, by key; {} for one that only clients send.
+    """Return the records that travel beside the model, by key; {} for one that only
+    clients send.
 
     Raises:
         ConfigError: a client hook sends a record that no method declares.
@@ -105,15 +143,21 @@ def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
     for ask in asks:
         if undeclared := ask.sends.keys() - records.keys():
             raise ConfigError(
-                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, which no method declares: add a Beside "
-                "with this key to what travels() returns"
+                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, which no"
+                " method declares: add a Beside with this key to what travels()"
+                " returns"
             )
         records |= ask.sends
     return records
 
 
 def address_training(
-    run: Run, facts: Facts, nodes: Sequence[Node], arrays: ArrayRecord, config: ConfigRecord, asks: Sequence[Ask]
+    run: Run,
+    facts: Facts,
+    nodes: Sequence[Node],
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    asks: Sequence[Ask],
 ) -> Sent:
     """Return the training messages of a round; ``config``: the user's entries."""
     if not nodes:
@@ -121,33 +165,56 @@ def address_training(
     extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
     hooks = tuple(ask.hook for ask in asks)
     common = vars(run.message_config(facts.number))
-    entries: dict[str, Any] = {**config, **TrainConfig(**common, hooks=hooks, extras=tuple(extras)).write()}
+    entries: dict[str, Any] = {
+        **config,
+        **TrainConfig(**common, hooks=hooks, extras=tuple(extras)).write(),
+    }
     entries |= run.protection.config()
     for ask in asks:
         entries |= ask.config
     run.report.asked = len(nodes)
-    return address(run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras)
+    return address(
+        run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras
+    )
 
 
-def sum_ahead(run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]) -> SumAhead | None:
-    """Return the sum to which each reply is added as it comes; None where it would be of no use.
+def sum_ahead(
+    run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]
+) -> SumAhead | None:
+    """Return the sum to which each reply is added as it comes; None where it would be
+    of no use.
 
-    All weights must be known before the replies are, and no protection comes in between. Where a reply is lost or
-    refused, ``average_replies`` begins anew.
+    All weights must be known before the replies are, and no protection comes in
+    between. Where a reply is lost or refused, ``average_replies`` begins anew.
     """
-    if isinstance(messages, list) or type(run.protection) is not Protection:  # in a list all are there
+    # in a list all are there
+    if isinstance(messages, list) or type(run.protection) is not Protection:
         return None
     if facts.travels.weights == "equal":
         return SumAhead([1.0] * len(sent.nodes))
-    counts = [node.num_examples for node in sorted(sent.nodes, key=lambda node: node.order)]
-    known = facts.travels.weights == "examples" and run.options.weighted_by_key == NUM_EXAMPLES
-    return SumAhead([count for count in counts if count]) if known and all(counts) else None
+    counts = [
+        node.num_examples for node in sorted(sent.nodes, key=lambda node: node.order)
+    ]
+    known = (
+        facts.travels.weights == "examples"
+        and run.options.weighted_by_key == NUM_EXAMPLES
+    )
+    return (
+        SumAhead([count for count in counts if count])
+        if known and all(counts)
+        else None
+    )
 
 
 def read_training(
-    run: Run, sent: Sent, received: Iterable[tuple[Node, Message]], terms: Terms, ahead: SumAhead | None = None
+    run: Run,
+    sent: Sent,
+    received: Iterable[tuple[Node, Message]],
+    terms: Terms,
+    ahead: SumAhead | None = None,
 ) -> tuple[Usable, Refused]:
-    """Return the usable replies, in the order of partition ids, and the refused ones; report both.
+    """Return the usable replies, in the order of partition ids, and the refused ones;
+    report both.
 
     ``ahead`` gets each usable one as soon as it is read.
 
@@ -183,12 +250,18 @@ def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
             run.report.train.count_up(size)
     run.report.participants = [reply.node.partition_id for reply in replies]
     if run.protection.publishes_metrics:
-        run.report.clients = {reply.node.label: dict(reply.metrics) for reply in replies}
+        run.report.clients = {
+            reply.node.label: dict(reply.metrics) for reply in replies
+        }
     run.trained.update(reply.node.label for reply in replies)
 
 
-def _refuse_useless_apps(run: Run, sent: Sent, any_usable: bool, refused: Refused) -> None:
-    """Raise the error of apps that do not work, if none does: every further round would fail in the same way."""
+def _refuse_useless_apps(
+    run: Run, sent: Sent, any_usable: bool, refused: Refused
+) -> None:
+    """Raise the error of apps that do not work, if none does: every further round would
+    fail in the same way.
+    """
     lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
     if lacking and not any_usable:
         raise lacking[0]
@@ -196,7 +269,9 @@ def _refuse_useless_apps(run: Run, sent: Sent, any_usable: bool, refused: Refuse
 
 
 def release(run: Run, facts: Facts, usable: Usable) -> Replies:
-    """Return what the methods see of the replies; nothing if too few are usable, or the protection releases nothing."""
+    """Return what the methods see of the replies; nothing if too few are usable, or the
+    protection releases nothing.
+    """
     replies = [reply for _, _, reply in usable]
     always = run.protection.always_releases and run.report.asked
     if len(replies) < run.methods.params.min_replies and not always:
@@ -209,31 +284,45 @@ def release(run: Run, facts: Facts, usable: Usable) -> Replies:
     return Replies(released, facts.travels.weights)
 
 
-def average_replies(run: Run, replies: Replies, ahead: SumAhead | None = None) -> dict[str, Any]:
-    """Return the average of the replies with the weights p_i; counters take the maximum."""
+def average_replies(
+    run: Run, replies: Replies, ahead: SumAhead | None = None
+) -> dict[str, Any]:
+    """Return the average of the replies with the weights p_i; counters take the
+    maximum.
+    """
     states = [reply.state for reply in replies]
-    return average(states, replies.weights, run.parts, run.methods.params.variance, ahead)
+    return average(
+        states, replies.weights, run.parts, run.methods.params.variance, ahead
+    )
 
 
 def note_kept(run: Run, usable: Usable, refused: Refused, used: bool) -> None:
-    """Note what the senders of replies keep; where rounds are undone, of the replies that were used.
+    """Note what the senders of replies keep; where rounds are undone, of the replies
+    that were used.
 
-    A client whose first round is undone has nothing left of its own, and is sent the whole state again.
+    A client whose first round is undone has nothing left of its own, and is sent the
+    whole state again.
     """
     if not run.travels.undo:
         received = [(node, message) for node, message, _ in (*usable, *refused)]
         run.kept = run.kept.noted(received, usable)
     elif used:
-        run.kept = run.kept.noted([(node, message) for node, message, _ in usable], usable)
+        run.kept = run.kept.noted(
+            [(node, message) for node, message, _ in usable], usable
+        )
     else:
-        anew = {node.node_id for node, _, _ in usable if node.label not in run.kept.hashes}
+        anew = {
+            node.node_id for node, _, _ in usable if node.label not in run.kept.hashes
+        }
         run.nodes.initialised.difference_update(anew)
 
 
 def training_metrics(
     run: Run, replies: Replies, model: Mapping[str, Any] | None, usable: Usable
 ) -> MetricRecord | None:
-    """Return the averaged metrics of the replies that were used; write them to the report; tell ``on_replies``."""
+    """Return the averaged metrics of the replies that were used; write them to the
+    report; tell ``on_replies``.
+    """
     if model is None:
         return None
     if run.options.on_replies is not None:
@@ -242,6 +331,8 @@ def training_metrics(
         return None
     contents = [message.content for _, message, _ in usable]
     metrics = run.options.average_train_metrics(contents, run.options.weighted_by_key)
-    run.report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+    run.report.metrics = {
+        key: value for key, value in metrics.items() if isinstance(value, (int, float))
+    }
     run.metrics["train_metrics_clientapp"] = metrics
     return metrics

@@ -1,8 +1,9 @@
 """What travels in a method's round, as data: one declaration for each phase.
 
-Everything that follows from it is computed here or by its readers: what stays with the clients, which model a method
-needs, the ledger of ``inspect``, the shape checks of replies, what privacy refuses and masked sums cover, whether sums
-are enough, and which methods exclude each other.
+Everything that follows from it is computed here or by its readers: what stays with the
+clients, which model a method needs, the ledger of ``inspect``, the shape checks of
+replies, what privacy refuses and masked sums cover, whether sums are enough, and which
+methods exclude each other.
 """
 
 from __future__ import annotations
@@ -16,8 +17,25 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 
-__all__ = ["ALL", "BATCHNORM", "NONE", "TRACKED", "Beside", "Exchanges", "LinkSettings", "PartSet", "Travels"]
-__all__ += ["in_common", "in_parallel", "model_needs", "single_decisions", "sums_suffice", "together"]
+__all__ = [
+    "ALL",
+    "BATCHNORM",
+    "NONE",
+    "TRACKED",
+    "Beside",
+    "Exchanges",
+    "LinkSettings",
+    "PartSet",
+    "Travels",
+]
+__all__ += [
+    "in_common",
+    "in_parallel",
+    "model_needs",
+    "single_decisions",
+    "sums_suffice",
+    "together",
+]
 
 PartSet = frozenset[Part]
 NONE: PartSet = frozenset()
@@ -32,13 +50,14 @@ class Beside:
 
     Attributes:
         key: its name in the reply; a record's is also its name in the training message.
-        size: "trainable" = like the shared trainable entries; "moments" = count, mean and M2 of each BN layer;
-            "channels" = a number for each channel of BN; "local" = a copy of what stays with the client; "scalar" = a
-            metric.
-        why: what it tells of a client, and what to use instead; for the refusals of privacy.
+        size: "trainable" = like the shared trainable entries; "moments" = count, mean
+            and M2 of each BN layer; "channels" = a number for each channel of BN;
+            "local" = a copy of what stays with the client; "scalar" = a metric.
+        why: what it tells of a client, and what to use instead; for the refusals of
+            privacy.
         down: whether the server sends it, too; not in round 1.
-        read: "mean" = the average with the weights p_i is enough, "each" = single values are used, "log" = it is only
-            reported.
+        read: "mean" = the average with the weights p_i is enough, "each" = single
+            values are used, "log" = it is only reported.
         required: whether a reply without it is refused.
     """
 
@@ -52,10 +71,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """How the exchanges of a synchronised step travel between processes; in one process clients wait at a barrier.
+    """How the exchanges of a synchronised step travel between processes; in one process
+    clients wait at a barrier.
 
     Attributes:
-        transport: "messages", or "channel": then all clients of a round run at the same time.
+        transport: "messages", or "channel": then all clients of a round run at the same
+            time.
         timeout: seconds that an exchange waits for its last client.
         bind: address of the channel on the server, host:port.
         address: address that clients connect to; "" = ``bind`` with the port in use.
@@ -76,7 +97,8 @@ class Exchanges:
     Attributes:
         forward: for a call of a BN layer: exchanges, and rows of its channels each way.
         backward: the same, where the layer's input needs a gradient.
-        read: "mean" = the server needs weighted sums alone (3L+1), "each" = more than these (2L+1).
+        read: "mean" = the server needs weighted sums alone (3L+1), "each" = more than
+            these (2L+1).
         link: how they travel.
         apart: numbers each way beside the channels, for a call of a BN layer.
     """
@@ -88,7 +110,9 @@ class Exchanges:
     apart: int = 0
 
     def cost(self, gradient: bool = True) -> tuple[int, int]:
-        """Return a BN call's exchanges and rows of channels each way; ``gradient``: its input needs a gradient."""
+        """Return a BN call's exchanges and rows of channels each way; ``gradient``: its
+        input needs a gradient.
+        """
         if not gradient:
             return self.forward
         return self.forward[0] + self.backward[0], self.forward[1] + self.backward[1]
@@ -96,21 +120,27 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Travels:
-    """What travels in a phase of a method. The model travels both ways, without ``local``.
+    """What travels in a phase of a method. The model travels both ways, without
+    ``local``.
 
     Attributes:
         phase: the name of the phase; "" = the method has one phase.
-        last: the last round of the phase; None = the end of the run, or, before another phase, found out in the run.
+        last: the last round of the phase; None = the end of the run, or, before another
+            phase, found out in the run.
         local: the parts that stay with the client.
-        held: the parts that return as they were sent; a reply that changed them is refused.
-        each: the parts of which the server reads single replies, and not only their average.
+        held: the parts that return as they were sent; a reply that changed them is
+            refused.
+        each: the parts of which the server reads single replies, and not only their
+            average.
         weights: "examples" = |D_i|, "equal", or the key of a metric.
         beside: what comes beside the model.
         exchanges: the exchanges of the first local step; None = none.
         reestimates: whether BN statistics are re-estimated before tests.
-        undo: whether a client whose reply is not used goes back to what it kept before: the server's state mirrors it.
+        undo: whether a client whose reply is not used goes back to what it kept before:
+            the server's state mirrors it.
         decides: what one method alone may decide: "gradients", "server step".
-        needs: parts of BN on which the method acts and that are not named above, a set for each need.
+        needs: parts of BN on which the method acts and that are not named above, a set
+            for each need.
         kept: what else the clients keep, in words.
     """
 
@@ -130,18 +160,23 @@ class Travels:
 
     @property
     def extra_copies(self) -> tuple[int, int]:
-        """How many copies of the shared trainable floats travel beside the model: down, not in round 1, and up."""
+        """How many copies of the shared trainable floats travel beside the model: down,
+        not in round 1, and up.
+        """
         copies = [beside.down for beside in self.beside if beside.size == "trainable"]
         return sum(copies), len(copies)
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """How many times the floats of the running statistics travel beside the model: down, not in round 1, and up.
+        """How many times the floats of the running statistics travel beside the model:
+        down, not in round 1, and up.
 
         With "moments" an integer for each BN layer goes up, too.
         """
         shares = {"moments": 1.0, "channels": 0.5}
-        down = sum(shares.get(beside.size, 0.0) for beside in self.beside if beside.down)
+        down = sum(
+            shares.get(beside.size, 0.0) for beside in self.beside if beside.down
+        )
         up = sum(shares.get(beside.size, 0.0) for beside in self.beside)
         return down, up
 
@@ -152,12 +187,16 @@ class Travels:
 
     @property
     def needs_all_at_once(self) -> bool:
-        """Whether all clients of a round must run at the same time, each in a process of its own."""
+        """Whether all clients of a round must run at the same time, each in a process
+        of its own.
+        """
         return self.exchanges is not None and self.exchanges.link.transport == "channel"
 
 
 def together(declarations: Iterable[Travels]) -> Travels:
-    """Return what travels where all these declarations hold at once; the phase and its end are left out."""
+    """Return what travels where all these declarations hold at once; the phase and its
+    end are left out.
+    """
     total = Travels()
     for one in declarations:
         total = Travels(
@@ -165,22 +204,26 @@ def together(declarations: Iterable[Travels]) -> Travels:
             held=total.held | one.held,
             each=total.each | one.each,
             weights=one.weights if total.weights == "examples" else total.weights,
-            beside=total.beside + tuple(beside for beside in one.beside if beside not in total.beside),
+            beside=total.beside
+            + tuple(beside for beside in one.beside if beside not in total.beside),
             exchanges=one.exchanges or total.exchanges,
             reestimates=total.reestimates or one.reestimates,
             undo=total.undo or one.undo,
             decides=total.decides | one.decides,
-            needs=total.needs + tuple(parts for parts in one.needs if parts not in total.needs),
+            needs=total.needs
+            + tuple(parts for parts in one.needs if parts not in total.needs),
             kept="; ".join(dict.fromkeys(filter(None, (total.kept, one.kept)))),
         )
     return total
 
 
 def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
-    """Return the phases of a run of several methods, in order; each method gives its phases.
+    """Return the phases of a run of several methods, in order; each method gives its
+    phases.
 
     Raises:
-        ConfigError: two methods change their phase in a round that is found out in the run.
+        ConfigError: two methods change their phase in a round that is found out in the
+            run.
     """
     phases = [Travels()]
     for other in methods:
@@ -188,15 +231,23 @@ def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
     return phases
 
 
-def _merged_phases(first: Sequence[Travels], second: Sequence[Travels]) -> Iterator[Travels]:
-    """Yield the phases of two lists that begin together; each lasts until a phase of either list ends."""
+def _merged_phases(
+    first: Sequence[Travels], second: Sequence[Travels]
+) -> Iterator[Travels]:
+    """Yield the phases of two lists that begin together; each lasts until a phase of
+    either list ends.
+    """
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]
-        ends = [phases[0].last for phases in (left, right) if len(phases) > 1]  # the last phase of a list has no end
+        # the last phase of a list has no end
+        ends = [phases[0].last for phases in (left, right) if len(phases) > 1]
         known = [end for end in ends if end is not None]
         if len(ends) == 2 and len(known) < 2:
-            raise ConfigError(f"phases {a.phase!r} and {b.phase!r} both end in a round that is found out in the run")
+            raise ConfigError(
+                f"phases {a.phase!r} and {b.phase!r} both end in a round that is found"
+                " out in the run"
+            )
         last = min(known, default=None)
         yield dataclasses.replace(together([a, b]), phase=b.phase or a.phase, last=last)
         if not ends:
@@ -207,7 +258,9 @@ def _merged_phases(first: Sequence[Travels], second: Sequence[Travels]) -> Itera
 
 
 def single_decisions(travels: Travels) -> frozenset[str]:
-    """Return what the method decides and no other method may decide in the same run, in words."""
+    """Return what the method decides and no other method may decide in the same run, in
+    words.
+    """
     decides = set(travels.decides)
     if travels.local:
         decides.add("which parts stay with the clients")
@@ -221,7 +274,9 @@ def single_decisions(travels: Travels) -> frozenset[str]:
 def in_common(travels: Travels) -> PartSet:
     """Return the parts that all clients must have in common for the method."""
     common = NONE
-    if travels.held & TRACKED or any(beside.size == "moments" for beside in travels.beside):
+    if travels.held & TRACKED or any(
+        beside.size == "moments" for beside in travels.beside
+    ):
         common |= TRACKED
     if travels.exchanges:
         common |= BATCHNORM
@@ -231,7 +286,9 @@ def in_common(travels: Travels) -> PartSet:
 
 
 def model_needs(travels: Travels) -> list[PartSet]:
-    """Return the parts of BN without which the method has no effect, a set for each need; the empty set = any BN."""
+    """Return the parts of BN without which the method has no effect, a set for each
+    need; the empty set = any BN.
+    """
     moments = any(beside.size == "moments" for beside in travels.beside)
     needs: list[PartSet] = []
     if travels.local and Part.REST not in travels.local:
@@ -246,6 +303,11 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
 
 def sums_suffice(travels: Travels) -> bool:
-    """Return whether the average of the replies, weighted by |D_i|, is all that the server needs."""
+    """Return whether the average of the replies, weighted by |D_i|, is all that the
+    server needs.
+    """
     single = any(beside.read == "each" for beside in travels.beside)
-    return not (travels.each or travels.held or single or travels.exchanges) and travels.weights == "examples"
+    return (
+        not (travels.each or travels.held or single or travels.exchanges)
+        and travels.weights == "examples"
+    )

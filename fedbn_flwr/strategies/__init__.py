@@ -1,8 +1,10 @@
-"""The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to the classes.
+"""The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to
+the classes.
 
-``combined`` makes one strategy of several: one method's local parts, another's local training, a third's server step.
-``register`` makes the client hooks of a method of your own project known. What a method of your own is written with
-(``Method``, ``Travels``, ...) is here, too.
+``combined`` makes one strategy of several: one method's local parts, another's local
+training, a third's server step. ``register`` makes the client hooks of a method of your
+own project known. What a method of your own is written with (``Method``, ``Travels``,
+...) is here, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, HookContext, Method, Problem, Replies, RunSettings
+from fedbn_flwr.server.method import (
+    Ask,
+    Facts,
+    HookContext,
+    Method,
+    Problem,
+    Replies,
+    RunSettings,
+)
 from fedbn_flwr.server.methods import why_not_combined
 from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import setting
@@ -119,28 +129,34 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         Standalone,
     )
 }
-METHODS: Mapping[str, type[Kind]] = {name: strategy.combination.kinds[0] for name, strategy in STRATEGIES.items()}
-_REGISTERED: list[type[Kind]] = []  # only `register` writes here, and no strategy of the package depends on it
+METHODS: Mapping[str, type[Kind]] = {
+    name: strategy.combination.kinds[0] for name, strategy in STRATEGIES.items()
+}
+# only `register` writes here, and no strategy of the package depends on it
+_REGISTERED: list[type[Kind]] = []
 Registered = TypeVar("Registered", bound="type[Strategy] | type[Kind]")
 
 
 def register(method: Registered) -> Registered:
-    """Make the client hooks of your own method known in this process, and return the class: a decorator.
+    """Make the client hooks of your own method known in this process, and return the
+    class: a decorator.
 
     ::
 
         @register
         class MineMethod(Method): ...
 
-    The server app and the client app import the module of the class. A class of the same name and module replaces the
-    former one, as in a notebook cell that is run again.
+    The server app and the client app import the module of the class. A class of the
+    same name and module replaces the former one, as in a notebook cell that is run
+    again.
 
     Args:
-        method: a subclass of Method with a ``name`` of its own, or the strategy that has it.
+        method: a subclass of Method with a ``name`` of its own, or the strategy that
+            has it.
 
     Raises:
-        ConfigError: the class is no such subclass, or another method makes a client hook of the same name in another
-            way.
+        ConfigError: the class is no such subclass, or another method makes a client
+            hook of the same name in another way.
     """
     for kind in _kinds_of(method):
         _register(kind)
@@ -152,20 +168,30 @@ def _kinds_of(method: Any) -> tuple[type[Kind], ...]:
         return method.combination.kinds
     if isinstance(method, type) and issubclass(method, Method):
         return (method,)
-    raise ConfigError(f"register({method!r}): it takes a subclass of Method, or of Strategy, by @register.")
+    raise ConfigError(
+        f"register({method!r}): it takes a subclass of Method, or of Strategy, by"
+        " @register."
+    )
 
 
 def _register(kind: type[Kind]) -> None:
     place = _place(kind)
     if "name" not in vars(kind):
-        raise ConfigError(f"register({place}): the class inherits {kind.name!r}. Give it a name: name = 'my-method'.")
+        raise ConfigError(
+            f"register({place}): the class inherits {kind.name!r}. Give it a name: name"
+            " = 'my-method'."
+        )
     makers = _makers()
     for hook, make in kind.client_hooks.items():
         other = makers.get(hook, kind)
-        if other.client_hooks[hook] is not make and place not in map(_place, other.__mro__):  # nor the former class
+        # nor the former class
+        if other.client_hooks[hook] is not make and place not in map(
+            _place, other.__mro__
+        ):
             raise ConfigError(
-                f"client hook {hook!r} of strategy {kind.name!r} ({place}) has the name of another one, of strategy "
-                f"{other.name!r} ({_place(other)}). Give it another name."
+                f"client hook {hook!r} of strategy {kind.name!r} ({place}) has the name"
+                f" of another one, of strategy {other.name!r} ({_place(other)}). Give"
+                " it another name."
             )
     _REGISTERED[:] = [*(other for other in _REGISTERED if _place(other) != place), kind]
 
@@ -175,29 +201,48 @@ def _place(kind: type) -> str:
 
 
 def _makers() -> dict[str, type[Kind]]:
-    """Return a method for each client hook, by the hook's name: one of the package, or the one registered last."""
+    """Return a method for each client hook, by the hook's name: one of the package, or
+    the one registered last.
+    """
     of_package = list(METHODS.values())
-    return {hook: kind for kind in (*_REGISTERED, *reversed(of_package), *OPTIONS) for hook in kind.client_hooks}
+    return {
+        hook: kind
+        for kind in (*_REGISTERED, *reversed(of_package), *OPTIONS)
+        for hook in kind.client_hooks
+    }
 
 
 def combined(*strategies: StrategyClass) -> StrategyClass:
-    """Return the strategy that does what all of these do: ``combined(FixBN, FedProx)(freeze_at=5)``.
+    """Return the strategy that does what all of these do:
+    ``combined(FixBN, FedProx)(freeze_at=5)``.
 
-    Each method changes the place of FedAvg that its ``role`` names: what stays with the clients, the local training or
-    the server's step. The order of the arguments has no meaning. The settings are those of all methods.
+    Each method changes the place of FedAvg that its ``role`` names: what stays with the
+    clients, the local training or the server's step. The order of the arguments has no
+    meaning. The settings are those of all methods.
 
     Raises:
-        ConfigError: two of the methods cannot be combined, with the reason of each pair; or a strategy is a class that
-            overrides more than the method, which a combination would leave out.
+        ConfigError: two of the methods cannot be combined, with the reason of each
+            pair; or a strategy is a class that overrides more than the method, which a
+            combination would leave out.
     """
-    chosen = {kind: None for strategy in strategies for kind in strategy.combination.kinds if kind is not FedAvgMethod}
-    others = [strategy for strategy in dict.fromkeys(strategies) if strategy is not FedAvg]
+    chosen = {
+        kind: None
+        for strategy in strategies
+        for kind in strategy.combination.kinds
+        if kind is not FedAvgMethod
+    }
+    others = [
+        strategy for strategy in dict.fromkeys(strategies) if strategy is not FedAvg
+    ]
     if len(others) < 2:
         return next(iter(others), FedAvg)
-    if overriding := next((strategy for strategy in others if _overrides(strategy)), None):
+    if overriding := next(
+        (strategy for strategy in others if _overrides(strategy)), None
+    ):
         raise ConfigError(
-            f"combined takes the methods of {overriding}, and leaves out what the class overrides: "
-            f"{', '.join(_overrides(overriding))}. Write a class with these functions and `method = combined(...)`."
+            f"combined takes the methods of {overriding}, and leaves out what the class"
+            f" overrides: {', '.join(_overrides(overriding))}. Write a class with these"
+            " functions and `method = combined(...)`."
         )
     if len(chosen) < 2:
         return others[0]
@@ -208,15 +253,26 @@ def _overrides(strategy: StrategyClass) -> list[str]:
     """Return what the user's classes of a strategy define beside its method."""
     if isinstance(strategy, Combination):
         return []
-    own = [base for base in strategy.__mro__ if issubclass(base, Strategy) and not base.__module__.startswith(_PACKAGE)]
-    names = {name for base in own for name in vars(base) if name == "__init__" or not name.startswith("_")}
+    own = [
+        base
+        for base in strategy.__mro__
+        if issubclass(base, Strategy) and not base.__module__.startswith(_PACKAGE)
+    ]
+    names = {
+        name
+        for base in own
+        for name in vars(base)
+        if name == "__init__" or not name.startswith("_")
+    }
     return sorted(names - {"method", "combination", "name", "Params"})
 
 
 def _rank(kind: type[Kind]) -> tuple[int, int, str]:
-    """Return the sorting key of a method: the place in the registry of the method that it is, or is made of.
+    """Return the sorting key of a method: the place in the registry of the method that
+    it is, or is made of.
 
-    One of the user's own has FedAvg's place: FixBN, which restores entries, acts after its server step.
+    One of the user's own has FedAvg's place: FixBN, which restores entries, acts after
+    its server step.
     """
     registry = list(METHODS.values())
     known = [base for base in kind.__mro__ if base in registry]
@@ -233,7 +289,11 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
     if problems:
         raise ConfigError("\n".join(problems))
     params = list(dict.fromkeys(kind.Params for kind in reversed(kinds)))
-    bases = [one for one in params if not any(other is not one and issubclass(other, one) for other in params)]
+    bases = [
+        one
+        for one in params
+        if not any(other is not one and issubclass(other, one) for other in params)
+    ]
     title = "And".join(kind.__name__.removesuffix("Method") for kind in kinds)
     return Combination(kinds, create_model(f"{title}Params", __base__=tuple(bases)))
 
@@ -242,13 +302,15 @@ def make_hooks(names: Collection[str], context: HookContext) -> dict[str, Client
     """Return the client hooks that a training message names, by name, in that order.
 
     Raises:
-        ConfigError: the message names a hook that neither this version nor a registered strategy has.
+        ConfigError: the message names a hook that neither this version nor a registered
+            strategy has.
     """
     makers = _makers() if names else {}
     for name in names:
         if name not in makers:
             raise ConfigError(
-                f"{unknown_name('client hook', name, makers)} If its strategy is one of your own project, write "
-                "@register above the class of its method, and import its module in the client app, too."
+                f"{unknown_name('client hook', name, makers)} If its strategy is one of"
+                " your own project, write @register above the class of its method, and"
+                " import its module in the client app, too."
             )
     return {name: makers[name].client_hooks[name](context) for name in names}

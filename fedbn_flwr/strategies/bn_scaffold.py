@@ -1,38 +1,45 @@
-r"""BN-SCAFFOLD: SCAFFOLD whose clients correct BatchNorm's statistics in every step, too.
+r"""BN-SCAFFOLD: SCAFFOLD whose clients correct BatchNorm's statistics in every step,
+too.
 
-Quintana, Vancamberg, Jugnon, Mougeot, Desolneux 2024, "BN-SCAFFOLD: controlling the drift of Batch Normalization
-statistics in Federated Learning", arXiv:2410.03281. **Ours where the paper's text could not be read**: its abstract and
-a summary of it were read, which say that SCAFFOLD's variates are extended to the statistics, with two options for those
-of a client. No code was found. Every formula below that is not SCAFFOLD's is ours, the direct extension, and
-results with it are not the paper's.
+Quintana, Vancamberg, Jugnon, Mougeot, Desolneux 2024, "BN-SCAFFOLD: controlling the
+drift of Batch Normalization statistics in Federated Learning", arXiv:2410.03281. **Ours
+where the paper's text could not be read**: its abstract and a summary of it were read,
+which say that SCAFFOLD's variates are extended to the statistics, with two options for
+those of a client. No code was found. Every formula below that is not SCAFFOLD's is
+ours, the direct extension, and results with it are not the paper's.
 
 ## When
 
-Use when: SCAFFOLD suits the run, and label skew also moves BatchNorm's statistics; it is an experiment.
+Use when: SCAFFOLD suits the run, and label skew also moves BatchNorm's statistics; it
+is an experiment.
 
-Not when: networks deeper than an MLP under two classes a client: it diverged or stayed behind there.
+Not when: networks deeper than an MLP under two classes a client: it diverged or stayed
+behind there.
 
 ## Problem
 
-SCAFFOLD corrects a client's gradients. Its BatchNorm layers still normalise with the statistics of the client's own
-batches, which are those of its few classes.
+SCAFFOLD corrects a client's gradients. Its BatchNorm layers still normalise with the
+statistics of the client's own batches, which are those of its few classes.
 
 ## Algorithm
 
-Client $i$ has variates $(u_i, s_i)$ per channel, mean and biased variance of the inputs of a BN layer; the server has
-$(u, s)$. In a local step, with the statistics $(\mu_B, v_B)$ of the batch, $v_B$ biased, the layer normalises with
+Client $i$ has variates $(u_i, s_i)$ per channel, mean and biased variance of the inputs
+of a BN layer; the server has $(u, s)$. In a local step, with the statistics
+$(\mu_B, v_B)$ of the batch, $v_B$ biased, the layer normalises with
 
 $$\tilde\mu = \mu_B - u_i + u, \qquad \tilde v = \max(v_B - s_i + s, \; \rho s)$$
 
-Gradients flow through $\mu_B$ and $v_B$ alone, and are corrected as in SCAFFOLD. $\rho$ is `variance-floor`: under
-label skew $v_B - s_i + s$ falls below zero in some channels and steps, and in our trial training without a floor ended
-at chance. The metric `variance-floor-share` is the share of channels and steps at the floor: 3 % to 8 % in our trials
-under label skew. Where it is much higher, the layer often normalises with the floor and not with the correction: try
-`variance-floor=0.5`, which trained as well or better there. The running statistics take $\tilde\mu$ and
-$\tilde v \, n / (n - 1)$ with BN's momentum; tests use them.
+Gradients flow through $\mu_B$ and $v_B$ alone, and are corrected as in SCAFFOLD. $\rho$
+is `variance-floor`: under label skew $v_B - s_i + s$ falls below zero in some channels
+and steps, and in our trial training without a floor ended at chance. The metric
+`variance-floor-share` is the share of channels and steps at the floor: 3 % to 8 % in
+our trials under label skew. Where it is much higher, the layer often normalises with
+the floor and not with the correction: try `variance-floor=0.5`, which trained as well
+or better there. The running statistics take $\tilde\mu$ and $\tilde v \, n / (n - 1)$
+with BN's momentum; tests use them.
 
-The client's new variates are the moments of the inputs of all its local steps, merged (option II; option I is a pass
-over its data before the first step).
+The client's new variates are the moments of the inputs of all its local steps, merged
+(option II; option I is a pass over its data before the first step).
 
 The server pools the latest variates of every client that ever sent some:
 
@@ -40,22 +47,25 @@ $$u = \sum_i p_i u_i, \qquad s = \sum_i p_i \left( s_i + (u_i - u)^2 \right)$$
 
 A client without variates of its own corrects no statistics in its first round.
 
-The server knows a client by its partition id. A node without one is a new client after a restart, and its old variates
-stay in $(u, s)$ with their weight: give each node a `partition-id` in its node config.
+The server knows a client by its partition id. A node without one is a new client after
+a restart, and its old variates stay in $(u, s)$ with their weight: give each node a
+`partition-id` in its node config.
 
 ## Differs from the paper
 
-Unknown: see above. In SCAFFOLD's part nothing differs from `scaffold`. Variates of the gradients with respect to the
-statistics, which would make the mean gradient the centralized one under fixed weights, are left out: until they are up
-to date, some $3 L$ rounds, stale ones make gradients too large.
+Unknown: see above. In SCAFFOLD's part nothing differs from `scaffold`. Variates of the
+gradients with respect to the statistics, which would make the mean gradient the
+centralized one under fixed weights, are left out: until they are up to date, some $3 L$
+rounds, stale ones make gradients too large.
 
 ## Law
 
-Round 1 is SCAFFOLD's, bit for bit, and so is every round in which $u_i = u$ and $s_i = s$ for all clients and no
-variance is at the floor. With fixed weights and full batches of any sizes, by steps, the corrected statistics of BN
-layer $l$ are those of the union from round $l + 1$ on: after as many rounds as there are layers the forward pass is the
-centralized one. The mean gradient is **not**: each client still uses its own gradients with respect to the statistics,
-as FedDNA does.
+Round 1 is SCAFFOLD's, bit for bit, and so is every round in which $u_i = u$ and
+$s_i = s$ for all clients and no variance is at the floor. With fixed weights and full
+batches of any sizes, by steps, the corrected statistics of BN layer $l$ are those of
+the union from round $l + 1$ on: after as many rounds as there are layers the forward
+pass is the centralized one. The mean gradient is **not**: each client still uses its
+own gradients with respect to the statistics, as FedDNA does.
 """
 
 from __future__ import annotations
@@ -71,7 +81,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, batch_statistics, mixture
+from fedbn_flwr.batchnorm.reestimation import (
+    Moments,
+    MomentSums,
+    batch_statistics,
+    mixture,
+)
 from fedbn_flwr.batchnorm.taken_forward import (
     layers_in_training,
     normalise,
@@ -85,7 +100,12 @@ from fedbn_flwr.server.reestimation import by_layer, warn_of_unmeasured
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
-from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, Variates
+from fedbn_flwr.strategies.scaffold import (
+    VARIATES,
+    ControlVariates,
+    ScaffoldMethod,
+    Variates,
+)
 from fedbn_flwr.training.client_hook import Entries, Extras
 
 __all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNVariates"]
@@ -93,15 +113,25 @@ __all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNVariates"]
 logger = logging.getLogger("flwr")
 
 BN_VARIATES = Key(
-    "bn-variates", "ArrayRecord: u and s down; count, mean, m2 of client i up", "server, client", "client, server"
+    "bn-variates",
+    "ArrayRecord: u and s down; count, mean, m2 of client i up",
+    "server, client",
+    "client, server",
 )
 FLOOR = Key("fedbn-flwr.variance-floor", "float: rho", "server", "client")
-FLOOR_SHARE = Key("variance-floor-share", "float: share of channels and steps at the floor", "client", "server")
+FLOOR_SHARE = Key(
+    "variance-floor-share",
+    "float: share of channels and steps at the floor",
+    "client",
+    "server",
+)
 
 
 @dataclass(frozen=True)
 class _Correction:
-    """What a layer adds to a batch's mean and variance, and the smallest variance, (C,) each; whether it adds any."""
+    """What a layer adds to a batch's mean and variance, and the smallest variance, (C,)
+    each; whether it adds any.
+    """
 
     mean: Tensor
     var: Tensor
@@ -110,9 +140,11 @@ class _Correction:
 
 
 class BNControlVariates(ControlVariates):
-    """Client half: SCAFFOLD's, and u - u_i and s - s_i in every step of a BatchNorm layer.
+    """Client half: SCAFFOLD's, and u - u_i and s - s_i in every step of a BatchNorm
+    layer.
 
-    Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits stay.
+    Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits
+    stay.
     """
 
     of_all_steps = "the variates are of all steps: return the weights of the last one"
@@ -132,7 +164,9 @@ class BNControlVariates(ControlVariates):
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i, (u, s) and (u_i, s_i)."""
         mine = {name: entry for name, entry in kept.items() if name.startswith(_KEPT)}
-        super().receive(sent, {name: entry for name, entry in kept.items() if name not in mine})
+        super().receive(
+            sent, {name: entry for name, entry in kept.items() if name not in mine}
+        )
         self._common = sent.get(BN_VARIATES, {})
         self._before = {name.removeprefix(_KEPT): entry for name, entry in mine.items()}
 
@@ -140,14 +174,22 @@ class BNControlVariates(ControlVariates):
         """Take over the forward pass of the BatchNorm layers that track statistics.
 
         Raises:
-            NormLayerError: the class of a layer has a forward pass of its own, or TorchScript holds it.
+            NormLayerError: the class of a layer has a forward pass of its own, or
+                TorchScript holds it.
         """
         self._undo = take_forward(model, self._forward)
-        corrections = {layer: self._correction_of(path, layer) for path, layer in layers_in_training(model).items()}
-        self._corrections = {layer: correction for layer, correction in corrections.items() if correction}
+        corrections = {
+            layer: self._correction_of(path, layer)
+            for path, layer in layers_in_training(model).items()
+        }
+        self._corrections = {
+            layer: correction for layer, correction in corrections.items() if correction
+        }
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers; compute dc_i and the moments; return the share of channels and steps at the floor."""
+        """Restore the layers; compute dc_i and the moments; return the share of
+        channels and steps at the floor.
+        """
         metrics = super().end(model)
         self._undo()
         self._moments = encode_moments(self._measured(model), model.state_dict())
@@ -159,7 +201,10 @@ class BNControlVariates(ControlVariates):
 
     def keep(self) -> Entries:
         """Return c_i+ and the moments."""
-        return {**super().keep(), **{_KEPT + name: entry for name, entry in self._moments.items()}}
+        return {
+            **super().keep(),
+            **{_KEPT + name: entry for name, entry in self._moments.items()},
+        }
 
     def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._sums.by_path(model)
@@ -168,15 +213,20 @@ class BNControlVariates(ControlVariates):
         like = layer.running_mean
         names = [entry_name(path, leaf) for leaf in ("mean", "var")]
         kept = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
-        if like is None or not (self._common.keys() >= {*names} and self._before.keys() >= {*kept}):
+        if like is None or not (
+            self._common.keys() >= {*names} and self._before.keys() >= {*kept}
+        ):
             return None
         u, s = (self._common[name] for name in names)
         count, mean, m2 = (self._before[name] for name in kept)
         dtype = torch.promote_types(like.dtype, torch.float32)
-        # The server's way from the moments to its variates: equal ones leave exact zeros.
+        # The server's way from the moments to its variates: equal ones leave
+        # exact # zeros.
         change = (u - mean).to(dtype), (s - (m2.double() / count).to(s.dtype)).to(dtype)
         any_change = any(bool(values.any()) for values in change)
-        mean_change, var_change, floor = (values.to(like.device) for values in (*change, (self._floor * s).to(dtype)))
+        mean_change, var_change, floor = (
+            values.to(like.device) for values in (*change, (self._floor * s).to(dtype))
+        )
         return _Correction(mean_change, var_change, floor, any_change)
 
     def _forward(self, layer: _BatchNorm, x: Tensor) -> Tensor:
@@ -191,20 +241,28 @@ class BNControlVariates(ControlVariates):
         self._low, self._seen = self._low + low.sum(), self._seen + len(low)
         if not correction.any and not bool(low.any()):
             return _BatchNorm.forward(layer, x)
-        mean, var = mean + correction.mean, torch.where(low, correction.floor, corrected)
+        mean, var = (
+            mean + correction.mean,
+            torch.where(low, correction.floor, corrected),
+        )
         _track(layer, mean.detach(), var.detach(), x.numel() // x.shape[1])
         return normalise(layer, x, mean, var)
 
 
-_KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
+# before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
+_KEPT = f"{BN_VARIATES}/"
 
 
 def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
     """Move the running statistics by a batch's mean and biased variance, as torch does.
 
-    A cumulative average (``momentum=None``) needs the counter: without one torch does not move them.
+    A cumulative average (``momentum=None``) needs the counter: without one torch does
+    not move them.
     """
-    running, counter = (layer.running_mean, layer.running_var), layer.num_batches_tracked
+    running, counter = (
+        (layer.running_mean, layer.running_var),
+        layer.num_batches_tracked,
+    )
     if running[0] is None or running[1] is None:
         return
     with torch.no_grad():
@@ -212,13 +270,18 @@ def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
         if counter is not None:
             counter.add_(1)
             share = 1 / float(counter) if layer.momentum is None else share
-        for old, new in ((running[0], mean), (running[1], var * (count / max(count - 1, 1)))):
+        for old, new in (
+            (running[0], mean),
+            (running[1], var * (count / max(count - 1, 1))),
+        ):
             old.mul_(1 - share).add_(share * new)
 
 
 @dataclass(frozen=True)
 class BNVariates(Variates):
-    """The state of BN-SCAFFOLD: also the moments that each client sent last, and its number of examples."""
+    """The state of BN-SCAFFOLD: also the moments that each client sent last, and its
+    number of examples.
+    """
 
     latest_variates: Sequence[Sequence[Any]] = ()
 
@@ -227,21 +290,34 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
 
     name = "bn-scaffold"
-    summary_line = "scaffold, and BN's statistics corrected in every step (ours where the paper could not be read)"
+    summary_line = (
+        "scaffold, and BN's statistics corrected in every step (ours where the paper"
+        " could not be read)"
+    )
     source = "Quintana 2024, arXiv:2410.03281 (abstract)"
     role = ""
-    alone = "bn-scaffold corrects the gradients and the statistics of every step by itself"
+    alone = (
+        "bn-scaffold corrects the gradients and the statistics of every step by itself"
+    )
     Params = BNScaffoldParams
     State = BNVariates
     client_hooks = {
-        "bn-variates": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
+        "bn-variates": lambda context: BNControlVariates(
+            context.local_entries, float(context.config[FLOOR])
+        ),
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Add the variates of the statistics, and how often a variance is at the floor."""
         (scaffold,) = super().travels(num_rounds)
-        why = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
-        beside = Beside(BN_VARIATES, "moments", why, down=True), Beside(FLOOR_SHARE, "scalar", "", read="log")
+        why = (
+            f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
+            " clients' data"
+        )
+        beside = (
+            Beside(BN_VARIATES, "moments", why, down=True),
+            Beside(FLOOR_SHARE, "scalar", "", read="log"),
+        )
         return (replace(scaffold, beside=(*scaffold.beside, *beside)),)
 
     def on_clients(self, state: BNVariates, facts: Facts) -> list[Ask]:
@@ -252,39 +328,61 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     def aggregate(
         self, state: BNVariates, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], BNVariates]:
-        """Update x and c as SCAFFOLD does; store each client's moments, which give (u, s) of the next round."""
-        sent = [(reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples) for reply in replies]
+        """Update x and c as SCAFFOLD does; store each client's moments, which give (u,
+        s) of the next round.
+        """
+        sent = [
+            (reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples)
+            for reply in replies
+        ]
         if without := sum(not moments for _, moments, _ in sent):
             logger.warning(
-                "round %d: %d of %d replies have no moments of BatchNorm's inputs (record '%s'); what these clients "
-                "sent last, if anything, stays in the variates",
+                "round %d: %d of %d replies have no moments of BatchNorm's inputs"
+                " (record '%s'); what these clients sent last, if anything, stays in"
+                " the variates",
                 facts.number,
                 without,
                 len(replies),
                 BN_VARIATES,
             )
         if not state.latest_variates:
-            moments = [decode_moments(entries, facts.before, facts.parts) for _, entries, _ in sent]
-            warn_of_unmeasured(facts.number, facts.parts, moments, "which have no variates")
+            moments = [
+                decode_moments(entries, facts.before, facts.parts)
+                for _, entries, _ in sent
+            ]
+            warn_of_unmeasured(
+                facts.number, facts.parts, moments, "which have no variates"
+            )
         latest = LatestBN(state.latest_variates).with_latest(sent).tree
-        return super().aggregate(replace(state, latest_variates=latest), facts, replies, model)
+        return super().aggregate(
+            replace(state, latest_variates=latest), facts, replies, model
+        )
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse batch renormalisation, too."""
         yield from super().problems(run)
         if run.norm == "batch-renorm":
-            text = f"{self.name} corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch"
+            text = (
+                f"{self.name} corrects BatchNorm's statistics, and so does"
+                " norm=batch-renorm; use norm=batch"
+            )
             yield Problem("batch-renorm", text)
 
     def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
-        """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client has sent moments."""
+        """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client
+        has sent moments.
+        """
         entries: dict[str, Any] = {}
         like, parts = facts.before, facts.parts
         latest = LatestBN(state.latest_variates).latest
         sent = [decode_moments(moments, like, parts) for moments, _ in latest]
-        for layer, clients, counts in by_layer(parts, sent, [count for _, count in latest]):
+        for layer, clients, counts in by_layer(
+            parts, sent, [count for _, count in latest]
+        ):
             u, s = mixture(clients, counts, spread=True)
-            dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
+            dtype = np.promote_types(
+                like[layer.entries["running_mean"]].dtype, np.float32
+            )
             for leaf, value in (("mean", u), ("var", s)):
                 entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)
         return entries

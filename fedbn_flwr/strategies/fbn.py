@@ -1,66 +1,79 @@
-r"""FBN: BatchNorm trains with global statistics, which the server pools from the clients' moments in each round.
+r"""FBN: BatchNorm trains with global statistics, which the server pools from the
+clients' moments in each round.
 
-Guerraoui, Pinot, Rizk, Stephan, Taiani 2024, "Overcoming the Challenges of Batch Normalization in Federated Learning",
-arXiv:2405.14670. Written after its abstract and introduction, one sentence on it in arXiv:2410.02006 and the baseline
-of that name in the public code of HBN: the full text was not read.
+Guerraoui, Pinot, Rizk, Stephan, Taiani 2024, "Overcoming the Challenges of Batch
+Normalization in Federated Learning", arXiv:2405.14670. Written after its abstract and
+introduction, one sentence on it in arXiv:2410.02006 and the baseline of that name in
+the public code of HBN: the full text was not read.
 
 ## When
 
 Use when: label skew, batches of any size, and no good round to freeze at.
 
-Not when: the rate is high: statistics of the last round lag behind the weights, and ResNet-20 diverged.
+Not when: the rate is high: statistics of the last round lag behind the weights, and
+ResNet-20 diverged.
 
 ## Problem
 
-In training a BN layer normalises with the statistics of a client's batch, which differ between clients. FixBN uses
-global statistics, but freezes them: they belong to an ever older model. Here they follow the model.
+In training a BN layer normalises with the statistics of a client's batch, which differ
+between clients. FixBN uses global statistics, but freezes them: they belong to an ever
+older model. Here they follow the model.
 
 ## Algorithm
 
-BN normalises with the received statistics $S$ in training as in tests; gamma and beta learn, and no gradient flows
-through $S$. A client $i$ sends the moments (count, mean, sum of squared deviations) of the inputs of each BN layer.
-`fbn-measure` says which inputs:
+BN normalises with the received statistics $S$ in training as in tests; gamma and beta
+learn, and no gradient flows through $S$. A client $i$ sends the moments (count, mean,
+sum of squared deviations) of the inputs of each BN layer. `fbn-measure` says which
+inputs:
 
-- `steps`: those of all local steps, merged; no additional pass. With a fixed number of local steps the counts do not
-  say how much data a client has, so the server pools the means $m_i$ and the biased variances $v_i = M_i / n_i$ (sum of
-  squared deviations by count) with the weights $p_i$; $n$ is the sum of the counts:
+- `steps`: those of all local steps, merged; no additional pass. With a fixed number of
+  local steps the counts do not say how much data a client has, so the server pools the
+  means $m_i$ and the biased variances $v_i = M_i / n_i$ (sum of squared deviations by
+  count) with the weights $p_i$; $n$ is the sum of the counts:
 
 $$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
 
-- `pass`: those of one pass over the client's data before the first step, under the received weights, each batch
-  normalised with its own statistics. The server merges them by their counts, exactly as StaticBN.
+- `pass`: those of one pass over the client's data before the first step, under the
+  received weights, each batch normalised with its own statistics. The server merges
+  them by their counts, exactly as StaticBN.
 
 Then, in float64 and with $\mu$ = `statistics-momentum`,
 
 $$S \leftarrow (1 - \mu) S + \mu \, (m, v)$$
 
-The first `statistics-warm-up` rounds with a result are FedAvg's: the batches' statistics normalise, and $S$ becomes
-$(m, v)$. Statistics of 0 and 1, with which a model begins, would be no normalisation at all. For a trained model with
-its own statistics use 0. The statistics of the warm-up are those of its participants alone: with $\mu$ = 0.1 a round's
-statistics still weigh $0.9^k$ after $k$ more rounds, 35 % after ten. Where few clients take part in a round, take a
-longer warm-up or a larger $\mu$.
+The first `statistics-warm-up` rounds with a result are FedAvg's: the batches'
+statistics normalise, and $S$ becomes $(m, v)$. Statistics of 0 and 1, with which a
+model begins, would be no normalisation at all. For a trained model with its own
+statistics use 0. The statistics of the warm-up are those of its participants alone:
+with $\mu$ = 0.1 a round's statistics still weigh $0.9^k$ after $k$ more rounds, 35 %
+after ten. Where few clients take part in a round, take a longer warm-up or a larger
+$\mu$.
 
-With `statistics-aggregation="trimmed-mean:0.2"` the server takes, per channel, the mean over the clients of $m_i$, and
-then of $v_i + (m_i - m)^2$, each without a share $t$ = 0.2 of the smallest and of the largest values and with equal
-weights. Of $n$ clients of a round floor($t n$) are left out at either end: here nobody below five clients, and the log
-says so. False statistics of at most so many clients have no effect. It protects nothing but the statistics.
+With `statistics-aggregation="trimmed-mean:0.2"` the server takes, per channel, the mean
+over the clients of $m_i$, and then of $v_i + (m_i - m)^2$, each without a share $t$ =
+0.2 of the smallest and of the largest values and with equal weights. Of $n$ clients of
+a round floor($t n$) are left out at either end: here nobody below five clients, and the
+log says so. False statistics of at most so many clients have no effect. It protects
+nothing but the statistics.
 
 `steps` is the default because it needs no additional pass.
 
 ## Differs from the paper
 
-How statistics are exchanged is not in what was read, nor is the paper's robust aggregation. The warm-up, `pass` and
-`trimmed-mean` are ours. The baseline in HBN's public code averages the means and variances of a client's batches, which
-leaves out the spread between them; it takes the spread of the clients about the mean after the momentum step, divides
-by examples where elements per channel are meant, starts with statistics of 0 and 1, and drops trained gamma, beta and
-eps.
+How statistics are exchanged is not in what was read, nor is the paper's robust
+aggregation. The warm-up, `pass` and `trimmed-mean` are ours. The baseline in HBN's
+public code averages the means and variances of a client's batches, which leaves out the
+spread between them; it takes the spread of the clients about the mean after the
+momentum step, divides by examples where elements per channel are meant, starts with
+statistics of 0 and 1, and drops trained gamma, beta and eps.
 
 ## Law
 
-With one step, full participation and batches proportional to $|D_i|$, a round is one centralized step with frozen BN.
-With $\mu$ = 0 it is FixBN from the end of the warm-up on, bit for bit. By steps, with one step on all data and $\mu$ =
-1, the new statistics are those of one eval-mode pass over the union, at every layer. It is not centralized BN: no
-gradient flows through the statistics.
+With one step, full participation and batches proportional to $|D_i|$, a round is one
+centralized step with frozen BN. With $\mu$ = 0 it is FixBN from the end of the warm-up
+on, bit for bit. By steps, with one step on all data and $\mu$ = 1, the new statistics
+are those of one eval-mode pass over the union, at every layer. It is not centralized
+BN: no gradient flows through the statistics.
 """
 
 from __future__ import annotations
@@ -77,7 +90,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, pool, reestimate_statistics, stop_tracking
+from fedbn_flwr.batchnorm.reestimation import (
+    Moments,
+    MomentSums,
+    pool,
+    reestimate_statistics,
+    stop_tracking,
+)
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
@@ -99,23 +118,41 @@ __all__ = [
     "GlobalStatistics",
     "Pooled",
 ]
-__all__ += ["WARM_UP", "PooledStatisticsMethod", "Surveyed", "SurveyedStatistics", "trimmed"]
+__all__ += [
+    "WARM_UP",
+    "PooledStatisticsMethod",
+    "Surveyed",
+    "SurveyedStatistics",
+    "trimmed",
+]
 
 logger = logging.getLogger("flwr")
 
-BN_MOMENTS = Key("bn-moments", "ArrayRecord: count, mean and m2 of the inputs of each BN layer", "client", "server")
-WARM_UP = Key("fedbn-flwr.statistics-warm-up", "bool: BN normalises with the batches' statistics", "server", "client")
+BN_MOMENTS = Key(
+    "bn-moments",
+    "ArrayRecord: count, mean and m2 of the inputs of each BN layer",
+    "client",
+    "server",
+)
+WARM_UP = Key(
+    "fedbn-flwr.statistics-warm-up",
+    "bool: BN normalises with the batches' statistics",
+    "server",
+    "client",
+)
 
 
 class GlobalStatistics(ClientHook):
-    """Client half: BN normalises with the received statistics, which do not change; its inputs' moments are merged.
+    """Client half: BN normalises with the received statistics, which do not change; its
+    inputs' moments are merged.
 
-    In a round of the warm-up BN normalises with the batches' statistics. ``SurveyedStatistics`` takes the moments
-    of one pass before the first step instead.
+    In a round of the warm-up BN normalises with the batches' statistics.
+    ``SurveyedStatistics`` takes the moments of one pass before the first step instead.
     """
 
     of_all_steps = (
-        "BatchNorm's moments are of all steps: return the weights of the last one, or take fbn_measure='pass'"
+        "BatchNorm's moments are of all steps: return the weights of the last one, or"
+        " take fbn_measure='pass'"
     )
 
     def __init__(self, warm_up: bool) -> None:
@@ -127,7 +164,9 @@ class GlobalStatistics(ClientHook):
         self._moments: Entries = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Let the layers that track statistics normalise as the round asks, and note their inputs."""
+        """Let the layers that track statistics normalise as the round asks, and note
+        their inputs.
+        """
         self._model = model
         self._layers = list(layers_in_training(model).values())
         self._hold()
@@ -146,7 +185,11 @@ class GlobalStatistics(ClientHook):
         return self._sums.by_path(model)
 
     def _hold(self) -> None:
-        self._undo = [stop_tracking(self._layers)] if self._warm_up else [hold_eval(layer) for layer in self._layers]
+        self._undo = (
+            [stop_tracking(self._layers)]
+            if self._warm_up
+            else [hold_eval(layer) for layer in self._layers]
+        )
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _release(self) -> None:
@@ -154,20 +197,29 @@ class GlobalStatistics(ClientHook):
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        # Not in a test in the middle of the training; the mode is the model's, because the layers are held in eval. A
-        # reentrant checkpoint computes the first of its two passes without gradients.
+        # Not in a test in the middle of the training; the mode is the model's,
+        # because # # # # the layers are held in eval. A reentrant checkpoint computes the
+        # first # of # # its # two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
 
 
 class Surveyed(ClientHook):
-    """Client half by a pass: the moments are those of all training data, under the received weights."""
+    """Client half by a pass: the moments are those of all training data, under the
+    received weights.
+    """
 
     _found: Mapping[str, Moments] = {}
 
-    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
-        """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
-        self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed, forward=self.passes)
+    def survey(
+        self, model: nn.Module, data: Batches, batch_size: int, seed: int
+    ) -> None:
+        """Pass the data through the model in train mode, two examples at a time at
+        least; statistics do not change.
+        """
+        self._found = reestimate_statistics(
+            model, data, batch_size=batch_size, seed=seed, forward=self.passes
+        )
 
     def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._found
@@ -178,7 +230,9 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
 
     of_all_steps = ""
 
-    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
+    def survey(
+        self, model: nn.Module, data: Batches, batch_size: int, seed: int
+    ) -> None:
         """Pass the data through the model."""
         self._release()
         try:
@@ -191,10 +245,12 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
 
 
 def trimmed(moments: Sequence[Moments], share: float) -> Moments:
-    """Return the trimmed mean of the clients' statistics per channel, with equal weights.
+    """Return the trimmed mean of the clients' statistics per channel, with equal
+    weights.
 
-    Of n clients floor(share n) are left out at either end: first of the means, then of var_i + (mean_i - mean)^2, and
-    of the counts, of which the result has n times the mean.
+    Of n clients floor(share n) are left out at either end: first of the means, then of
+    var_i + (mean_i - mean)^2, and of the counts, of which the result has n times the
+    mean.
     """
     cut = share_of(share, len(moments))
 
@@ -203,7 +259,10 @@ def trimmed(moments: Sequence[Moments], share: float) -> Moments:
 
     mean = middle([one.mean for one in moments])
     var = middle([one.m2 / one.count + (one.mean - mean).square() for one in moments])
-    count = round(float(middle([torch.tensor(one.count, dtype=torch.float64) for one in moments])) * len(moments))
+    count = round(
+        float(middle([torch.tensor(one.count, dtype=torch.float64) for one in moments]))
+        * len(moments)
+    )
     return Moments(count, mean, count * var)
 
 
@@ -215,7 +274,8 @@ class Pooled:
     """The state of a method that trains with pooled statistics.
 
     Attributes:
-        num_pooled: rounds whose statistics were pooled so far; the warm-up ends with enough of them.
+        num_pooled: rounds whose statistics were pooled so far; the warm-up ends with
+            enough of them.
         warmed_up_after: the last round of the warm-up; None while it lasts.
     """
 
@@ -227,39 +287,73 @@ S = TypeVar("S", bound=Pooled, default=Pooled)
 
 
 class PooledStatisticsMethod(Method[P, S]):
-    """The common base of methods that train with global statistics, pooled by the server in each round."""
+    """The common base of methods that train with global statistics, pooled by the
+    server in each round.
+    """
 
     role = "client-hooks"
     State = Pooled
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics, which training does not change, and the moments beside the model."""
-        why = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
+        """Return the statistics, which training does not change, and the moments beside
+        the model.
+        """
+        why = (
+            f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
+            " clients' data"
+        )
         return (Travels(held=TRACKED, beside=(Beside(BN_MOMENTS, "moments", why),)),)
 
     @abstractmethod
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
-        """Return a layer's moments of all clients together; ``weights``: p_i, not normalised."""
+        """Return a layer's moments of all clients together; ``weights``: p_i, not
+        normalised.
+        """
 
     def begin(self, facts: Facts) -> S:
         """Start with the warm-up; without one it is over."""
-        return replace(super().begin(facts), warmed_up_after=None if self.params.statistics_warm_up else 0)
+        return replace(
+            super().begin(facts),
+            warmed_up_after=None if self.params.statistics_warm_up else 0,
+        )
 
     def phase(self, state: S, number: int) -> str:
-        """Return "warm-up" as long as it lasts: these rounds train with the batches' statistics."""
-        return "warm-up" if state.warmed_up_after is None or number <= state.warmed_up_after else ""
+        """Return "warm-up" as long as it lasts: these rounds train with the batches'
+        statistics.
+        """
+        return (
+            "warm-up"
+            if state.warmed_up_after is None or number <= state.warmed_up_after
+            else ""
+        )
 
-    def pooled(self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]) -> tuple[dict[str, Any], S]:
-        """Return the model with statistics moved towards the pooled ones, and the state after the round."""
-        share = 1.0 if self.phase(state, facts.number) else self.params.statistics_momentum
-        sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), facts.before, facts.parts) for reply in replies]
+    def pooled(
+        self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], S]:
+        """Return the model with statistics moved towards the pooled ones, and the state
+        after the round.
+        """
+        share = (
+            1.0 if self.phase(state, facts.number) else self.params.statistics_momentum
+        )
+        sent = [
+            decode_moments(reply.extras.get(BN_MOMENTS, {}), facts.before, facts.parts)
+            for reply in replies
+        ]
         statistics = pooled_statistics(facts.parts, sent, replies.weights, self.pool)
         for name, new in statistics.items():
             old = facts.before[name]
-            model[name] = ((1 - share) * old.astype(np.float64) + share * new).astype(old.dtype)
-        _warn_of_missing(facts, sent, pooled=bool(statistics), first=not state.num_pooled)
+            model[name] = ((1 - share) * old.astype(np.float64) + share * new).astype(
+                old.dtype
+            )
+        _warn_of_missing(
+            facts, sent, pooled=bool(statistics), first=not state.num_pooled
+        )
         num_pooled = state.num_pooled + bool(statistics)
-        ends = state.warmed_up_after is None and num_pooled >= self.params.statistics_warm_up
+        ends = (
+            state.warmed_up_after is None
+            and num_pooled >= self.params.statistics_warm_up
+        )
         after = facts.number if ends else state.warmed_up_after
         return model, replace(state, num_pooled=num_pooled, warmed_up_after=after)
 
@@ -269,8 +363,9 @@ class PooledStatisticsMethod(Method[P, S]):
         if rounds >= run.num_rounds:
             yield Problem(
                 "long-warm-up",
-                f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
-                "never trains with global statistics. Use a shorter warm-up or more rounds.",
+                f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of"
+                f" {run.num_rounds} rounds, so BN never trains with global statistics."
+                " Use a shorter warm-up or more rounds.",
                 "warn",
             )
 
@@ -279,14 +374,19 @@ class PooledStatisticsMethod(Method[P, S]):
         if self.phase(state, number):
             return known
         cause = (
-            "Likely cause: the global statistics are those of earlier weights and far from the batches', so BN does "
-            "not keep the activations small. What helped in small runs: a fifth of the learning-rate."
+            "Likely cause: the global statistics are those of earlier weights and far"
+            " from the batches', so BN does not keep the activations small. What helped"
+            " in small runs: a fifth of the learning-rate."
         )
         return [cause, *known[1:]]
 
 
-def _warn_of_missing(facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: bool, first: bool) -> None:
-    """Warn of layers without moments, in the first round with some, and of replies without moments."""
+def _warn_of_missing(
+    facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: bool, first: bool
+) -> None:
+    """Warn of layers without moments, in the first round with some, and of replies
+    without moments.
+    """
     if pooled and first:
         warn_of_unmeasured(facts.number, facts.parts, sent)
     if without := sum(not moments for moments in sent):
@@ -295,29 +395,50 @@ def _warn_of_missing(facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled
             facts.number,
             without,
             len(sent),
-            "the statistics are of the others" if pooled else "the statistics stay as they are",
+            (
+                "the statistics are of the others"
+                if pooled
+                else "the statistics stay as they are"
+            ),
         )
 
 
 class FBNMethod(PooledStatisticsMethod[FBNParams]):
-    """FedAvg whose BN layers train with pooled global statistics, by steps or by a pass."""
+    """FedAvg whose BN layers train with pooled global statistics, by steps or by a
+    pass.
+    """
 
     name = "fbn"
-    summary_line = "BN trains with global statistics, pooled from the clients' moments in each round"
+    summary_line = (
+        "BN trains with global statistics, pooled from the clients' moments in each"
+        " round"
+    )
     source = "Guerraoui 2024, arXiv:2405.14670 (full text not read)"
     Params = FBNParams
     client_hooks = {
-        "global-statistics": lambda context: GlobalStatistics(bool(context.config[WARM_UP])),
-        "surveyed-statistics": lambda context: SurveyedStatistics(bool(context.config[WARM_UP])),
+        "global-statistics": lambda context: GlobalStatistics(
+            bool(context.config[WARM_UP])
+        ),
+        "surveyed-statistics": lambda context: SurveyedStatistics(
+            bool(context.config[WARM_UP])
+        ),
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics and the moments: ``aggregate`` reads nothing else of single replies."""
+        """Return the statistics and the moments: ``aggregate`` reads nothing else of
+        single replies.
+        """
         return super().travels(num_rounds)
 
     def on_clients(self, state: Pooled, facts: Facts) -> list[Ask]:
-        """Ask the clients for the moments, by steps or by a pass, and say how BN normalises."""
-        hook = "global-statistics" if self.params.fbn_measure == "steps" else "surveyed-statistics"
+        """Ask the clients for the moments, by steps or by a pass, and say how BN
+        normalises.
+        """
+        hook = (
+            "global-statistics"
+            if self.params.fbn_measure == "steps"
+            else "surveyed-statistics"
+        )
         warms_up = bool(self.phase(state, facts.number))
         return [Ask(hook, {WARM_UP: warms_up})]
 
@@ -328,8 +449,9 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         share = trimmed_share(self.params.statistics_aggregation)
         if share and not share_of(share, len(replies)):
             logger.warning(
-                "round %d: trimmed-mean:%s of %d clients leaves nobody out; the statistics are a mean with equal "
-                "weights, and a false one counts in full",
+                "round %d: trimmed-mean:%s of %d clients leaves nobody out; the"
+                " statistics are a mean with equal weights, and a false one counts in"
+                " full",
                 facts.number,
                 share,
                 len(replies),
@@ -344,7 +466,9 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)
 
     def advice(self, state: Pooled, number: int, known: list[str]) -> list[str]:
-        """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""
+        """Add, after the warm-up, the measure by steps, whose statistics belong to
+        later weights.
+        """
         advice = super().advice(state, number, known)
         if self.phase(state, number) or self.params.fbn_measure == "steps":
             return advice
@@ -352,6 +476,8 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
 
 
 class FBN(Strategy):
-    """FedAvg whose BN layers train with pooled global statistics, by steps or by a pass."""
+    """FedAvg whose BN layers train with pooled global statistics, by steps or by a
+    pass.
+    """
 
     method = FBNMethod

@@ -1,7 +1,7 @@
 r"""FedAvgM: momentum on the server, safe for BatchNorm.
 
-Hsu, Qi, Brown 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
-arXiv:1909.06335, section 3.3.
+Hsu, Qi, Brown 2019, "Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification", arXiv:1909.06335, section 3.3.
 
 ## When
 
@@ -11,13 +11,13 @@ Not when: the trouble is BatchNorm's: its statistics are averaged as in FedAvg.
 
 ## Problem
 
-With different data in each client the average moves in another direction in each round. Momentum on the server
-smooths these steps.
+With different data in each client the average moves in another direction in each round.
+Momentum on the server smooths these steps.
 
 ## Algorithm
 
-$\Delta$ is the average of the replies minus the state before the round (the paper's $-\Delta w$). The server keeps the
-velocity $v$, which starts at 0:
+$\Delta$ is the average of the replies minus the state before the round (the paper's
+$-\Delta w$). The server keeps the velocity $v$, which starts at 0:
 
 $$v \leftarrow \beta v + \Delta, \qquad w \leftarrow w + \gamma v$$
 
@@ -25,13 +25,13 @@ $\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped; running statistics and counters
-are averaged as by FedAvg.
+The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped;
+running statistics and counters are averaged as by FedAvg.
 
 ## Law
 
-On a model without BN it gives the same numbers as Flower's own FedAvgM. Without momentum and with rate 1 it is FedAvg.
-Both hold to rounding.
+On a model without BN it gives the same numbers as Flower's own FedAvgM. Without
+momentum and with rate 1 it is FedAvg. Both hold to rounding.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class FedAvgMMethod(ServerStep[FedAvgMParams]):
     Params = FedAvgMParams
     server_rate = "server_learning_rate"
 
-    def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
+    def step(
+        self, number: int, delta: Array, moments: Moments
+    ) -> tuple[Array, Moments]:
         """Return rate v, and v = beta v + Delta."""
         (v,) = moments or (0.0,)
         v = self.params.server_momentum * v + delta

@@ -1,37 +1,42 @@
 r"""FedBN: BN stays with the client: gamma, beta and running statistics.
 
-Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv:2102.07623,
-Algorithm 1.
+Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch
+Normalization", arXiv:2102.07623, Algorithm 1.
 
 ## When
 
-Use when: clients have the same classes and other cameras, scanners or styles, and each is served its own model.
+Use when: clients have the same classes and other cameras, scanners or styles, and each
+is served its own model.
 
 Not when: one model must know classes that a client lacks, or most clients never train.
 
 ## Problem
 
-The clients see different features: other cameras, scanners or styles. One set of BN parameters and statistics does not
-fit all of them. A client that keeps its own BN adapts the shared model to its own features.
+The clients see different features: other cameras, scanners or styles. One set of BN
+parameters and statistics does not fit all of them. A client that keeps its own BN
+adapts the shared model to its own features.
 
 ## Algorithm
 
-Client $i$ has the state $(w, b_i)$: $b_i$ holds gamma, beta, running statistics and counters of its BN layers, $w$ all
-other entries. It trains both, and the server averages only $w$:
+Client $i$ has the state $(w, b_i)$: $b_i$ holds gamma, beta, running statistics and
+counters of its BN layers, $w$ all other entries. It trains both, and the server
+averages only $w$:
 
 $$w = \sum_i p_i w_i, \qquad b_i \text{ stays with client } i$$
 
-The personalised model of client $i$ is $(w, b_i)$. The first $b_i$ comes from the common start, which is sent in a
-client's first round.
+The personalised model of client $i$ is $(w, b_i)$. The first $b_i$ comes from the
+common start, which is sent in a client's first round.
 
 ## Differs from the paper
 
-Algorithm 1 and the authors' code (med-air/FedBN) give each of $K$ clients the weight $1/K$. It is equal to $p_i$ where
-all clients have as many examples, as in the paper's experiments on digits.
+Algorithm 1 and the authors' code (med-air/FedBN) give each of $K$ clients the weight
+$1/K$. It is equal to $p_i$ where all clients have as many examples, as in the paper's
+experiments on digits.
 
 ## Law
 
-With one client the client's model is FedAvg's, bit for bit. A model without BN is refused.
+With one client the client's model is FedAvg's, bit for bit. A model without BN is
+refused.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ __all__ = ["FedBN", "FedBNMethod"]
 
 
 class FedBNMethod(Method):
-    """FedAvg in which gamma, beta, running statistics and counters stay with the client."""
+    """FedAvg in which gamma, beta, running statistics and counters stay with the
+    client.
+    """
 
     name = "fedbn"
     summary_line = "BN stays with the client: gamma, beta and running statistics"
@@ -57,6 +64,8 @@ class FedBNMethod(Method):
 
 
 class FedBN(Strategy):
-    """FedAvg in which gamma, beta, running statistics and counters stay with the client."""
+    """FedAvg in which gamma, beta, running statistics and counters stay with the
+    client.
+    """
 
     method = FedBNMethod

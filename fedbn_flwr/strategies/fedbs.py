@@ -1,7 +1,8 @@
-r"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weights once the losses agree.
+r"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weights once
+the losses agree.
 
-Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
-ICTAI 2021, Algorithm 1.
+Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning
+using Batch Normalization", ICTAI 2021, Algorithm 1.
 
 ## When
 
@@ -11,30 +12,35 @@ Not when: a loss may not leave a client.
 
 ## Problem
 
-With different data some clients fall behind, and weights by size do not help them. Clients with a larger loss get more
-weight until the losses agree.
+With different data some clients fall behind, and weights by size do not help them.
+Clients with a larger loss get more weight until the losses agree.
 
 ## Algorithm
 
-Phase 1: client $k$ reports its loss $F_k$, and the server averages everything, BN included, with the weights
+Phase 1: client $k$ reports its loss $F_k$, and the server averages everything, BN
+included, with the weights
 
 $$\frac{F_k}{\sum_j F_j}$$
 
-When the population standard deviation of the round's $F$ is at most $\epsilon$ in $r$ consecutive rounds, phase 2
-begins for good: FedProx with $\mu$ and equal weights. Rounds with fewer than two replies do not count.
+When the population standard deviation of the round's $F$ is at most $\epsilon$ in $r$
+consecutive rounds, phase 2 begins for good: FedProx with $\mu$ and equal weights.
+Rounds with fewer than two replies do not count.
 
-$F_k$ is the reply's metric `loss_key`: by default the mean over all examples of the round of the batch losses before
-each step, without the proximal term. Where clients have validation data (`validation-share`, or
-`loss_key="validation-loss"`), it is the mean loss of the model that the client sends up, in eval mode, on its
-validation data. $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
+$F_k$ is the reply's metric `loss_key`: by default the mean over all examples of the
+round of the batch losses before each step, without the proximal term. Where clients
+have validation data (`validation-share`, or `loss_key="validation-loss"`), it is the
+mean loss of the model that the client sends up, in eval mode, on its validation data.
+$\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
 
 ## Differs from the paper
 
-Algorithm 1 and the text of the paper disagree on $F_k$. The introduction has the empirical risk over the local data,
-Algorithm 1 computes it in the loop over the batches, and section IV says both "during training" and "after training".
-The mean over the batches is our reading of Algorithm 1. The loss on validation data is our reading of the text: that of
-the trained local model, on examples that it has not seen; the paper does not speak of validation data. $\mu$ = 0.01 is
-ours. When all $F_k$ are zero the weights are equal.
+Algorithm 1 and the text of the paper disagree on $F_k$. The introduction has the
+empirical risk over the local data, Algorithm 1 computes it in the loop over the
+batches, and section IV says both "during training" and "after training". The mean over
+the batches is our reading of Algorithm 1. The loss on validation data is our reading of
+the text: that of the trained local model, on examples that it has not seen; the paper
+does not speak of validation data. $\mu$ = 0.01 is ours. When all $F_k$ are zero the
+weights are equal.
 
 ## Law
 
@@ -67,7 +73,8 @@ logger = logging.getLogger("flwr")
 class ReportValidationLoss(ClientHook):
     """Client half: report the trained model's loss on the client's validation data.
 
-    ``validation_loss`` is None in a training loop of another project, which reports the metric itself.
+    ``validation_loss`` is None in a training loop of another project, which reports the
+    metric itself.
     """
 
     def __init__(self, validation_loss: Callable[[nn.Module], float] | None) -> None:
@@ -92,7 +99,9 @@ class FedBSState:
 
 
 class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
-    """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights."""
+    """Loss-weighted averaging until the losses agree (round ``switched_after``), then
+    FedProx with equal weights.
+    """
 
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
@@ -103,7 +112,9 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     State = FedBSState
     client_hooks = {
         **FedProxMethod.client_hooks,
-        "report-validation": lambda context: ReportValidationLoss(context.validation_loss),
+        "report-validation": lambda context: ReportValidationLoss(
+            context.validation_loss
+        ),
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
@@ -111,7 +122,9 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         key = Key(self.params.loss_key, "float: F_k", "client", "server")
         why = "the clients' losses are the weights of the average"
         loss = (Beside(key, "scalar", why, required=True),)
-        return Travels("loss-weighted", weights=key, beside=loss), Travels("proximal", weights="equal", beside=loss)
+        return Travels("loss-weighted", weights=key, beside=loss), Travels(
+            "proximal", weights="equal", beside=loss
+        )
 
     def phase(self, state: FedBSState, number: int) -> str:
         """Return the phase."""
@@ -119,8 +132,12 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         return "loss-weighted" if first else "proximal"
 
     def on_clients(self, state: FedBSState, facts: Facts) -> list[Ask]:
-        """Send mu in phase 2; ask for the loss on validation data if the weights are these."""
-        asks = super().on_clients(state, facts) if state.switched_after is not None else []
+        """Send mu in phase 2; ask for the loss on validation data if the weights are
+        these.
+        """
+        asks = (
+            super().on_clients(state, facts) if state.switched_after is not None else []
+        )
         if self.params.loss_key == VALIDATION_LOSS:
             asks.append(Ask("report-validation", shown=True))  # the metric shows it
         return asks
@@ -131,11 +148,17 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         """Count in phase 1 the rounds in which the losses agreed."""
         if state.switched_after is not None or len(replies) < 2:
             return model, state
-        spread = float(np.std([reply.metrics[self.params.loss_key] for reply in replies]))
+        spread = float(
+            np.std([reply.metrics[self.params.loss_key] for reply in replies])
+        )
         agreed = state.agreed + 1 if spread <= self.params.fedbs_eps else 0
         if agreed < self.params.fedbs_rounds:
             return model, FedBSState(None, agreed)
-        logger.info("FedBS: the losses agreed in %d rounds; FedProx from round %d", agreed, facts.number + 1)
+        logger.info(
+            "FedBS: the losses agreed in %d rounds; FedProx from round %d",
+            agreed,
+            facts.number + 1,
+        )
         return model, FedBSState(facts.number, agreed)
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
@@ -144,21 +167,27 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         if rounds >= run.num_rounds:
             yield Problem(
                 "no-second-phase",
-                f"fedbs: phase 2 begins after fedbs-rounds={rounds} rounds at the earliest, and the run has "
-                f"{run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds.",
+                f"fedbs: phase 2 begins after fedbs-rounds={rounds} rounds at the"
+                f" earliest, and the run has {run.num_rounds}: it never begins, unless"
+                " a resumed run goes on. Use a smaller fedbs-rounds.",
                 "warn",
             )
 
     def advice(self, state: FedBSState, number: int, known: list[str]) -> list[str]:
         """Add mu in phase 2."""
-        return known if self.phase(state, number) == "loss-weighted" else super().advice(state, number, known)
+        return (
+            known
+            if self.phase(state, number) == "loss-weighted"
+            else super().advice(state, number, known)
+        )
 
 
 class FedBS(Strategy):
-    """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights.
+    """Loss-weighted averaging until the losses agree (round ``switched_after``), then
+    FedProx with equal weights.
 
-    ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss" asks a ``TorchClient`` for the
-    loss on its ``validation_data``.
+    ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss"
+    asks a ``TorchClient`` for the loss on its ``validation_data``.
     """
 
     method = FedBSMethod

@@ -1,7 +1,9 @@
-r"""FedDNA: FedTAN's forward half only; statistics are global, gradients through them each client's own.
+r"""FedDNA: FedTAN's forward half only; statistics are global, gradients through them
+each client's own.
 
-The baseline "FedAvg + Algorithm 2" of Wang 2023, arXiv:2301.02982, 6.1.3, after Duan et al. 2021, "FedDNA: Federated
-Learning with Decoupled Normalization-Layer Aggregation for Non-IID Data".
+The baseline "FedAvg + Algorithm 2" of Wang 2023, arXiv:2301.02982, 6.1.3, after Duan et
+al. 2021, "FedDNA: Federated Learning with Decoupled Normalization-Layer Aggregation for
+Non-IID Data".
 
 ## When
 
@@ -11,22 +13,25 @@ Not when: accuracy under label skew counts; FedTAN was better there in every set
 
 ## Problem
 
-It asks how much of FedTAN's gain comes from the global statistics alone. It saves the exchanges of the backward pass.
+It asks how much of FedTAN's gain comes from the global statistics alone. It saves the
+exchanges of the backward pass.
 
 ## Algorithm
 
-In the first local step of each round the forward pass is FedTAN's: every BN layer normalises with
+In the first local step of each round the forward pass is FedTAN's: every BN layer
+normalises with
 
 $$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2]$$
 
-In the backward pass the client's own $\partial F_i / \partial \sigma^2$ and $\partial F_i / \partial \mu$ take the
-place of the sums over the clients. They are not detached:
+In the backward pass the client's own $\partial F_i / \partial \sigma^2$ and
+$\partial F_i / \partial \mu$ take the place of the sums over the clients. They are not
+detached:
 
 $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + \frac{\partial F_i}{\partial \sigma^2} \frac{2 (y - \mu)}{n_i} +
 \frac{1}{n_i} \frac{\partial F_i}{\partial \mu}$$
 
-with $g = \partial F_i / \partial \hat{x}$, $s = \sqrt{\sigma^2 + \epsilon}$ and $n_i$ elements per channel, as in
-FedTAN.
+with $g = \partial F_i / \partial \hat{x}$, $s = \sqrt{\sigma^2 + \epsilon}$ and $n_i$
+elements per channel, as in FedTAN.
 
 ## Differs from the paper
 
@@ -49,7 +54,9 @@ class FedDNAMethod(FedTANMethod):
     """FedTAN without the exchange of gradients."""
 
     name = "feddna"
-    summary_line = "FedTAN's forward half only: global statistics, own gradients through them"
+    summary_line = (
+        "FedTAN's forward half only: global statistics, own gradients through them"
+    )
     source = "Duan 2021; arXiv:2301.02982, 6.1.3"
     role = ""
     alone = "feddna is a baseline for comparison; use fedtan in a combination"

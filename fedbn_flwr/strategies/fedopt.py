@@ -1,22 +1,26 @@
-r"""FedOpt: an adaptive optimizer on the server, safe for BatchNorm: FedAdagrad, FedYogi and FedAdam.
+r"""FedOpt: an adaptive optimizer on the server, safe for BatchNorm: FedAdagrad, FedYogi
+and FedAdam.
 
-Reddi et al. 2021, "Adaptive Federated Optimization", arXiv:2003.00295, Algorithms 1 and 2.
+Reddi et al. 2021, "Adaptive Federated Optimization", arXiv:2003.00295, Algorithms 1
+and 2.
 
 ## When
 
 Use when: entries of the model need steps of different size, as with rare features.
 
-Not when: there is no time to tune the server's rate; BatchNorm's statistics are averaged as in FedAvg.
+Not when: there is no time to tune the server's rate; BatchNorm's statistics are
+averaged as in FedAvg.
 
 ## Problem
 
-Entries of the model need steps of different size, and the plain average gives all of them the same. An optimizer on
-the server adapts the step of each entry. If it also steps running variances, it drives them below zero and the model to
-NaN.
+Entries of the model need steps of different size, and the plain average gives all of
+them the same. An optimizer on the server adapts the step of each entry. If it also
+steps running variances, it drives them below zero and the model to NaN.
 
 ## Algorithm
 
-$\Delta$ is the average of the replies minus the state before the round. The server keeps $m$ and $v$, which start at 0:
+$\Delta$ is the average of the replies minus the state before the round. The server
+keeps $m$ and $v$, which start at 0:
 
 $$m \leftarrow \beta_1 m + (1 - \beta_1) \Delta, \qquad x \leftarrow x + \eta \, \frac{m}{\sqrt{v} + \tau}$$
 
@@ -28,15 +32,17 @@ $$\text{FedYogi:} \quad v \leftarrow v - (1 - \beta_2) \, \Delta^2 \, \mathrm{si
 
 $$\text{FedAdam:} \quad v \leftarrow \beta_2 v + (1 - \beta_2) \, \Delta^2$$
 
-$\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_2$ is `beta_2`. All is computed in
-float64.
+$\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_2$ is
+`beta_2`. All is computed in float64.
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped; running statistics and counters
-are averaged as by FedAvg. An optimizer that steps a running variance drives it below zero, and the model to NaN
-(`benchmarks/server_optimizers.py` shows it). As in Flower, $\Delta$ is weighted by the number of examples, $v$ starts
-at 0 (the paper: at least $\tau^2$), and Adam's step is corrected for the start, with exponent $t + 1$.
+The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped;
+running statistics and counters are averaged as by FedAvg. An optimizer that steps a
+running variance drives it below zero, and the model to NaN
+(`benchmarks/server_optimizers.py` shows it). As in Flower, $\Delta$ is weighted by the
+number of examples, $v$ starts at 0 (the paper: at least $\tau^2$), and Adam's step is
+corrected for the start, with exponent $t + 1$.
 
 ## Law
 
@@ -57,7 +63,11 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.server.method import Facts, Method, Replies
-from fedbn_flwr.server.method_params import AdaptiveParams, FedAdagradParams, FedYogiParams
+from fedbn_flwr.server.method_params import (
+    AdaptiveParams,
+    FedAdagradParams,
+    FedYogiParams,
+)
 from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Travels
@@ -67,7 +77,13 @@ __all__ = [
     "FedAdam",
     "FedYogi",
 ]
-__all__ += ["FedAdagradMethod", "FedAdamMethod", "FedYogiMethod", "ServerMoments", "ServerStep"]
+__all__ += [
+    "FedAdagradMethod",
+    "FedAdamMethod",
+    "FedYogiMethod",
+    "ServerMoments",
+    "ServerStep",
+]
 
 P = TypeVar("P", bound=Params, default=Params)
 Moments = Sequence[Any]  # of an entry: arrays in float64
@@ -75,18 +91,23 @@ Moments = Sequence[Any]  # of an entry: arrays in float64
 
 @dataclass(frozen=True)
 class ServerMoments:
-    """The state of a server optimizer: what it keeps of each entry, by name; empty before the first round."""
+    """The state of a server optimizer: what it keeps of each entry, by name; empty
+    before the first round.
+    """
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
 
 
 class ServerStep(Method[P, ServerMoments]):
-    """Algorithm 1: the server uses the clients' mean change as a gradient. A method implements ``step``.
+    """Algorithm 1: the server uses the clients' mean change as a gradient. A method
+    implements ``step``.
 
-    Entries that stay with the clients or that are held (``combined(FedAdam, FixBN)``) are not stepped.
+    Entries that stay with the clients or that are held (``combined(FedAdam, FixBN)``)
+    are not stepped.
 
     Attributes:
-        server_rate: the parameter that is the server's learning rate, for the advice of a run that diverged.
+        server_rate: the parameter that is the server's learning rate, for the advice of
+            a run that diverged.
     """
 
     role = "server-step"
@@ -98,29 +119,51 @@ class ServerStep(Method[P, ServerMoments]):
         return (Travels(decides=frozenset({"server step"})),)
 
     @abstractmethod
-    def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
-        """Return what to add to an entry, and its new moments, given Delta_t in float64; no moments at the start."""
+    def step(
+        self, number: int, delta: Array, moments: Moments
+    ) -> tuple[Array, Moments]:
+        """Return what to add to an entry, and its new moments, given Delta_t in
+        float64; no moments at the start.
+        """
 
     def aggregate(
-        self, state: ServerMoments, facts: Facts, replies: Replies, model: dict[str, Any]
+        self,
+        state: ServerMoments,
+        facts: Facts,
+        replies: Replies,
+        model: dict[str, Any],
     ) -> tuple[dict[str, Any], ServerMoments]:
         """Step every floating entry except running statistics from its previous value."""
-        # Also by name: InstanceNorm's running variances are not in BatchNorm's parts and must not be stepped either.
-        averaged = {*facts.parts.statistics, *split_state(facts.before).statistics, *facts.held}
+        # Also by name: InstanceNorm's running variances are not in BatchNorm's
+        # parts # and must not be stepped either.
+        averaged = {
+            *facts.parts.statistics,
+            *split_state(facts.before).statistics,
+            *facts.held,
+        }
         moments = dict(state.moments)
         for name, mean in model.items():
             if name in averaged or not np.issubdtype(mean.dtype, np.floating):
                 continue
             x = facts.before[name].astype(np.float64)
-            step, moments[name] = self.step(facts.number, mean.astype(np.float64) - x, moments.get(name, ()))
+            step, moments[name] = self.step(
+                facts.number, mean.astype(np.float64) - x, moments.get(name, ())
+            )
             model[name] = (x + step).astype(mean.dtype)
         return model, ServerMoments(moments)
 
     def advice(self, state: ServerMoments, number: int, known: list[str]) -> list[str]:
         """Add the server's learning rate."""
-        rate, default = getattr(self.params, self.server_rate), type(self.params).model_fields[self.server_rate].default
+        rate, default = (
+            getattr(self.params, self.server_rate),
+            type(self.params).model_fields[self.server_rate].default,
+        )
         given = f"server-learning-rate={rate:g}"
-        remedy = f"{given}. In small runs its default, {default:g}, helped." if rate > default else f"lower {given}."
+        remedy = (
+            f"{given}. In small runs its default, {default:g}, helped."
+            if rate > default
+            else f"lower {given}."
+        )
         return [*known, f"Or the server's steps are too large: {remedy}"]
 
 
@@ -135,14 +178,21 @@ class FedAdagradMethod(ServerStep[A]):
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
     server_rate = "eta"
-    ignored: ClassVar[Mapping[str, str]] = {"eta_l": "the clients' learning rate is that of their own training"}
+    ignored: ClassVar[Mapping[str, str]] = {
+        "eta_l": "the clients' learning rate is that of their own training"
+    }
 
-    def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
+    def step(
+        self, number: int, delta: Array, moments: Moments
+    ) -> tuple[Array, Moments]:
         """Return eta_t m / (sqrt(v) + tau), and (m, v)."""
         m, v = moments or (np.zeros(()), np.zeros(()))
         m = self.beta_1 * m + (1 - self.beta_1) * delta
         v = self.second_moment(v, delta**2)
-        return np.asarray(self.rate(number) * m / (np.sqrt(v) + self.params.tau)), (m, v)
+        return np.asarray(self.rate(number) * m / (np.sqrt(v) + self.params.tau)), (
+            m,
+            v,
+        )
 
     @property
     def beta_1(self) -> float:
@@ -159,7 +209,9 @@ class FedAdagradMethod(ServerStep[A]):
 
 
 class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
-    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
+    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step
+    corrected for the start.
+    """
 
     name = "fedadam"
     summary_line = "FedAvg with Adam on the server; BN statistics averaged"
@@ -175,13 +227,21 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
         return self.params.beta_2 * v + (1 - self.params.beta_2) * square
 
     def rate(self, number: int) -> float:
-        """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's exponent."""
+        """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's
+        exponent.
+        """
         t = number + 1
-        return float(self.params.eta * math.sqrt(1 - self.params.beta_2**t) / (1 - self.params.beta_1**t))
+        return float(
+            self.params.eta
+            * math.sqrt(1 - self.params.beta_2**t)
+            / (1 - self.params.beta_1**t)
+        )
 
 
 class FedYogiMethod(FedAdamMethod):
-    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
+    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2,
+    independent of the distance.
+    """
 
     name = "fedyogi"
     summary_line = "FedAvg with Yogi on the server; BN statistics averaged"
@@ -203,12 +263,16 @@ class FedAdagrad(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
+    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step
+    corrected for the start.
+    """
 
     method = FedAdamMethod
 
 
 class FedYogi(Strategy):
-    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
+    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2,
+    independent of the distance.
+    """
 
     method = FedYogiMethod

@@ -1,6 +1,7 @@
 r"""FedProx: FedAvg with a proximal term in the local loss.
 
-Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2.
+Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127,
+Algorithm 2.
 
 ## When
 
@@ -10,8 +11,8 @@ Not when: the trouble is BatchNorm's: the penalty does not touch its statistics.
 
 ## Problem
 
-With different data and many local steps the clients drift away from the global model, each in its own direction. A
-penalty on the distance holds them together.
+With different data and many local steps the clients drift away from the global model,
+each in its own direction. A penalty on the distance holds them together.
 
 ## Algorithm
 
@@ -19,12 +20,13 @@ In round $t$ client $k$ minimises
 
 $$F_k(w) + \frac{\mu}{2} \lVert w - w^t \rVert^2$$
 
-$\mu$ is `proximal_mu`. $w^t$ are the trainable parameters as received; running statistics have no gradient and no
-penalty. The server averages as FedAvg.
+$\mu$ is `proximal_mu`. $w^t$ are the trainable parameters as received; running
+statistics have no gradient and no penalty. The server averages as FedAvg.
 
 ## Differs from the paper
 
-None known. A client does a fixed number of steps, so gamma-inexactness is what those steps reach.
+None known. A client does a fixed number of steps, so gamma-inexactness is what those
+steps reach.
 
 ## Law
 
@@ -59,7 +61,9 @@ class ProximalTerm(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Store the trainable parameters as received."""
-        self._received = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+        self._received = {
+            p: p.detach().clone() for p in model.parameters() if p.requires_grad
+        }
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
@@ -68,7 +72,9 @@ class ProximalTerm(ClientHook):
         for p in model.parameters():
             if p.requires_grad and p not in self._received:  # it was frozen until now
                 self._received[p] = p.detach().clone()
-        squares = [_real(p - start).square().sum() for p, start in self._received.items()]
+        squares = [
+            _real(p - start).square().sum() for p, start in self._received.items()
+        ]
         return self.mu / 2 * torch.stack(squares).sum()
 
 
@@ -89,20 +95,24 @@ class FedProxMethod(Method[P, S]):
     source = "Li 2020, arXiv:1812.06127"
     role: ClassVar[Role] = "client-hooks"
     Params = FedProxParams
-    client_hooks = {"proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))}
+    client_hooks = {
+        "proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))
+    }
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
         """Send mu."""
         return [Ask("proximal", {PROXIMAL_MU: self.params.proximal_mu})]
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Add mu: a step on the proximal term alone overshoots if the learning rate times mu is above 2."""
+        """Add mu: a step on the proximal term alone overshoots if the learning rate
+        times mu is above 2.
+        """
         mu = self.params.proximal_mu
         if mu == 0:
             return known
         too_large = (
-            f"With proximal-mu={mu:g} a learning-rate above 2 / proximal-mu diverges by the proximal term alone: lower "
-            "one of them."
+            f"With proximal-mu={mu:g} a learning-rate above 2 / proximal-mu diverges by"
+            " the proximal term alone: lower one of them."
         )
         return [*known, too_large]
 

@@ -1,73 +1,86 @@
-r"""FedTAN: in the first local step of each round all clients act as one batch, layer by layer.
+r"""FedTAN: in the first local step of each round all clients act as one batch, layer by
+layer.
 
-Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982,
-Algorithms 1-3.
+Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID
+Data?", arXiv:2301.02982, Algorithms 1-3.
 
 ## When
 
-Use when: label skew with few local steps, and all clients of a round answer at the same time. With one step a round is
-a step of one machine.
+Use when: label skew with few local steps, and all clients of a round answer at the same
+time. With one step a round is a step of one machine.
 
 Not when: each message is dear and no channel can be opened, or clients often drop out.
 
 ## Problem
 
-A BN layer makes the output for one sample depend on the whole batch. With different data in each client the local
-statistics differ, and so do the gradients that pass through them: their average is not the gradient on the union of the
-data. Synchronising the statistics is not enough: the gradients with respect to them must be synchronised, too.
+A BN layer makes the output for one sample depend on the whole batch. With different
+data in each client the local statistics differ, and so do the gradients that pass
+through them: their average is not the gradient on the union of the data. Synchronising
+the statistics is not enough: the gradients with respect to them must be synchronised,
+too.
 
 ## Algorithm
 
-Client $i$ has the weight $p_i = |D_i| / \sum_j |D_j|$ and makes $E$ local steps. It has $n_i$ elements per channel,
-$F_i$ is its loss, the mean over its batch, and $s = \sqrt{\sigma^2 + \epsilon}$. The first local step exchanges,
-forward at each BN layer with input $y$ and normalised output $\hat{x}$:
+Client $i$ has the weight $p_i = |D_i| / \sum_j |D_j|$ and makes $E$ local steps. It has
+$n_i$ elements per channel, $F_i$ is its loss, the mean over its batch, and
+$s = \sqrt{\sigma^2 + \epsilon}$. The first local step exchanges, forward at each BN
+layer with input $y$ and normalised output $\hat{x}$:
 
 $$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2], \qquad \hat{x} = \frac{y - \mu}{s}$$
 
-and backward, in reverse order, with $g = \partial F_i / \partial \hat{x}$ and sums over the client's elements:
+and backward, in reverse order, with $g = \partial F_i / \partial \hat{x}$ and sums over
+the client's elements:
 
 $$\frac{\partial F_i}{\partial \sigma^2} = -\frac{1}{2} \sum g \, (y - \mu) \, s^{-3}, \qquad
 \frac{\partial F_i}{\partial \mu} = -\frac{1}{s} \sum g$$
 
-The server forms $D_{\sigma} = \sum_i p_i \, \partial F_i / \partial \sigma^2$ and $D_{\mu} = \sum_i p_i \, \partial F_i
-/ \partial \mu$, and each client goes on with
+The server forms $D_{\sigma} = \sum_i p_i \, \partial F_i / \partial \sigma^2$ and
+$D_{\mu} = \sum_i p_i \, \partial F_i / \partial \mu$, and each client goes on with
 
 $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + D_{\sigma} \frac{2 (y - \mu)}{n_i} + \frac{D_{\mu}}{n_i}$$
 
-Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local steps. Then everything is averaged, eq.
-(7).
+Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local steps. Then
+everything is averaged, eq. (7).
 
-`fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in fewer exchanges, $\sigma^2 =
-\sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$. `union_batch_size` is the sum of the first batches. The arithmetic of a
-synchronised layer is in `batchnorm/sync`; how the exchanges travel is in `transport`,
-`server/synchronised_training.py`, `server/synchronised_step.py` and `server/step_by_messages.py`.
+`fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in
+fewer exchanges, $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
+`union_batch_size` is the sum of the first batches. The arithmetic of a synchronised
+layer is in `batchnorm/sync`; how the exchanges travel is in `transport`,
+`server/synchronised_training.py`, `server/synchronised_step.py` and
+`server/step_by_messages.py`.
 
-A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot be synchronised. A `TorchClient`
-tries a step before the first round and says so; the run ends if no client can take part. Other clients raise the error
-at their first exchange.
+A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot
+be synchronised. A `TorchClient` tries a step before the first round and says so; the
+run ends if no client can take part. Other clients raise the error at their first
+exchange.
 
-Every client must call the same BN layers in its first local step, in the same order. A `TorchClient` whose model skips
-layers at random (stochastic depth) is refused before the first round. Where inputs decide, the clients that do other
-than most are dropped in the round, with the layer's name.
+Every client must call the same BN layers in its first local step, in the same order. A
+`TorchClient` whose model skips layers at random (stochastic depth) is refused before
+the first round. Where inputs decide, the clients that do other than most are dropped in
+the round, with the layer's name.
 
-A client lost in the middle of the step is dropped, and the others redo the step from its first exchange: the round
-equals one without that client. A client lost after its last exchange leaves a step that contains its batch. That step
-stands; only the client's model is missing in the average. So it is where most clients finish the step and one calls a
-further layer. The log says which of the two happened.
+A client lost in the middle of the step is dropped, and the others redo the step from
+its first exchange: the round equals one without that client. A client lost after its
+last exchange leaves a step that contains its batch. That step stands; only the client's
+model is missing in the average. So it is where most clients finish the step and one
+calls a further layer. The log says which of the two happened.
 
 ## Differs from the paper
 
-Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's (2b) and (6) are biased). One SGD
-optimizer does all $E$ steps (the authors' code restarts it after the first).
+Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's
+(2b) and (6) are biased). One SGD optimizer does all $E$ steps (the authors' code
+restarts it after the first).
 
-With the variance a client sends $b_i / n_i$, its examples per element, one number for each layer. All clients take $n =
-B / \sum_i p_i b_i / n_i$, with $B$ examples in the union, and have equal running statistics, to the bit. This is the
-number of elements in the union, unless an example has more elements at one client than at another (images of several
-sizes).
+With the variance a client sends $b_i / n_i$, its examples per element, one number for
+each layer. All clients take $n = B / \sum_i p_i b_i / n_i$, with $B$ examples in the
+union, and have equal running statistics, to the bit. This is the number of elements in
+the union, unless an example has more elements at one client than at another (images of
+several sizes).
 
 ## Law
 
-With $E = 1$ and plain SGD the averaged model equals one centralized step on $\sum_i p_i F_i$.
+With $E = 1$ and plain SGD the averaged model equals one centralized step on
+$\sum_i p_i F_i$.
 """
 
 from __future__ import annotations
@@ -78,10 +91,23 @@ from typing import ClassVar
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, refuse_batch_renorm, synchronised
+from fedbn_flwr.batchnorm.sync import (
+    Backward,
+    ExchangeScheme,
+    refuse_batch_renorm,
+    synchronised,
+)
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.method import Ask, Facts, HookContext, Method, Problem, Role, RunSettings
+from fedbn_flwr.server.method import (
+    Ask,
+    Facts,
+    HookContext,
+    Method,
+    Problem,
+    Role,
+    RunSettings,
+)
 from fedbn_flwr.server.method_params import FedTANParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
@@ -97,11 +123,16 @@ BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "cl
 class SynchroniseFirstStep(ClientHook):
     """Client half: the BN layers of the first step use ``reducer``.
 
-    ``batch_size`` is the size of the first batch that this client has reported; the other clients rely on it.
+    ``batch_size`` is the size of the first batch that this client has reported; the
+    other clients rely on it.
     """
 
     def __init__(
-        self, reducer: Reducer, exchanges: ExchangeScheme, backward: Backward, batch_size: int | None = None
+        self,
+        reducer: Reducer,
+        exchanges: ExchangeScheme,
+        backward: Backward,
+        batch_size: int | None = None,
     ) -> None:
         self._reducer = reducer
         self._batch_size = batch_size
@@ -117,9 +148,12 @@ class SynchroniseFirstStep(ClientHook):
         """Synchronise the first step.
 
         Raises:
-            RetryStep: another client was lost; the caller must repeat the step with the same state and batch.
-            StopStep: the step travels in messages, and its next exchange has no answer yet.
-            NormLayerError: a layer cannot be synchronised, or none was called in train mode.
+            RetryStep: another client was lost; the caller must repeat the step with the
+                same state and batch.
+            StopStep: the step travels in messages, and its next exchange has no answer
+                yet.
+            NormLayerError: a layer cannot be synchronised, or none was called in train
+                mode.
             DataError: the batch does not have the size that this client has reported.
         """
         if step > 0:
@@ -127,8 +161,9 @@ class SynchroniseFirstStep(ClientHook):
             return
         if self._batch_size not in (None, batch_size):
             raise DataError(
-                f"the first batch has {batch_size} examples; this client's answer to the query said batch-size "
-                f"{self._batch_size}, which the other clients count on"
+                f"the first batch has {batch_size} examples; this client's answer to"
+                f" the query said batch-size {self._batch_size}, which the other"
+                " clients count on"
             )
         refuse_batch_renorm(model)
         union = self._reducer.begin()
@@ -150,7 +185,8 @@ def _make_hook(context: HookContext) -> ClientHook:
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
     reducer = context.reducer
     if reducer is None:
-        from fedbn_flwr.transport.grpc_channel import connect  # only where a channel is used
+        # only where a channel is used
+        from fedbn_flwr.transport.grpc_channel import connect
 
         reducer = connect(config)
     return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
@@ -174,11 +210,17 @@ class FedTANMethod(Method[FedTANParams]):
     def exchanges(self) -> Exchanges:
         """Return what a BN call exchanges: mean, variance and two gradients.
 
-        2L+1 sends mean and variance together, and what rounding took from the mean. With the variance goes a column of
-        the examples per element.
+        2L+1 sends mean and variance together, and what rounding took from the mean.
+        With the variance goes a column of the examples per element.
         """
         p = self.params
-        link = LinkSettings(p.fedtan_transport, p.fedtan_timeout, p.fedtan_bind, p.fedtan_address, p.fedtan_tls_dir)
+        link = LinkSettings(
+            p.fedtan_transport,
+            p.fedtan_timeout,
+            p.fedtan_bind,
+            p.fedtan_address,
+            p.fedtan_tls_dir,
+        )
         backward = (1, 2) if self.backward == "global" else (0, 0)
         if p.fedtan_exchanges == "2L+1":
             return Exchanges((1, 3), backward, "each", link, apart=3)
@@ -190,13 +232,20 @@ class FedTANMethod(Method[FedTANParams]):
         return [Ask("synchronise-first-step", config)]
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse batch renormalisation; name the settings of the channel if the exchanges do not use it."""
+        """Refuse batch renormalisation; name the settings of the channel if the
+        exchanges do not use it.
+        """
         if run.norm == "batch-renorm":
-            text = f"{self.name} synchronises BatchNorm; norm=batch-renorm corrects it locally"
+            text = (
+                f"{self.name} synchronises BatchNorm; norm=batch-renorm corrects it"
+                " locally"
+            )
             yield Problem("batch-renorm", text)
         if self.params.fedtan_transport != "channel":
             for key in ("fedtan_bind", "fedtan_address", "fedtan_tls_dir"):
-                yield Problem("no-channel", "it is for fedtan-transport=channel", "unused", key)
+                yield Problem(
+                    "no-channel", "it is for fedtan-transport=channel", "unused", key
+                )
 
 
 class FedTAN(Strategy):

@@ -1,29 +1,33 @@
 r"""FedTAN-II: FedTAN for M rounds, then FedAvg with the BN statistics frozen.
 
-Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982, 5.4.
+Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID
+Data?", arXiv:2301.02982, 5.4.
 
 ## When
 
-Use when: as FedTAN, where its messages can be paid for a part of the rounds only, and with many local steps.
+Use when: as FedTAN, where its messages can be paid for a part of the rounds only, and
+with many local steps.
 
 Not when: the rate cannot be lowered when the statistics freeze.
 
 ## Problem
 
-FedTAN needs many exchanges in every round. After some rounds the statistics are good, and frozen ones need no exchange.
+FedTAN needs many exchanges in every round. After some rounds the statistics are good,
+and frozen ones need no exchange.
 
 ## Algorithm
 
-Rounds $1 \dots M$ are FedTAN's. From round $M + 1$ on, BN is in eval mode with the statistics after round $M$, and the
-round is FedAvg's, as in FixBN with $T^* = M$.
+Rounds $1 \dots M$ are FedTAN's. From round $M + 1$ on, BN is in eval mode with the
+statistics after round $M$, and the round is FedAvg's, as in FixBN with $T^* = M$.
 
-$M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN's window rule with $W$ =
-`freeze_window` and $\tau$ = `freeze_tau`.
+$M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN's window
+rule with $W$ = `freeze_window` and $\tau$ = `freeze_tau`.
 
 ## Differs from the paper
 
-As FedTAN. The automatic $M$ is ours. What changes after round 8000 in the paper's runs with momentum is the learning
-rate ("$\gamma$ is further reduced to 0.0001"); the momentum stays 0.9: `lr-decay-at=freeze,6000,8000`.
+As FedTAN. The automatic $M$ is ours. What changes after round 8000 in the paper's runs
+with momentum is the learning rate ("$\gamma$ is further reduced to 0.0001"); the
+momentum stays 0.9: `lr-decay-at=freeze,6000,8000`.
 
 ## Law
 
@@ -72,7 +76,10 @@ class FedTAN2Method(FreezingMethod[FedTAN2Params]):
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask for FedTAN's step in the first M rounds, and for what FixBN asks."""
         first = self.phase(state, facts.number) != "frozen"
-        return [*(self._fedtan.on_clients(None, facts) if first else []), *super().on_clients(state, facts)]
+        return [
+            *(self._fedtan.on_clients(None, facts) if first else []),
+            *super().on_clients(state, facts),
+        ]
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Yield the problems of both."""

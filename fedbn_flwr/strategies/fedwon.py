@@ -1,29 +1,33 @@
-r"""FedWon: FedAvg of a network without normalisation, its convolutions with standardised weights, gradients clipped.
+r"""FedWon: FedAvg of a network without normalisation, its convolutions with
+standardised weights, gradients clipped.
 
-Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv:2306.05879; AGC of
-Brock et al. 2021, arXiv:2102.06171.
+Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without
+Normalization", arXiv:2306.05879; AGC of Brock et al. 2021, arXiv:2102.06171.
 
 ## When
 
 Use when: the network is made of convolutions, and batches are very small.
 
-Not when: the network is given, pretrained with BatchNorm, or has few convolutions; the rate cannot be tuned.
+Not when: the network is given, pretrained with BatchNorm, or has few convolutions; the
+rate cannot be tuned.
 
 ## Problem
 
-BN statistics differ between domains, and with small batches they are noise. A network without BN has no statistics to
-average; standardised weights and clipped gradients keep its training stable.
+BN statistics differ between domains, and with small batches they are noise. A network
+without BN has no statistics to average; standardised weights and clipped gradients keep
+its training stable.
 
 ## Algorithm
 
-The network is made by `model, report = replace_norm(model, "wsconv")`. Each convolution uses, per output channel with
-mean $\mu_W$ and standard deviation $\sigma_W$ of its weights,
+The network is made by `model, report = replace_norm(model, "wsconv")`. Each convolution
+uses, per output channel with mean $\mu_W$ and standard deviation $\sigma_W$ of its
+weights,
 
 $$\hat{W} = \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fan-in}}}, \qquad
 \gamma = \sqrt{\frac{2}{1 - 1/\pi}} \text{ for ReLU}$$
 
-After the backward pass, and before weight decay and momentum, each gradient $G$ is clipped against its weights $W$,
-unit by unit, the classifier's last layer left out:
+After the backward pass, and before weight decay and momentum, each gradient $G$ is
+clipped against its weights $W$, unit by unit, the classifier's last layer left out:
 
 $$G \leftarrow \lambda \, \frac{\lVert W \rVert_+}{\lVert G \rVert} G \quad \text{if} \quad
 \lVert G \rVert > \lambda \lVert W \rVert_+, \qquad \lVert W \rVert_+ = \max(\lVert W \rVert, 10^{-3})$$
@@ -32,7 +36,8 @@ $\lambda$ is `agc`, a setting of every strategy. The server averages as FedAvg.
 
 ## Differs from the paper
 
-None known. The learnable gain per channel of Brock et al. is an option: `replace_norm(model, "wsconv", gain=True)`.
+None known. The learnable gain per channel of Brock et al. is an option:
+`replace_norm(model, "wsconv", gain=True)`.
 
 ## Law
 
@@ -64,28 +69,46 @@ class FedWonMethod(Method[FedWonParams]):
     Params = FedWonParams
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse a model with another norm, and one without filters of more than one weight to standardise."""
+        """Refuse a model with another norm, and one without filters of more than one
+        weight to standardise.
+        """
         if run.norm != "wsconv":
-            text = f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv"
+            text = (
+                f"strategy=fedwon trains without normalisation: norm={run.norm} must be"
+                " wsconv"
+            )
             yield Problem("fedwon-norm", text)
         if run.parts is None:
             return
         if run.parts.layers:
             text = f"{self.title} trains without normalisation"
-            remedy = "a model without them: model, report = replace_norm(model, 'wsconv')"
-            yield Problem("fedwon-has-batchnorm", text, "model", has=run.parts.named_layers(), remedy=remedy)
-        if not any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in run.shapes.values()):
+            remedy = (
+                "a model without them: model, report = replace_norm(model, 'wsconv')"
+            )
+            yield Problem(
+                "fedwon-has-batchnorm",
+                text,
+                "model",
+                has=run.parts.named_layers(),
+                remedy=remedy,
+            )
+        if not any(
+            len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in run.shapes.values()
+        ):
             text = f"{self.title} standardises the weights of convolutions"
             remedy = "FedAvg, or a model with convolutions"
-            yield Problem("fedwon-no-convolution", text, "model", has="none", remedy=remedy)
+            yield Problem(
+                "fedwon-no-convolution", text, "model", has="none", remedy=remedy
+            )
 
     def advice(self, state: None, number: int, known: list[str]) -> list[str]:
         """Name gradient clipping, which takes the place of the normalisation."""
         agc = self.params.agc
         clipping = "" if 0 < agc <= 0.1 else "agc=0.1, or "
         cause = (
-            f"Likely cause: without normalisation the training steps are too large; agc={agc:g}. What helped in small "
-            f"runs: {clipping}a tenth of the learning-rate."
+            "Likely cause: without normalisation the training steps are too large;"
+            f" agc={agc:g}. What helped in small runs: {clipping}a tenth of the"
+            " learning-rate."
         )
         return [cause, *known[1:]]
 

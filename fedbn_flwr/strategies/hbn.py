@@ -1,69 +1,82 @@
-r"""HBN: BatchNorm trains with a mixture of batch and global statistics; each client learns its share per channel.
+r"""HBN: BatchNorm trains with a mixture of batch and global statistics; each client
+learns its share per channel.
 
-Chen, Xu, Wu, Kittler 2025, "Hybrid Batch Normalisation: Resolving the Dilemma of Batch Normalisation in Federated
-Learning", ICML, PMLR 267:9500-9515, arXiv:2505.21877. Written after the abstract, the figure of the layer and the
-public code (HybridBN, commit 1c0e151); the full text was not read.
+Chen, Xu, Wu, Kittler 2025, "Hybrid Batch Normalisation: Resolving the Dilemma of Batch
+Normalisation in Federated Learning", ICML, PMLR 267:9500-9515, arXiv:2505.21877.
+Written after the abstract, the figure of the layer and the public code (HybridBN,
+commit 1c0e151); the full text was not read.
 
 ## When
 
-Use when: label skew or small batches, clients that take part often, and a further pass over the data is affordable.
+Use when: label skew or small batches, clients that take part often, and a further pass
+over the data is affordable.
 
 Not when: clients come once: alpha stays with each.
 
 ## Problem
 
-A batch's statistics differ between clients, and from those of the test. Global statistics alone, as in FBN and FixBN,
-lose what keeps BN stable: the gradient through the statistics, and values that fit the present weights. HBN takes a
-part of each.
+A batch's statistics differ between clients, and from those of the test. Global
+statistics alone, as in FBN and FixBN, lose what keeps BN stable: the gradient through
+the statistics, and values that fit the present weights. HBN takes a part of each.
 
 ## Algorithm
 
-In training, with the batch's mean $\mu_B$ and biased variance $v_B$, the global $\mu_g$ and $v_g$, and
-$a = \mathrm{sigmoid}(-\alpha)$ per channel:
+In training, with the batch's mean $\mu_B$ and biased variance $v_B$, the global $\mu_g$
+and $v_g$, and $a = \mathrm{sigmoid}(-\alpha)$ per channel:
 
 $$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
 y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
 
-$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with the learning rate (the
-largest one of its groups), without weight decay, and it stays with the client.
-Gradients flow through $\mu_B$, $v_B$ and $\alpha$. In tests $\mu_g$ and $v_g$ normalise.
+$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the
+parameters, with the learning rate (the largest one of its groups), without weight
+decay, and it stays with the client. Gradients flow through $\mu_B$, $v_B$ and $\alpha$.
+In tests $\mu_g$ and $v_g$ normalise.
 
-A client first passes its data through the received weights, each batch normalised with its own statistics, and then
-trains; it sends the moments of the pass. The server merges them by their counts, as StaticBN, to $(m, v)$, and moves
-the global statistics with $\mu$ = `statistics-momentum`:
+A client first passes its data through the received weights, each batch normalised with
+its own statistics, and then trains; it sends the moments of the pass. The server merges
+them by their counts, as StaticBN, to $(m, v)$, and moves the global statistics with
+$\mu$ = `statistics-momentum`:
 
 $$(\mu_g, v_g) \leftarrow (1 - \mu) (\mu_g, v_g) + \mu \, (m, v)$$
 
-The first `statistics-warm-up` rounds with a result are FedAvg's, and the pooled statistics replace the global ones;
-with a trained model use 0. These statistics are those of the round's participants alone, and with $\mu$ = 0.1 they
-still weigh 35 % after ten more rounds: with few clients a round take a longer warm-up or a larger $\mu$.
+The first `statistics-warm-up` rounds with a result are FedAvg's, and the pooled
+statistics replace the global ones; with a trained model use 0. These statistics are
+those of the round's participants alone, and with $\mu$ = 0.1 they still weigh 35 %
+after ten more rounds: with few clients a round take a longer warm-up or a larger $\mu$.
 
 ## Differs from the paper
 
-Ours: the warm-up, the momentum of 0.1, no weight decay on $\alpha$, tests with the global statistics as they are
-(`recalibrate=true` re-estimates them before each test). The public code differs from what the figure and the abstract
-say:
+Ours: the warm-up, the momentum of 0.1, no weight decay on $\alpha$, tests with the
+global statistics as they are (`recalibrate=true` re-estimates them before each test).
+The public code differs from what the figure and the abstract say:
 
 1. Its $a$ is sigmoid(+$\alpha$). Both start at 1/2; saved values cannot be exchanged.
-2. Its pass records the mixed statistics, whose fixed point has too small a variance between clients: $a$ times it.
-3. Its pass reads one batch: the first 64 examples in index order, which are a client's lowest classes, augmented.
-4. Clients count there with at most 64 examples, and counts are examples, not elements per channel.
-5. The momentum in training is 0.002: after 501 rounds the constants 0 and 1 of the start still weigh 37 % or more.
-6. Its tests use statistics re-estimated from the participants of that round; the saved model is another one.
+2. Its pass records the mixed statistics, whose fixed point has too small a variance
+   between clients: $a$ times it.
+3. Its pass reads one batch: the first 64 examples in index order, which are a client's
+   lowest classes, augmented.
+4. Clients count there with at most 64 examples, and counts are examples, not elements
+   per channel.
+5. The momentum in training is 0.002: after 501 rounds the constants 0 and 1 of the
+   start still weigh 37 % or more.
+6. Its tests use statistics re-estimated from the participants of that round; the saved
+   model is another one.
 7. $\alpha$ is averaged into the global model, too, until a client has its own.
-8. Only BatchNorm2d, without its trained values, its eps 1e-5; affine=False fails in training. Gradients are clipped to
-   norm 10, small last batches and clients left out, momentum begins anew in each round.
+8. Only BatchNorm2d, without its trained values, its eps 1e-5; affine=False fails in
+   training. Gradients are clipped to norm 10, small last batches and clients left out,
+   momentum begins anew in each round.
 9. The commands of its README end with an error: `--iid` takes no value.
 
-[Its numbers](../results/which-method.md#hbns-public-code-beside-ours): a run of it beside ours,
-and its parts driven alone.
+[Its numbers](../results/which-method.md#hbns-public-code-beside-ours): a run of it
+beside ours, and its parts driven alone.
 
 ## Law
 
-With $a$ = 1 the layer is BatchNorm in train mode, with $a$ = 0 a round is FBN's with `fbn-measure=pass`. Where batch
-and global statistics are equal, $\alpha$ has no effect and no gradient. The pooled statistics of the first BN layer are
-those of one pass over the union. A round of one step is a centralized step with frozen BN only for $a$ = 0; otherwise
-it is no centralized step.
+With $a$ = 1 the layer is BatchNorm in train mode, with $a$ = 0 a round is FBN's with
+`fbn-measure=pass`. Where batch and global statistics are equal, $\alpha$ has no effect
+and no gradient. The pooled statistics of the first BN layer are those of one pass over
+the union. A round of one step is a centralized step with frozen BN only for $a$ = 0;
+otherwise it is no centralized step.
 """
 
 from __future__ import annotations
@@ -78,7 +91,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, batch_statistics, pool
-from fedbn_flwr.batchnorm.taken_forward import normalise, replaceable_layers, take_forward
+from fedbn_flwr.batchnorm.taken_forward import (
+    normalise,
+    replaceable_layers,
+    take_forward,
+)
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Replies
@@ -86,24 +103,40 @@ from fedbn_flwr.server.method_params import HBNParams
 from fedbn_flwr.server.replies import channel_shapes
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
-from fedbn_flwr.strategies.fbn import WARM_UP, Pooled, PooledStatisticsMethod, SurveyedStatistics
+from fedbn_flwr.strategies.fbn import (
+    WARM_UP,
+    Pooled,
+    PooledStatisticsMethod,
+    SurveyedStatistics,
+)
 from fedbn_flwr.training.client_hook import Entries, Extras
 
 __all__ = ["HBN", "HBNMethod", "HBNState", "HybridStatistics"]
 
-ALPHA = Key("bn-alpha", "ArrayRecord: alpha of each BN layer", "server, client", "client, server")
-SHARE_ALPHA = Key("fedbn-flwr.share-alpha", "bool: the client sends its alpha", "server", "client")
+ALPHA = Key(
+    "bn-alpha",
+    "ArrayRecord: alpha of each BN layer",
+    "server, client",
+    "client, server",
+)
+SHARE_ALPHA = Key(
+    "fedbn-flwr.share-alpha", "bool: the client sends its alpha", "server", "client"
+)
 
 
 class HybridStatistics(SurveyedStatistics):
-    """Client half: BN normalises with a sigmoid(-alpha) share of the batch's statistics; alpha learns and stays here.
+    """Client half: BN normalises with a sigmoid(-alpha) share of the batch's
+    statistics; alpha learns and stays here.
 
-    In a round of the warm-up BN normalises with the batches' statistics, and alpha does not change: a client that took
-    part in the warm-up alone has none of its own.
+    In a round of the warm-up BN normalises with the batches' statistics, and alpha does
+    not change: a client that took part in the warm-up alone has none of its own.
     """
 
     initial = 0.0
-    of_all_steps = "alpha, which the model does not hold, is that of the last step: return the weights of this step"
+    of_all_steps = (
+        "alpha, which the model does not hold, is that of the last step: return the"
+        " weights of this step"
+    )
 
     def __init__(self, warm_up: bool, share: bool) -> None:
         super().__init__(warm_up)
@@ -124,27 +157,32 @@ class HybridStatistics(SurveyedStatistics):
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer train alpha until the end, with the largest rate of its groups and without weight decay.
+        """Let the optimizer train alpha until the end, with the largest rate of its
+        groups and without weight decay.
 
         Raises:
-            ConfigError: the optimizer takes one group of parameters only, or is a second one.
+            ConfigError: the optimizer takes one group of parameters only, or is a
+                second one.
         """
         if self._optimizer is not None:
             raise ConfigError(
-                "hbn: alpha learns in one optimizer, and this is a second one. Give all parameters to one optimizer; "
-                "each group may have its own rate."
+                "hbn: alpha learns in one optimizer, and this is a second one. Give all"
+                " parameters to one optimizer; each group may have its own rate."
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "hbn: LBFGS takes one group of parameters, and alpha is one more, which has no weight decay. Use "
-                "another optimizer, e.g. SGD or Adam."
+                "hbn: LBFGS takes one group of parameters, and alpha is one more, which"
+                " has no weight decay. Use another optimizer, e.g. SGD or Adam."
             )
         self._optimizer = optimizer
         if not self._alpha or self._warm_up:
             return
         groups = optimizer.param_groups
-        rate = max(group["lr"] for group in groups)  # the first group may be frozen by a rate of 0
-        optimizer.add_param_group({"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0})
+        # the first group may be frozen by a rate of 0
+        rate = max(group["lr"] for group in groups)
+        optimizer.add_param_group(
+            {"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0}
+        )
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
 
@@ -157,7 +195,9 @@ class HybridStatistics(SurveyedStatistics):
         self._finished.append(finish)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers and the optimizer, which a client may use again in the next round."""
+        """Restore the layers and the optimizer, which a client may use again in the
+        next round.
+        """
         while self._finished:
             self._finished.pop()()
         return super().end(model)
@@ -171,17 +211,29 @@ class HybridStatistics(SurveyedStatistics):
         return {**super().reply(), **({ALPHA: self._by_path()} if self._share else {})}
 
     def keep(self) -> Entries:
-        """Return alpha by layer path; after a round of the warm-up what was kept before."""
+        """Return alpha by layer path; after a round of the warm-up what was kept
+        before.
+        """
         return self._before if self._warm_up else self._by_path()
 
     def _by_path(self) -> Entries:
         paths = self._model.named_modules(remove_duplicate=False)
-        return {entry_name(path, "alpha"): self._alpha[m].detach() for path, m in paths if m in self._alpha}
+        return {
+            entry_name(path, "alpha"): self._alpha[m].detach()
+            for path, m in paths
+            if m in self._alpha
+        }
 
     def _hold(self) -> None:
         if not self._alpha:
-            first = {m: path for path, m in self._model.named_modules() if m in set(self._layers)}
-            self._alpha = {layer: self._start_of(layer, first[layer]) for layer in self._layers}
+            first = {
+                m: path
+                for path, m in self._model.named_modules()
+                if m in set(self._layers)
+            }
+            self._alpha = {
+                layer: self._start_of(layer, first[layer]) for layer in self._layers
+            }
         if self._warm_up:
             super()._hold()
         else:
@@ -189,7 +241,9 @@ class HybridStatistics(SurveyedStatistics):
 
     def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
         like: Tensor = layer.running_mean  # type: ignore[assignment]
-        zero = torch.full_like(like, self.initial, dtype=torch.promote_types(like.dtype, torch.float32))
+        zero = torch.full_like(
+            like, self.initial, dtype=torch.promote_types(like.dtype, torch.float32)
+        )
         given = self._given.get(entry_name(path, "alpha"))
         return nn.Parameter(zero if given is None else given.to(zero).clone())
 
@@ -201,24 +255,36 @@ class HybridStatistics(SurveyedStatistics):
     def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
-        if not x.numel():  # no rows have no statistics, whose NaN would reach alpha's gradient
+        # no rows have no statistics, whose NaN would reach alpha's gradient
+        if not x.numel():
             return normalise(layer, x, old_mean, old_var)
         share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
-        return normalise(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
+        return normalise(
+            layer,
+            x,
+            share * mean + (1 - share) * old_mean,
+            share * var + (1 - share) * old_var,
+        )
 
 
 @dataclass(frozen=True)
 class HBNState(Pooled):
-    """The state of HBN: ``alpha`` is the mean of the clients' alpha by entry, if they share it; empty before."""
+    """The state of HBN: ``alpha`` is the mean of the clients' alpha by entry, if they
+    share it; empty before.
+    """
 
     alpha: Mapping[str, Any] = field(default_factory=dict)
 
 
 class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
-    """FedAvg whose BN layers train with a learned mixture of batch and pooled global statistics."""
+    """FedAvg whose BN layers train with a learned mixture of batch and pooled global
+    statistics.
+    """
 
     name = "hbn"
-    summary_line = "BN trains with a learned mixture of batch and pooled global statistics"
+    summary_line = (
+        "BN trains with a learned mixture of batch and pooled global statistics"
+    )
     source = "Chen 2025, arXiv:2505.21877 (full text not read)"
     Params = HBNParams
     State = HBNState
@@ -233,7 +299,12 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         (pooled,) = super().travels(num_rounds)
         if not self.params.share_alpha:
             return (pooled,)
-        alpha = Beside(ALPHA, "channels", "share-alpha=true sends each client's alpha beside the model", down=True)
+        alpha = Beside(
+            ALPHA,
+            "channels",
+            "share-alpha=true sends each client's alpha beside the model",
+            down=True,
+        )
         return (replace(pooled, beside=(*pooled.beside, alpha)),)
 
     def on_clients(self, state: HBNState, facts: Facts) -> list[Ask]:
@@ -255,11 +326,15 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         if not self.params.share_alpha:
             return model, state
         averaged = replies.average_of(ALPHA, replies.weights)
-        new = {name: averaged[name] for name in channel_shapes(facts) if name in averaged}
+        new = {
+            name: averaged[name] for name in channel_shapes(facts) if name in averaged
+        }
         return model, replace(state, alpha={**state.alpha, **new})
 
 
 class HBN(Strategy):
-    """FedAvg whose BN layers train with a learned mixture of batch and pooled global statistics."""
+    """FedAvg whose BN layers train with a learned mixture of batch and pooled global
+    statistics.
+    """
 
     method = HBNMethod

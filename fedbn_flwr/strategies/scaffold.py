@@ -1,18 +1,20 @@
 r"""SCAFFOLD: local steps corrected by control variates, aware of BatchNorm.
 
-Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv:1910.06378,
-Algorithm 1, option II.
+Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated
+Learning", arXiv:1910.06378, Algorithm 1, option II.
 
 ## When
 
-Use when: gradients differ between clients, most of them take part in each round, and twice the floats are affordable.
+Use when: gradients differ between clients, most of them take part in each round, and
+twice the floats are affordable.
 
 Not when: clients are seen once or twice, or BatchNorm's statistics are the trouble.
 
 ## Problem
 
-With different data each client's gradient points away from the common one, and local steps drift. Each client knows
-its own direction $c_i$ and the common one $c$, and corrects every step by the difference.
+With different data each client's gradient points away from the common one, and local
+steps drift. Each client knows its own direction $c_i$ and the common one $c$, and
+corrects every step by the difference.
 
 ## Algorithm
 
@@ -24,26 +26,30 @@ After $K_i$ steps from $x$ to $y_i$:
 
 $$c_i^+ = c_i - c + \frac{x - y_i}{K_i \eta_l}$$
 
-In a training loop with a schedule or with groups of parameters $K_i \eta_l$ is the sum of the rates that the parameter
-had in its steps.
+In a training loop with a schedule or with groups of parameters $K_i \eta_l$ is the sum
+of the rates that the parameter had in its steps.
 
 The server takes unweighted means over the $S$ of $N$ clients that took part:
 
 $$x \leftarrow x + \eta_g \, \mathrm{mean}(y_i - x), \qquad c \leftarrow c + \frac{S}{N} \, \mathrm{mean}(c_i^+ - c_i)$$
 
-$\eta_l$ is the round's learning rate, $\eta_g$ is `server_learning_rate`, $K_i$ the number of the client's steps. The
-variates $c$ and $c_i$ are over trainable parameters only and start at zero. The correction is for plain SGD: momentum
-and other optimizers are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only.
+$\eta_l$ is the round's learning rate, $\eta_g$ is `server_learning_rate`, $K_i$ the
+number of the client's steps. The variates $c$ and $c_i$ are over trainable parameters
+only and start at zero. The correction is for plain SGD: momentum and other optimizers
+are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only.
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and not corrected.
+The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and
+not corrected.
 
-In the paper no reply is lost, and $N$ is known. Here a client whose reply is refused or comes too late goes back to its
-$c_i$ of before that round when the server next calls it, so that $c$ stays the mean of the $c_i$. $N$ is the largest
-number of clients with data so far, and $c$ is scaled when it grows. Two cases remain in which $c$ is not the mean: a
-client that has lost $c_i$ begins with zero, and the log names it; and a round is not undone at a node that has not said
-its partition id. Each run of a `series` begins with all variates at zero.
+In the paper no reply is lost, and $N$ is known. Here a client whose reply is refused or
+comes too late goes back to its $c_i$ of before that round when the server next calls
+it, so that $c$ stays the mean of the $c_i$. $N$ is the largest number of clients with
+data so far, and $c$ is scaled when it grows. Two cases remain in which $c$ is not the
+mean: a client that has lost $c_i$ begins with zero, and the log names it; and a round
+is not undone at a node that has not said its partition id. Each run of a `series`
+begins with all variates at zero.
 
 ## Law
 
@@ -66,7 +72,15 @@ from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, Role, RunSettings
+from fedbn_flwr.server.method import (
+    Ask,
+    Facts,
+    Method,
+    Problem,
+    Replies,
+    Role,
+    RunSettings,
+)
 from fedbn_flwr.server.method_params import ScaffoldParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
@@ -75,21 +89,24 @@ from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]
 
 _NEEDS_SGD = (
-    "scaffold corrects plain SGD: its variates are differences of the weights over K * eta, which are mean gradients "
-    "under SGD only"
+    "scaffold corrects plain SGD: its variates are differences of the weights over K *"
+    " eta, which are mean gradients under SGD only"
 )
 
-VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server")
+VARIATES = Key(
+    "variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server"
+)
 
 
 P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)
 
 
 class ControlVariates(ClientHook):
-    """Client half: add c - c_i to every gradient, and compute the new c_i from the change of the parameters.
+    """Client half: add c - c_i to every gradient, and compute the new c_i from the
+    change of the parameters.
 
-    Entries that stay with the client have no common direction, and no variates. Tied weights have one variate, under
-    the first of their names; the reply has all names.
+    Entries that stay with the client have no common direction, and no variates. Tied
+    weights have one variate, under the first of their names; the reply has all names.
     """
 
     of_all_steps = "the variates are of all steps: load other weights after the block"
@@ -103,29 +120,42 @@ class ControlVariates(ClientHook):
         self._correction: dict[str, Tensor] = {}
         self._change: dict[str, Tensor] = {}
         self._first_names: dict[str, str] = {}
-        self._rates: dict[str, Counter[float]] = {}  # for each parameter, the number of its steps with each rate
+        # for each parameter, the number of its steps with each rate
+        self._rates: dict[str, Counter[float]] = {}
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i; missing entries are zero."""
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Store x and the names of the parameters. One that begins to train later is stored then.
+        """Store x and the names of the parameters. One that begins to train later is
+        stored then.
 
         Raises:
-            ConfigError: the optimizer is not SGD, or a group has momentum or is maximised.
+            ConfigError: the optimizer is not SGD, or a group has momentum or is
+                maximised.
         """
         if not isinstance(optimizer, torch.optim.SGD):
             raise ConfigError(
-                f"{_NEEDS_SGD}; the client has the optimizer {type(optimizer).__name__.lstrip('_')}. "
-                "Use torch.optim.SGD without momentum, or another strategy"
+                f"{_NEEDS_SGD}; the client has the optimizer"
+                f" {type(optimizer).__name__.lstrip('_')}. Use torch.optim.SGD without"
+                " momentum, or another strategy"
             )
-        if momentum := max(float(group["momentum"]) for group in optimizer.param_groups):
-            raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0")
+        if momentum := max(
+            float(group["momentum"]) for group in optimizer.param_groups
+        ):
+            raise ConfigError(
+                f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0"
+            )
         if any(group.get("maximize") for group in optimizer.param_groups):
-            raise ConfigError("scaffold corrects plain SGD: the optimizer's maximize=True must be False")
+            raise ConfigError(
+                "scaffold corrects plain SGD: the optimizer's maximize=True must be"
+                " False"
+            )
         self._optimizers.append(optimizer)
-        names = {p: name for name, p in model.named_parameters() if name not in self._local}
+        names = {
+            p: name for name, p in model.named_parameters() if name not in self._local
+        }
         everywhere = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: names[p] for name, p in everywhere if p in names}
         for parameter, name in names.items():
@@ -136,16 +166,23 @@ class ControlVariates(ClientHook):
         """Store x and c - c_i of a parameter that trains."""
         self._start[name] = x = parameter.detach().clone()
         self._rates[name] = Counter()
-        self._correction[name] = self._of(self._server, name, x) - self._of(self._own, name, x)
+        self._correction[name] = self._of(self._server, name, x) - self._of(
+            self._own, name, x
+        )
 
     def gradients(self, model: nn.Module) -> None:
-        """Add c - c_i; note the rate of this step, which a schedule may change, and each group of parameters has."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        """Add c - c_i; note the rate of this step, which a schedule may change, and
+        each group of parameters has.
+        """
+        groups = [
+            group for optimizer in self._optimizers for group in optimizer.param_groups
+        ]
         rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
         for name, parameter in model.named_parameters():
             if parameter.grad is None or name in self._local:
                 continue
-            if name not in self._start and parameter.requires_grad:  # it was frozen until now, so it is still x
+            # it was frozen until now, so it is still x
+            if name not in self._start and parameter.requires_grad:
                 self._begin_with(name, parameter)
             if name in self._start:
                 parameter.grad += self._correction[name]
@@ -153,25 +190,42 @@ class ControlVariates(ClientHook):
                     self._rates[name][rates[parameter]] += 1
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 for a parameter that took no step."""
+        """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 for a parameter that took no
+        step.
+        """
         self._change = {}
         for name, parameter in model.named_parameters():
             if name in self._start:
                 went = self._start[name] - parameter.detach()
                 # K * eta for one rate: a sum of K terms would round differently.
                 total = sum(count * rate for rate, count in self._rates[name].items())
-                change = (1 / total) * went - self._of(self._server, name, went) if total else torch.zeros_like(went)
+                change = (
+                    (1 / total) * went - self._of(self._server, name, went)
+                    if total
+                    else torch.zeros_like(went)
+                )
                 self._change[name] = change
         return {}
 
     def reply(self) -> Extras:
-        """Return dc_i under every name of a parameter, because the server steps each entry."""
+        """Return dc_i under every name of a parameter, because the server steps each
+        entry.
+        """
         names = self._first_names.items()
-        return {VARIATES: {name: self._change[first] for name, first in names if first in self._change}}
+        return {
+            VARIATES: {
+                name: self._change[first]
+                for name, first in names
+                if first in self._change
+            }
+        }
 
     def keep(self) -> Entries:
         """Return c_i+ = c_i + dc_i."""
-        return {name: self._of(self._own, name, change) + change for name, change in self._change.items()}
+        return {
+            name: self._of(self._own, name, change) + change
+            for name, change in self._change.items()
+        }
 
     @staticmethod
     def _of(variates: Entries, name: str, like: Tensor) -> Tensor:
@@ -206,7 +260,9 @@ class ScaffoldMethod(Method[P, S]):
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the changes of the variates; a round whose reply is lost is undone, so that c stays the mean."""
+        """Return the changes of the variates; a round whose reply is lost is undone, so
+        that c stays the mean.
+        """
         why = "the changes of the control variates come beside the model"
         return (
             Travels(
@@ -222,37 +278,57 @@ class ScaffoldMethod(Method[P, S]):
         """Ask the clients to apply the control variates; send c."""
         return [Ask("variates", {}, {VARIATES: state.variates})]
 
-    def aggregate(self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]) -> tuple[dict[str, Any], S]:
+    def aggregate(
+        self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], S]:
         """Step x and c with the unweighted means of the clients' changes."""
         variates, num_clients = _scaled(state, facts, replies)
         shares = [1 / len(replies)] * len(replies)
         changes = [reply.extras[VARIATES] for reply in replies]
         for name in dict.fromkeys(name for change in changes for name in change):
             x = facts.before[name].astype(wide_type(facts.before[name]))
-            moved = weighted_sum([reply.state[name].astype(x.dtype) - x for reply in replies], shares)
+            moved = weighted_sum(
+                [reply.state[name].astype(x.dtype) - x for reply in replies], shares
+            )
             dtype, zero = facts.before[name].dtype, np.zeros_like(facts.before[name])
             model[name] = (x + self.params.server_learning_rate * moved).astype(dtype)
             # dc_i is zero where the client does not train this entry.
-            step = len(replies) / num_clients * weighted_sum([c.get(name, zero) for c in changes], shares)
+            step = (
+                len(replies)
+                / num_clients
+                * weighted_sum([c.get(name, zero) for c in changes], shares)
+            )
             variates[name] = (variates.get(name, 0.0) + step).astype(dtype)
         return model, replace(state, variates=variates, num_clients=num_clients)
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse momentum and other optimizers."""
         if run.optimizer != "sgd":
-            yield Problem("needs-sgd", f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd")
+            yield Problem(
+                "needs-sgd", f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd"
+            )
         if run.sgd_momentum:
-            yield Problem("needs-plain-sgd", f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
+            yield Problem(
+                "needs-plain-sgd",
+                f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must"
+                " be 0",
+            )
 
 
-def _scaled(state: Variates, facts: Facts, replies: Replies) -> tuple[dict[str, Any], int]:
-    """Return c and N; c is a mean over N clients, those without a variate included, and is scaled when N grows."""
+def _scaled(
+    state: Variates, facts: Facts, replies: Replies
+) -> tuple[dict[str, Any], int]:
+    """Return c and N; c is a mean over N clients, those without a variate included, and
+    is scaled when N grows.
+    """
     with_variate = {*facts.known, *(reply.node.label for reply in replies)}
     count = max(state.num_clients, facts.num_able, len(with_variate))
     if not count > state.num_clients > 0:
         return dict(state.variates), count
     share = state.num_clients / count
-    return {name: (c * share).astype(c.dtype) for name, c in state.variates.items()}, count
+    return {
+        name: (c * share).astype(c.dtype) for name, c in state.variates.items()
+    }, count
 
 
 class Scaffold(Strategy):

@@ -1,22 +1,26 @@
 r"""SiloBN: BN statistics stay with the client, gamma and beta are shared.
 
-Andreux et al. 2020, "Siloed Federated Learning for Multi-Centric Histopathology Datasets", arXiv:2008.07424, section 3.
+Andreux et al. 2020, "Siloed Federated Learning for Multi-Centric Histopathology
+Datasets", arXiv:2008.07424, section 3.
 
 ## When
 
-Use when: as FedBN, where a client has too few examples to learn a gamma and beta of its own.
+Use when: as FedBN, where a client has too few examples to learn a gamma and beta of its
+own.
 
 Not when: one model must know classes that a client lacks.
 
 ## Problem
 
-Hospitals have different scanners, and so different statistics in the BN layers. The average of these statistics fits
-no hospital. They describe the data of one client, so they stay there; gamma and beta are learned, so they are shared.
+Hospitals have different scanners, and so different statistics in the BN layers. The
+average of these statistics fits no hospital. They describe the data of one client, so
+they stay there; gamma and beta are learned, so they are shared.
 
 ## Algorithm
 
-Client $i$ has the state $(w, s_i)$: $s_i$ holds running statistics and counters, $w$ all other entries, gamma and
-beta included. It trains both, and the server averages only $w$:
+Client $i$ has the state $(w, s_i)$: $s_i$ holds running statistics and counters, $w$
+all other entries, gamma and beta included. It trains both, and the server averages only
+$w$:
 
 $$w = \sum_i p_i w_i, \qquad s_i \text{ stays with client } i$$
 
@@ -28,7 +32,8 @@ None known.
 
 ## Law
 
-With one client the client's model is FedAvg's, bit for bit. A model without BN is refused.
+With one client the client's model is FedAvg's, bit for bit. A model without BN is
+refused.
 """
 
 from __future__ import annotations

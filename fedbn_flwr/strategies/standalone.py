@@ -1,21 +1,24 @@
 """Standalone: every client alone; nothing is shared.
 
-The lower reference of FedWon (arXiv:2306.05879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
+The lower reference of FedWon (arXiv:2306.05879, "Standalone") and FedTAN
+(arXiv:2301.02982, "SingleNet").
 
 ## When
 
-Use when: a lower reference is needed: a federation must beat it at each client, in the same test.
+Use when: a lower reference is needed: a federation must beat it at each client, in the
+same test.
 
 Not when: a shared model is wanted.
 
 ## Problem
 
-A federation is useful only where it beats what each client reaches without it. This method measures that.
+A federation is useful only where it beats what each client reaches without it. This
+method measures that.
 
 ## Algorithm
 
-Client $i$ keeps its whole state $x_i$ and trains it in every round. The server averages nothing. The first $x_i$ is
-the common start, which is sent in a client's first round.
+Client $i$ keeps its whole state $x_i$ and trains it in every round. The server averages
+nothing. The first $x_i$ is the common start, which is sent in a client's first round.
 
 ## Differs from the paper
 

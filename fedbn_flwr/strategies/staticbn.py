@@ -1,38 +1,43 @@
-r"""StaticBN: clients train on batch statistics alone; the running statistics are re-estimated before a test.
+r"""StaticBN: clients train on batch statistics alone; the running statistics are
+re-estimated before a test.
 
-Diao, Ding, Tarokh 2021, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
-Clients", arXiv:2010.01264, "static Batch Normalization" (sBN).
+Diao, Ding, Tarokh 2021, "HeteroFL: Computation and Communication Efficient Federated
+Learning for Heterogeneous Clients", arXiv:2010.01264, "static Batch Normalization"
+(sBN).
 
 ## When
 
-Use when: the running statistics of the final model are the trouble, not training; all clients can be asked once more
-before a test.
+Use when: the running statistics of the final model are the trouble, not training; all
+clients can be asked once more before a test.
 
-Not when: training itself is biased by the batches' statistics: label skew with few local steps.
+Not when: training itself is biased by the batches' statistics: label skew with few
+local steps.
 
 ## Problem
 
-Running statistics are collected while the weights still change, and each client collects its own. Their average fits
-neither the final weights nor the union of the data. Here nobody tracks statistics in training; they are computed when
-a test needs them.
+Running statistics are collected while the weights still change, and each client
+collects its own. Their average fits neither the final weights nor the union of the
+data. Here nobody tracks statistics in training; they are computed when a test needs
+them.
 
 ## Algorithm
 
-Local training normalises with the batch's statistics and leaves the running ones as received. The server averages as
-FedAvg. Before a test every client with data passes it once through the new global model in train mode, and sends for
-each BN layer and channel the count $n_i$, the mean $m_i$ and the sum of squared deviations $M_i$. The server merges
-those of all clients:
+Local training normalises with the batch's statistics and leaves the running ones as
+received. The server averages as FedAvg. Before a test every client with data passes it
+once through the new global model in train mode, and sends for each BN layer and channel
+the count $n_i$, the mean $m_i$ and the sum of squared deviations $M_i$. The server
+merges those of all clients:
 
 $$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
 
-The running mean is $m$ and the running variance $M / (n - 1)$. Training keeps the statistics of the start; the tested
-and the final model hold the re-estimated ones.
+The running mean is $m$ and the running variance $M / (n - 1)$. Training keeps the
+statistics of the start; the tested and the final model hold the re-estimated ones.
 
 ## Differs from the paper
 
-The paper averages batch means and variances. Here the moments of all clients are merged exactly
-(`server/reestimation.py`), the variance with torch's $n/(n-1)$. Inference on batch statistics, the paper's
-alternative, is `eval-on=global-batch-statistics`.
+The paper averages batch means and variances. Here the moments of all clients are merged
+exactly (`server/reestimation.py`), the variance with torch's $n/(n-1)$. Inference on
+batch statistics, the paper's alternative, is `eval-on=global-batch-statistics`.
 
 ## Law
 
@@ -56,7 +61,9 @@ __all__ = ["StaticBN", "StaticBNMethod", "Untracked"]
 
 
 class Untracked(ClientHook):
-    """Client half: BN uses the batch's statistics; running statistics and counters stay as received."""
+    """Client half: BN uses the batch's statistics; running statistics and counters stay
+    as received.
+    """
 
     def __init__(self) -> None:
         self._track_again: Callable[[], None] = lambda: None
@@ -72,16 +79,23 @@ class Untracked(ClientHook):
 
 
 class StaticBNMethod(Method):
-    """FedAvg without running statistics in training; they are re-estimated before each test and at the end."""
+    """FedAvg without running statistics in training; they are re-estimated before each
+    test and at the end.
+    """
 
     name = "staticbn"
-    summary_line = "trains on batch statistics; BN statistics re-estimated from all clients before a test"
+    summary_line = (
+        "trains on batch statistics; BN statistics re-estimated from all clients before"
+        " a test"
+    )
     source = "Diao 2021, arXiv:2010.01264"
     role = "client-hooks"
     client_hooks = {"untracked-statistics": lambda context: Untracked()}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics, which training does not change, and their re-estimation."""
+        """Return the statistics, which training does not change, and their
+        re-estimation.
+        """
         return (Travels(held=TRACKED, reestimates=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
@@ -90,6 +104,8 @@ class StaticBNMethod(Method):
 
 
 class StaticBN(Strategy):
-    """FedAvg without running statistics in training; they are re-estimated before each test and at the end."""
+    """FedAvg without running statistics in training; they are re-estimated before each
+    test and at the end.
+    """
 
     method = StaticBNMethod

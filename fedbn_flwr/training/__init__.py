@@ -1,4 +1,6 @@
-"""Local training and evaluation of a torch model: one loop that trains, one function that evaluates. Torch only."""
+"""Local training and evaluation of a torch model: one loop that trains, one function
+that evaluates. Torch only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.sgd import sgd
-from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, SEGMENTATION, Task
+from fedbn_flwr.training.tasks import (
+    BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    SEGMENTATION,
+    Task,
+)
 
 __all__ = [
     "BINARY",

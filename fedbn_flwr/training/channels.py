@@ -1,4 +1,6 @@
-"""The channels of a layer's input (N, C, *): dimension 1; statistics are over all others."""
+"""The channels of a layer's input (N, C, *): dimension 1; statistics are over all
+others.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
 def batch_mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance (C,) of ``x``, in its dtype.
 
-    In float32 the variance has a relative error of 1e-6, and of 1e-4 where the mean is 1e5 deviations from 0. On a CPU
-    torch.var_mean, which is more exact, takes ten times as long; on a GPU it is one pass.
+    In float32 the variance has a relative error of 1e-6, and of 1e-4 where the mean is
+    1e5 deviations from 0. On a CPU torch.var_mean, which is more exact, takes ten times
+    as long; on a GPU it is one pass.
     """
     axes = other_axes(x)
     if x.is_cuda:

@@ -1,4 +1,5 @@
-"""Activation checkpointing: a part of a model runs a second time, in the backward pass. Torch only.
+"""Activation checkpointing: a part of a model runs a second time, in the backward pass.
+Torch only.
 
 What a method measures of such a part counts once, in the first pass.
 """
@@ -24,5 +25,7 @@ def in_checkpoint() -> bool:
 
 
 def is_recomputed() -> bool:
-    """Return whether the present call of a layer is in a backward pass: it is the second one for the same input."""
+    """Return whether the present call of a layer is in a backward pass: it is the
+    second one for the same input.
+    """
     return torch._C._current_graph_task_id() != -1

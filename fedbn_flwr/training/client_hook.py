@@ -1,4 +1,6 @@
-"""``ClientHook``: the client part of a method, by the calls that a round of local training makes. Torch only."""
+"""``ClientHook``: the client part of a method, by the calls that a round of local
+training makes. Torch only.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,18 @@ from torch import Tensor, nn
 
 from fedbn_flwr.training.batches import Batches
 
-__all__ = ["ClientHook", "Entries", "Extras", "LossAndOutputs", "RetryStep", "around_step", "overrides"]
+__all__ = [
+    "ClientHook",
+    "Entries",
+    "Extras",
+    "LossAndOutputs",
+    "RetryStep",
+    "around_step",
+    "overrides",
+]
 
-LossAndOutputs = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
+# the batch's mean loss without penalties, and the outputs, both detached
+LossAndOutputs = tuple[Tensor, Tensor]
 Entries = Mapping[str, Tensor]
 Extras = Mapping[str, Entries]
 
@@ -21,22 +32,28 @@ Extras = Mapping[str, Entries]
 class RetryStep(BaseException):
     """Leaves a step: another client was lost. Repeat it with the remaining clients.
 
-    It may pass through a user's training loop, so it is no Exception; see ``transport.through_user_code``.
+    It may pass through a user's training loop, so it is no Exception; see
+    ``transport.through_user_code``.
     """
 
 
 class ClientHook:
-    """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs.
+    """The client part of a method in local training. Here every hook does nothing; a
+    method overrides what it needs.
 
-    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``around``, ``penalty`` and
-    ``gradients``; then ``end``, ``reply``, ``keep``. What ``keep`` returns is stored under the name of its class.
+    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step
+    ``around``, ``penalty`` and ``gradients``; then ``end``, ``reply``, ``keep``. What
+    ``keep`` returns is stored under the name of its class.
 
     Attributes:
-        compares_with_start: whether ``end`` compares the model with what ``begin`` found, and the optimizer need not be
-            wrapped: a state that a user's loop loads in between would be taken for training.
-        of_all_steps: "" if what it sends or keeps fits any weights that a user's loop returns. Else it belongs to all
-            steps, and this is the advice where other weights are loaded after one, e.g. those of the best epoch.
-        passes: what ``survey`` calls with the inputs of each batch; None = the model itself.
+        compares_with_start: whether ``end`` compares the model with what ``begin``
+            found, and the optimizer need not be wrapped: a state that a user's loop
+            loads in between would be taken for training.
+        of_all_steps: "" if what it sends or keeps fits any weights that a user's loop
+            returns. Else it belongs to all steps, and this is the advice where other
+            weights are loaded after one, e.g. those of the best epoch.
+        passes: what ``survey`` calls with the inputs of each batch; None = the model
+            itself.
     """
 
     compares_with_start: ClassVar[bool] = False
@@ -44,17 +61,25 @@ class ClientHook:
     passes: Callable[[Any], Any] | None = None
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take the server's extra records, and the entries that this hook kept in the last round."""
+        """Take the server's extra records, and the entries that this hook kept in the
+        last round.
+        """
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare the model before the first step; it has the state from the server and is in train mode."""
+        """Prepare the model before the first step; it has the state from the server and
+        is in train mode.
+        """
 
-    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
-        """Pass the client's data through the model, which has the weights from the server; after ``begin``.
+    def survey(
+        self, model: nn.Module, data: Batches, batch_size: int, seed: int
+    ) -> None:
+        """Pass the client's data through the model, which has the weights from the
+        server; after ``begin``.
 
         Args:
             model: as ``begin`` left it.
-            data: the client's training data, taken without a generator, so without augmentation.
+            data: the client's training data, taken without a generator, so without
+                augmentation.
             batch_size: examples per batch; 0 = all in one.
             seed: for dropout and other random layers.
         """
@@ -62,35 +87,48 @@ class ClientHook:
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the optimizer, which has the learning rate of the round.
 
-        A user's loop may have several, each with parameters of its own; ``penalty`` and ``gradients`` are then called
-        before the steps of each, and only its parameters have gradients.
+        A user's loop may have several, each with parameters of its own; ``penalty`` and
+        ``gradients`` are then called before the steps of each, and only its parameters
+        have gradients.
         """
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return a term to add to the loss of a step, or None; the reported loss does not include it."""
+        """Return a term to add to the loss of a step, or None; the reported loss does
+        not include it.
+        """
         return None
 
     def gradients(self, model: nn.Module) -> None:
-        """Change the gradients of a step, after their norm was clipped, before weight decay and momentum."""
+        """Change the gradients of a step, after their norm was clipped, before weight
+        decay and momentum.
+        """
 
     def synchronises(self, step: int) -> bool:
-        """Return whether BN in step ``step`` (from 0) uses all clients' batches, so that a batch of one is enough."""
+        """Return whether BN in step ``step`` (from 0) uses all clients' batches, so
+        that a batch of one is enough.
+        """
         return False
 
     def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether this BatchNorm layer, in train mode, can use a batch with one value per channel."""
+        """Return whether this BatchNorm layer, in train mode, can use a batch with one
+        value per channel.
+        """
         return False
 
-    def around(self, step: int, model: nn.Module, batch_size: int) -> AbstractContextManager[object]:
+    def around(
+        self, step: int, model: nn.Module, batch_size: int
+    ) -> AbstractContextManager[object]:
         """Return a context for the forward and backward pass of a step.
 
-        Where the hook ``synchronises`` a step, the context may raise RetryStep: the step is repeated from the same
-        state and batch.
+        Where the hook ``synchronises`` a step, the context may raise RetryStep: the
+        step is repeated from the same state and batch.
         """
         return nullcontext()
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Undo the changes of ``begin`` to the model's settings; return metrics for the reply."""
+        """Undo the changes of ``begin`` to the model's settings; return metrics for the
+        reply.
+        """
         return {}
 
     def reply(self) -> Extras:
@@ -103,7 +141,9 @@ class ClientHook:
 
 
 @contextmanager
-def around_step(hooks: Iterable[ClientHook], step: int, model: nn.Module, batch_size: int) -> Iterator[None]:
+def around_step(
+    hooks: Iterable[ClientHook], step: int, model: nn.Module, batch_size: int
+) -> Iterator[None]:
     """Let the hooks act around the forward and backward pass of a step."""
     with ExitStack() as stack:
         for hook in hooks:
@@ -113,4 +153,6 @@ def around_step(hooks: Iterable[ClientHook], step: int, model: nn.Module, batch_
 
 def overrides(hook: ClientHook, *names: str) -> bool:
     """Return whether the hook's class has its own form of one of these methods."""
-    return any(getattr(type(hook), name) is not getattr(ClientHook, name) for name in names)
+    return any(
+        getattr(type(hook), name) is not getattr(ClientHook, name) for name in names
+    )

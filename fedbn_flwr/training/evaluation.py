@@ -1,4 +1,6 @@
-"""The function that evaluates a model: always in eval mode, and afterwards every mode is restored."""
+"""The function that evaluates a model: always in eval mode, and afterwards every mode
+is restored.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ class EvalResult:
 
     Attributes:
         loss: mean loss of the targets that count.
-        num_examples: number of examples; 0 if a task whose targets may be unknown finds none that is known.
-        metrics: the metrics of the task by name; NaN where the test set does not define one.
+        num_examples: number of examples; 0 if a task whose targets may be unknown finds
+            none that is known.
+        metrics: the metrics of the task by name; NaN where the test set does not define
+            one.
     """
 
     loss: float
@@ -49,7 +53,10 @@ class EvalResult:
 
     def named(self, prefix: str = "") -> dict[str, float]:
         """Return loss and metrics, with ``prefix`` before each name."""
-        return {prefix + name: value for name, value in {"loss": self.loss, **self.metrics}.items()}
+        return {
+            prefix + name: value
+            for name, value in {"loss": self.loss, **self.metrics}.items()
+        }
 
 
 def evaluate(
@@ -61,36 +68,45 @@ def evaluate(
     tries_last: bool = True,
     on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> EvalResult:
-    """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every module has its mode again.
+    """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every
+    module has its mode again.
 
     Args:
         model: the model.
-        data: the test data; batches follow their order. A last batch of one example joins the one before it if a
-            BatchNorm without running statistics cannot use it alone.
+        data: the test data; batches follow their order. A last batch of one example
+            joins the one before it if a BatchNorm without running statistics cannot use
+            it alone.
         task: the loss, which targets count, and the score.
-        batch_size: examples per batch; 0 = the task's number, which is another one where BatchNorm layers use the
-            statistics of the batch.
-        tries_last: whether the last example alone is tried, in a forward pass of its own; not where hooks of the model
-            count its passes.
-        on_batch: called with the outputs (B, ...) and the targets (B, ...) of each batch, in order.
+        batch_size: examples per batch; 0 = the task's number, which is another one
+            where BatchNorm layers use the statistics of the batch.
+        tries_last: whether the last example alone is tried, in a forward pass of its
+            own; not where hooks of the model count its passes.
+        on_batch: called with the outputs (B, ...) and the targets (B, ...) of each
+            batch, in order.
 
     Returns:
-        Mean loss (every target has the same weight, also in a smaller last batch) and the metrics of the task. NaN if
-        no target counts.
+        Mean loss (every target has the same weight, also in a smaller last batch) and
+        the metrics of the task. NaN if no target counts.
 
     Raises:
         DataError: outputs or targets do not fit the task.
-        NormLayerError: a BatchNorm without running statistics gets one value per channel.
+        NormLayerError: a BatchNorm without running statistics gets one value per
+            channel.
     """
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
     sums = _Sums(task, device)
-    with kept_modes(model), torch.no_grad():  # in inference_mode a tensor that the model keeps could not be trained on
+    # in inference_mode a tensor that the model keeps could not be trained on
+    with kept_modes(model), torch.no_grad():
         model.eval()
         size = batch_size or _test_batch(model, task)
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
-        order = _joined(model, data, order, prepared) if tries_last and len(order[-1]) == 1 else order
+        order = (
+            _joined(model, data, order, prepared)
+            if tries_last and len(order[-1]) == 1
+            else order
+        )
         for _, (inputs, targets) in with_positions(data, order):
             outputs = model(prepared(inputs))
             targets = task.on_device(targets, device)
@@ -104,7 +120,9 @@ def evaluate(
 def _test_batch(model: nn.Module, task: Task) -> int:
     """Return the examples per batch of a test of the model as it is now."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    by_batch = any(layer.running_mean is None for layer in layers) or any(map(is_scripted_batchnorm, model.modules()))
+    by_batch = any(layer.running_mean is None for layer in layers) or any(
+        map(is_scripted_batchnorm, model.modules())
+    )
     return task.test_batch if by_batch else task.plain_test_batch or task.test_batch
 
 
@@ -113,7 +131,8 @@ class _Sums:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
-        self._totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted
+        # summed loss, correct, counted
+        self._totals = torch.zeros(3, dtype=torch.float64, device=device)
         self._confusion: Tensor | None = None
         self._gathered: list[tuple[Tensor, Tensor]] = []
         self._unusable: list[Tensor] = []
@@ -127,7 +146,9 @@ class _Sums:
         self._totals += torch.stack([loss, task.correct(outputs, targets), counted])
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
-            self._confusion = counts if self._confusion is None else self._confusion + counts
+            self._confusion = (
+                counts if self._confusion is None else self._confusion + counts
+            )
         if task.metrics_of_all_outputs:
             self._gathered.append((outputs, targets))
         if (wrong := task.unusable(targets)) is not None:
@@ -144,32 +165,53 @@ class _Sums:
         loss, correct, _ = (self._totals / self._totals[2]).tolist()
         metrics = {"accuracy": correct}
         if self._confusion is not None:
-            metrics |= {"miou": mean_iou(self._confusion), "dice": dice(self._confusion)}
+            metrics |= {
+                "miou": mean_iou(self._confusion),
+                "dice": dice(self._confusion),
+            }
         if self._gathered:
-            metrics |= self._task.measure(*(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True)))
+            metrics |= self._task.measure(
+                *(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True))
+            )
         tested = num_examples if not self._unusable or self._totals[2] else 0
-        return EvalResult(loss, tested, {name: metrics[name] for name in self._task.metrics})
+        return EvalResult(
+            loss, tested, {name: metrics[name] for name in self._task.metrics}
+        )
 
 
 def _joined(
-    model: nn.Module, data: Batches, order: Sequence[Tensor], prepared: Callable[[Any], Any]
+    model: nn.Module,
+    data: Batches,
+    order: Sequence[Tensor],
+    prepared: Callable[[Any], Any],
 ) -> Sequence[Tensor]:
-    """Return the positions of each batch; a last example joins the others if a layer has no variance for it alone."""
-    if not any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules()):
+    """Return the positions of each batch; a last example joins the others if a layer
+    has no variance for it alone.
+    """
+    if not any(
+        isinstance(module, _BatchNorm) and module.running_mean is None
+        for module in model.modules()
+    ):
         return order
-    refusing = [path for path in refusing_layers(model, prepared(data.batch(order[-1])[0])) if path]
+    refusing = [
+        path
+        for path in refusing_layers(model, prepared(data.batch(order[-1])[0]))
+        if path
+    ]
     if refusing and len(order[0]) == 1:
         raise NormLayerError(
-            f"BatchNorm layer '{refusing[0]}' has no running statistics, and gets one value per channel, from which no "
-            "variance can be computed. Test batches of two or more examples, or give it running statistics "
-            "(track_running_stats=True)."
+            f"BatchNorm layer '{refusing[0]}' has no running statistics, and gets one"
+            " value per channel, from which no variance can be computed. Test batches"
+            " of two or more examples, or give it running statistics"
+            " (track_running_stats=True)."
         )
     return join_last(order) if refusing else order
 
 
 @contextmanager
 def without_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Remove the running statistics in the block: a BatchNorm without them uses its batch's own, also in eval mode.
+    """Remove the running statistics in the block: a BatchNorm without them uses its
+    batch's own, also in eval mode.
 
     Raises:
         NormLayerError: TorchScript holds a layer.

@@ -1,13 +1,17 @@
-"""Train some layers only: the other parameters stay as they are, as one does with a pretrained network. Torch only.
+"""Train some layers only: the other parameters stay as they are, as one does with a
+pretrained network. Torch only.
 
-A BatchNorm layer outside the named ones has two more questions: by which statistics it normalises, and whether its
-running ones move. ``eval`` (the default): the running ones, which stay as they are, so that the frozen part of the
-network remains one fixed function. It is what Keras does with ``trainable = False`` and torchvision's detectors with
-``FrozenBatchNorm2d``. ``train``: the batch's, and the running ones move, so a client's part adapts to its inputs with
-fixed weights (AdaBN, Li et al. 2016, arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
+A BatchNorm layer outside the named ones has two more questions: by which statistics it
+normalises, and whether its running ones move. ``eval`` (the default): the running ones,
+which stay as they are, so that the frozen part of the network remains one fixed
+function. It is what Keras does with ``trainable = False`` and torchvision's detectors
+with ``FrozenBatchNorm2d``. ``train``: the batch's, and the running ones move, so a
+client's part adapts to its inputs with fixed weights (AdaBN, Li et al. 2016,
+arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
 
-A model may come with BatchNorm in eval mode, which ``model.train()`` would undo: its author froze it, and it stays so.
-Parameters without ``requires_grad`` say nothing about the statistics, as in torch.
+A model may come with BatchNorm in eval mode, which ``model.train()`` would undo: its
+author froze it, and it stays so. Parameters without ``requires_grad`` say nothing about
+the statistics, as in torch.
 """
 
 from __future__ import annotations
@@ -24,19 +28,31 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
-__all__ = ["FrozenBN", "hold_eval", "holds_eval", "keep_eval", "left_in_eval", "stays_in_eval", "train_only"]
+__all__ = [
+    "FrozenBN",
+    "hold_eval",
+    "holds_eval",
+    "keep_eval",
+    "left_in_eval",
+    "stays_in_eval",
+    "train_only",
+]
 __all__ += ["unlike_in_tests"]
 
 FrozenBN = Literal["eval", "train"]
 
 
-def train_only(model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "eval") -> None:
+def train_only(
+    model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "eval"
+) -> None:
     """Freeze all parameters except those under ``names``, in place.
 
     Args:
         model: the model, with its final layers.
-        names: paths of modules or names of parameters; a prefix ends at a dot. Empty = all parameters train.
-        frozen_bn: mode of the BatchNorm layers of which no entry is named; "eval" is kept through ``model.train()``.
+        names: paths of modules or names of parameters; a prefix ends at a dot. Empty =
+            all parameters train.
+        frozen_bn: mode of the BatchNorm layers of which no entry is named; "eval" is
+            kept through ``model.train()``.
 
     Raises:
         ConfigError: a name has no parameter; the message gives the nearest one.
@@ -50,19 +66,29 @@ def train_only(model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "ev
 
     if unknown := [name for name in names if not has_parameter(name)]:
         paths = dict.fromkeys(part for entry in known for part in _prefixes(entry))
-        raise ConfigError("\n".join(_no_parameter(name, list(paths)) for name in unknown))
-    wanted = {p for name, p in model.named_parameters(remove_duplicate=False) if _under(name, names)}
+        raise ConfigError(
+            "\n".join(_no_parameter(name, list(paths)) for name in unknown)
+        )
+    wanted = {
+        p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if _under(name, names)
+    }
     for parameter in model.parameters():
         if parameter not in wanted:
             parameter.requires_grad_(False)
     for path, layer in model.named_modules():
-        trains = _under(path, names) or any(p in wanted for p in layer.parameters(recurse=False))
+        trains = _under(path, names) or any(
+            p in wanted for p in layer.parameters(recurse=False)
+        )
         if isinstance(layer, _BatchNorm) and not trains and frozen_bn == "eval":
             hold_eval(layer)
 
 
 def hold_eval(layer: nn.Module) -> Callable[[], None]:
-    """Keep a layer in eval mode, also through ``model.train()``; return the function that undoes this."""
+    """Keep a layer in eval mode, also through ``model.train()``; return the function
+    that undoes this.
+    """
     mode = layer.training
     layer.eval()
     release = replace_method(layer, "train", functools.partial(_stay, layer))
@@ -81,66 +107,97 @@ def holds_eval(layer: nn.Module) -> bool:
 
 
 def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that a model in train mode has in eval mode, by path; a shared one has each path.
+    """Return the BatchNorm layers that a model in train mode has in eval mode, by path;
+    a shared one has each path.
 
-    A model that is in eval mode as a whole, as loaders of pretrained weights return it, says nothing of its layers.
+    A model that is in eval mode as a whole, as loaders of pretrained weights return it,
+    says nothing of its layers.
     """
     modules = model.named_modules(remove_duplicate=False)
-    return {path: layer for path, layer in modules if isinstance(layer, _BatchNorm) and model.training > layer.training}
+    return {
+        path: layer
+        for path, layer in modules
+        if isinstance(layer, _BatchNorm) and model.training > layer.training
+    }
 
 
 def keep_eval(model: nn.Module) -> str:
-    """Keep the layers of ``left_in_eval`` as they are, through ``model.train()``; return what to tell the user.
+    """Keep the layers of ``left_in_eval`` as they are, through ``model.train()``;
+    return what to tell the user.
 
     Returns:
-        A sentence that names the layers; "" if there are none but those that are kept already.
+        A sentence that names the layers; "" if there are none but those that are kept
+        already.
     """
-    left = {layer: path for path, layer in reversed(left_in_eval(model).items()) if not holds_eval(layer)}
+    left = {
+        layer: path
+        for path, layer in reversed(left_in_eval(model).items())
+        if not holds_eval(layer)
+    }
     for layer in left:
         hold_eval(layer)
     if not left:
         return ""
     paths = list(reversed(left.values()))
     return (
-        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built ({_listed(paths)}): they stay "
-        "so, and their running statistics do not change. If they shall train, call model.train() where the model is "
-        "built; to freeze parameters alone, use train-only or requires_grad_(False)."
+        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built"
+        f" ({_listed(paths)}): they stay so, and their running statistics do not"
+        " change. If they shall train, call model.train() where the model is built; to"
+        " freeze parameters alone, use train-only or requires_grad_(False)."
     )
 
 
 def unlike_in_tests(model: nn.Module) -> str:
-    """Return what to tell the user of layers that train by the batch and are tested by statistics that never move.
+    """Return what to tell the user of layers that train by the batch and are tested by
+    statistics that never move.
 
-    Their ``track_running_stats`` was set to False after they were made with running statistics. "" if there are none.
+    Their ``track_running_stats`` was set to False after they were made with running
+    statistics. "" if there are none.
     """
     in_eval = stays_in_eval(model)
     paths = [
         path
         for path, m in model.named_modules()
-        if isinstance(m, _BatchNorm) and not m.track_running_stats and m.running_mean is not None and m not in in_eval
+        if isinstance(m, _BatchNorm)
+        and not m.track_running_stats
+        and m.running_mean is not None
+        and m not in in_eval
     ]
     if not paths:
         return ""
     return (
-        f"{len(paths)} BatchNorm layer(s) train with the batch's statistics and are tested with running ones that "
-        f"training does not move ({_listed(paths)}): track_running_stats was set to False after they were made. Leave "
-        "it True, or make them with track_running_stats=False."
+        f"{len(paths)} BatchNorm layer(s) train with the batch's statistics and are"
+        f" tested with running ones that training does not move ({_listed(paths)}):"
+        " track_running_stats was set to False after they were made. Leave it True, or"
+        " make them with track_running_stats=False."
     )
 
 
 def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(path or "the model itself" for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return ", ".join(path or "the model itself" for path in paths[:3]) + (
+        ", ..." if len(paths) > 3 else ""
+    )
 
 
 def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     """Return the BatchNorm layers that training leaves in eval mode.
 
-    They are those of ``left_in_eval``, those of ``hold_eval`` and those that a ``train`` of the model's own leaves so.
+    They are those of ``left_in_eval``, those of ``hold_eval`` and those that a
+    ``train`` of the model's own leaves so.
     """
     given = left_in_eval(model).values()
     with kept_modes(model):
         model.train()
-        return frozenset([*given, *(m for m in model.modules() if isinstance(m, _BatchNorm) and not m.training)])
+        return frozenset(
+            [
+                *given,
+                *(
+                    m
+                    for m in model.modules()
+                    if isinstance(m, _BatchNorm) and not m.training
+                ),
+            ]
+        )
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
@@ -160,4 +217,7 @@ def _no_parameter(name: str, paths: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, paths, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     top = [path for path in paths if "." not in path]
-    return f"train-only: {name!r} names no parameter of the model.{hint} Its parts with parameters: {', '.join(top)}."
+    return (
+        f"train-only: {name!r} names no parameter of the model.{hint} Its parts with"
+        f" parameters: {', '.join(top)}."
+    )

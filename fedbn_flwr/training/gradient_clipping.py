@@ -1,14 +1,17 @@
-"""Adaptive gradient clipping: the norm of a unit's gradient is at most a share of the norm of its weight.
+"""Adaptive gradient clipping: the norm of a unit's gradient is at most a share of the
+norm of its weight.
 
 For each unit, with |G| the Euclidean norm of its gradient and |W| that of its weight:
 
     if |G| > clipping * max(|W|, eps):  G <- G * clipping * max(|W|, eps) / |G|.
 
-A unit is one output (index 0) of a parameter with two or more dimensions, or a whole vector or scalar. Clip after the
-backward pass and before the optimizer's step, that is before weight decay and momentum.
+A unit is one output (index 0) of a parameter with two or more dimensions, or a whole
+vector or scalar. Clip after the backward pass and before the optimizer's step, that is
+before weight decay and momentum.
 
-Source: Brock et al. 2021b, arXiv:2102.06171, section 4. Equal to timm's ``adaptive_clip_grad`` (in the quotient |G| is
-at least 1e-6). FedWon uses clipping 0.1 and leaves out the classifier's last layer, as Brock et al. do.
+Source: Brock et al. 2021b, arXiv:2102.06171, section 4. Equal to timm's
+``adaptive_clip_grad`` (in the quotient |G| is at least 1e-6). FedWon uses clipping 0.1
+and leaves out the classifier's last layer, as Brock et al. do.
 
 Differs from the paper: none known. A vector, such as a bias, is one unit as in timm.
 """
@@ -33,7 +36,11 @@ SMALLEST_NORM = 1e-6
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], clipping: float, eps: float = 1e-3, *, exclude: Iterable[nn.Parameter] = ()
+    parameters: Iterable[nn.Parameter],
+    clipping: float,
+    eps: float = 1e-3,
+    *,
+    exclude: Iterable[nn.Parameter] = (),
 ) -> None:
     """Scale down, in place, the gradients that are too large for their weights.
 
@@ -49,7 +56,8 @@ def clip_gradients(
     for name, value in (("clipping", clipping), ("eps", eps)):
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
-                f"adaptive gradient clipping: {name} is {value!r}; it must be a finite number, 0 or more."
+                f"adaptive gradient clipping: {name} is {value!r}; it must be a finite"
+                " number, 0 or more."
             )
     if not clipping:
         return
@@ -60,13 +68,20 @@ def clip_gradients(
             continue
         allowed = _unit_norms(parameter).clamp_(min=eps).mul_(clipping)
         norms = _unit_norms(gradient)
-        gradient.mul_(torch.where(norms > allowed, allowed / norms.clamp(min=SMALLEST_NORM), 1.0))
+        gradient.mul_(
+            torch.where(norms > allowed, allowed / norms.clamp(min=SMALLEST_NORM), 1.0)
+        )
 
 
 def clip_in_steps(
-    optimizer: torch.optim.Optimizer, clipping: float, eps: float = 1e-3, *, exclude: Iterable[nn.Parameter] = ()
+    optimizer: torch.optim.Optimizer,
+    clipping: float,
+    eps: float = 1e-3,
+    *,
+    exclude: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Return ``optimizer``, which from now on calls ``clip_gradients`` before each step.
+    """Return ``optimizer``, which from now on calls ``clip_gradients`` before each
+    step.
 
     Raises:
         ConfigError: as ``clip_gradients``, at the first step.
@@ -90,29 +105,40 @@ def _unit_norms(values: Tensor) -> Tensor:
 
 
 def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of the model's last layer, the classifier, for ``clip_gradients(exclude=...)``.
+    """Return the parameters of the model's last layer, the classifier, for
+    ``clip_gradients(exclude=...)``.
 
-    This is the linear or convolutional layer that is registered last, as in every model of the registry; () without
-    such a layer. A classifier may have several layers side by side, whose outputs are added (torchvision's LR-ASPP):
-    those that are registered directly before it in the same module, with as many outputs, and do not feed each other.
-    timm leaves out the last two parameters: the same if there is one such layer, with a weight and a bias.
+    This is the linear or convolutional layer that is registered last, as in every model
+    of the registry; () without such a layer. A classifier may have several layers side
+    by side, whose outputs are added (torchvision's LR-ASPP): those that are registered
+    directly before it in the same module, with as many outputs, and do not feed each
+    other. timm leaves out the last two parameters: the same if there is one such layer,
+    with a weight and a bias.
     """
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
+    layers = [
+        module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)
+    ]
     head = layers[-1:]
     while len(layers) > len(head) and _beside(model, layers[-len(head) - 1], head[0]):
         head.insert(0, layers[-len(head) - 1])
-    return tuple(parameter for layer in head for parameter in layer.parameters(recurse=False))
+    return tuple(
+        parameter for layer in head for parameter in layer.parameters(recurse=False)
+    )
 
 
 def _beside(model: nn.Module, layer: nn.Module, last: nn.Module) -> bool:
-    """Return whether two layers have the same parent and as many outputs, and the second cannot take the first's."""
+    """Return whether two layers have the same parent and as many outputs, and the
+    second cannot take the first's.
+    """
     (_, outputs), (inputs, wanted) = _size(layer), _size(last)
     parents = []
     for module in model.modules():
         children = {id(child) for child in module.children()}
         if {id(layer), id(last)} <= children:
             parents.append(module)
-    chained = outputs == inputs or any(isinstance(parent, nn.Sequential) for parent in parents)
+    chained = outputs == inputs or any(
+        isinstance(parent, nn.Sequential) for parent in parents
+    )
     return bool(parents) and outputs == wanted and not chained
 
 

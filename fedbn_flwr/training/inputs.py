@@ -1,4 +1,6 @@
-"""A batch's inputs: one tensor, or several in lists, tuples and dicts, as the model's ``forward`` takes them."""
+"""A batch's inputs: one tensor, or several in lists, tuples and dicts, as the model's
+``forward`` takes them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ __all__ = ["map_inputs", "tensors_in"]
 
 
 def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """Return the same structure with ``function`` of each tensor, and of what else has a method ``to``.
+    """Return the same structure with ``function`` of each tensor, and of what else has
+    a method ``to``.
 
     Texts and numbers stay as they are. A mapping of a class of its own becomes a dict.
     """

@@ -1,4 +1,6 @@
-"""Where the entries and parameters of a model are: found once, and read without a walk over its modules. Torch only."""
+"""Where the entries and parameters of a model are: found once, and read without a walk
+over its modules. Torch only.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 
 __all__ = ["Layout"]
 
-_Place = tuple[MutableMapping[str, Tensor | None], str]  # the dict of a module, and the name in it
+# the dict of a module, and the name in it
+_Place = tuple[MutableMapping[str, Tensor | None], str]
 
 
 class Layout:
@@ -27,11 +30,15 @@ class Layout:
         self._parameters = list(model.parameters())
         self._modules = list(model.modules())
         self._structure = _structure(model)
-        self._usual_modes = all(type(module).train is nn.Module.train for module in self._modules)
+        self._usual_modes = all(
+            type(module).train is nn.Module.train for module in self._modules
+        )
 
     @property
     def is_current(self) -> bool:
-        """Whether the model still has the modules, parameters and buffers that were found; their values may differ."""
+        """Whether the model still has the modules, parameters and buffers that were
+        found; their values may differ.
+        """
         return _structure(self.model) == self._structure
 
     @cached_property
@@ -40,10 +47,15 @@ class Layout:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The entries of ``model.state_dict()``. They share memory with the model, until a layer replaces a buffer."""
+        """The entries of ``model.state_dict()``. They share memory with the model,
+        until a layer replaces a buffer.
+        """
         if self._places is None:
             return dict(self.model.state_dict())
-        return {name: held[leaf].detach() for name, (held, leaf) in self._places.items()}  # type: ignore[union-attr]
+        state = {}
+        for name, (held, leaf) in self._places.items():
+            state[name] = held[leaf].detach()  # type: ignore[union-attr]
+        return state
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, as ``model.parameters()`` does."""
@@ -59,7 +71,9 @@ class Layout:
 
 
 def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return the modules, their parameters (by identity) and the names of their buffers, in one pass."""
+    """Return the modules, their parameters (by identity) and the names of their
+    buffers, in one pass.
+    """
     found: list[tuple[Any, ...]] = []
     left = [model]
     while left:
@@ -68,28 +82,53 @@ def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
             found.append((module,))
             continue
         buffers = module._buffers
-        found.append((module, *map(id, module._parameters.values()), *buffers, *map(type, buffers.values())))
+        found.append(
+            (
+                module,
+                *map(id, module._parameters.values()),
+                *buffers,
+                *map(type, buffers.values()),
+            )
+        )
         left += [child for child in module._modules.values() if child is not None]
     return found
 
 
 def _places(model: nn.Module) -> dict[str, _Place] | None:
-    """Return the place of each entry of the state dict; None if a module makes entries in a way of its own."""
+    """Return the place of each entry of the state dict; None if a module makes entries
+    in a way of its own.
+    """
     places: dict[str, _Place] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if not _is_usual(module):
             return None
         prefix = f"{path}." if path else ""
-        places |= {prefix + leaf: (module._parameters, leaf) for leaf, p in module._parameters.items() if p is not None}
-        kept = [leaf for leaf in module._buffers if leaf not in module._non_persistent_buffers_set]
-        places |= {prefix + leaf: (module._buffers, leaf) for leaf in kept if module._buffers[leaf] is not None}
+        places |= {
+            prefix + leaf: (module._parameters, leaf)
+            for leaf, p in module._parameters.items()
+            if p is not None
+        }
+        kept = [
+            leaf
+            for leaf in module._buffers
+            if leaf not in module._non_persistent_buffers_set
+        ]
+        places |= {
+            prefix + leaf: (module._buffers, leaf)
+            for leaf in kept
+            if module._buffers[leaf] is not None
+        }
     state = model.state_dict(keep_vars=True)
-    same = list(state) == list(places) and all(held[leaf] is state[name] for name, (held, leaf) in places.items())
+    same = list(state) == list(places) and all(
+        held[leaf] is state[name] for name, (held, leaf) in places.items()
+    )
     return places if same else None
 
 
 def _is_usual(module: nn.Module) -> bool:
-    """Return whether a module's part of the state dict is what its dicts of parameters and buffers hold."""
+    """Return whether a module's part of the state dict is what its dicts of parameters
+    and buffers hold.
+    """
     kind = type(module)
     return (
         not isinstance(module, torch.jit.ScriptModule)

@@ -1,4 +1,6 @@
-"""A torch ``Dataset`` or the data set of a ``DataLoader`` as the ``Batches`` of training and evaluation."""
+"""A torch ``Dataset`` or the data set of a ``DataLoader`` as the ``Batches`` of
+training and evaluation.
+"""
 
 from __future__ import annotations
 
@@ -33,44 +35,60 @@ class LoadedBatches:
 
     Args:
         loader: the ``DataLoader``.
-        plain: the same examples in the same order without random transforms, taken where no generator is given. None
-            = the loader's own.
+        plain: the same examples in the same order without random transforms, taken
+            where no generator is given. None = the loader's own.
 
-    A ``SubsetRandomSampler`` or a ``DistributedSampler`` chooses examples: these are the data then, in their order.
+    A ``SubsetRandomSampler`` or a ``DistributedSampler`` chooses examples: these are
+    the data then, in their order.
 
     Attributes:
-        batch_size: that of the loader or of its batch sampler; if neither has one, the number of examples.
+        batch_size: that of the loader or of its batch sampler; if neither has one, the
+            number of examples.
 
     Raises:
-        DataError: the data set has no length, or ``plain`` has another one; the sampler chooses in another way.
+        DataError: the data set has no length, or ``plain`` has another one; the sampler
+            chooses in another way.
     """
 
     def __init__(self, loader: Any, plain: Any = None) -> None:
         self._data, self._collate = loader.dataset, loader.collate_fn
         self._plain = self._data if plain is None else plain
         for data in (self._data, self._plain):
-            if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            if (
+                isinstance(data, IterableDataset)
+                or not hasattr(data, "__len__")
+                or not hasattr(data, "__getitem__")
+            ):
                 raise DataError(
-                    f"the data set, {type(data).__name__}, has no length and no indices: a pass in a fixed order needs "
-                    "both (a torch Dataset, not an IterableDataset, and not a DataLoader)"
+                    f"the data set, {type(data).__name__}, has no length and no"
+                    " indices: a pass in a fixed order needs both (a torch Dataset,"
+                    " not an IterableDataset, and not a DataLoader)"
                 )
         if len(self._plain) != len(self._data):
             raise DataError(
-                f"the data set without random transforms has {len(self._plain)} examples, the one that is trained on "
-                f"{len(self._data)}: they must be the same examples in the same order"
+                f"the data set without random transforms has {len(self._plain)}"
+                f" examples, the one that is trained on {len(self._data)}: they must be"
+                " the same examples in the same order"
             )
         if (chosen := _chosen(loader)) is not None:
-            self._data, self._plain = Subset(self._data, chosen), Subset(self._plain, chosen)
+            self._data, self._plain = (
+                Subset(self._data, chosen),
+                Subset(self._plain, chosen),
+            )
         self.batch_size: int = first_batch(loader) or len(self._data)
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Any, Tensor]:
-        """See ``training.batches.Batches``; with a generator random transforms draw from it.
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Any, Tensor]:
+        """See ``training.batches.Batches``; with a generator random transforms draw
+        from it.
 
         Raises:
-            DataError: the examples are something else than pairs, cannot be stacked, or are not as many in the batch.
+            DataError: the examples are something else than pairs, cannot be stacked, or
+                are not as many in the batch.
         """
         chosen = positions.tolist() or [0]
         if generator is None:
@@ -79,19 +97,30 @@ class LoadedBatches:
             with drawing_from(generator):
                 batch = self._collated(self._data, chosen)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            keys = (
+                f" of {', '.join(map(str, batch))}"
+                if isinstance(batch, Mapping)
+                else ""
+            )
             raise DataError(
-                f"the data set's batches are {type(batch).__name__}{keys}; (inputs, targets) are needed. "
-                "Let the examples be such pairs, where the input may have several parts, e.g. by a data set around it, "
-                "or by the collate_fn of a loader (in a TorchClient fedbn_flwr.training.batches_of(loader))."
+                f"the data set's batches are {type(batch).__name__}{keys}; (inputs,"
+                " targets) are needed. Let the examples be such pairs, where the input"
+                " may have several parts, e.g. by a data set around it, or by the"
+                " collate_fn of a loader (in a TorchClient"
+                " fedbn_flwr.training.batches_of(loader))."
             )
         inputs, targets = batch
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(chosen),):
             raise DataError(
-                f"the collate_fn makes targets of shape {tuple(targets.shape)} of {len(chosen)} examples: it must keep "
-                "each of them, in their order. Leave examples out of the data set instead."
+                f"the collate_fn makes targets of shape {tuple(targets.shape)} of"
+                f" {len(chosen)} examples: it must keep each of them, in their order."
+                " Leave examples out of the data set instead."
             )
-        return (inputs, targets) if len(positions) else (map_inputs(lambda part: part[:0], inputs), targets[:0])
+        return (
+            (inputs, targets)
+            if len(positions)
+            else (map_inputs(lambda part: part[:0], inputs), targets[:0])
+        )
 
     def _collated(self, data: Any, chosen: list[int]) -> Any:
         """Return the examples as the loader puts them together."""
@@ -102,29 +131,34 @@ class LoadedBatches:
             return default_collate(examples)
         except (RuntimeError, TypeError) as error:
             raise DataError(
-                f"the examples of {type(data).__name__} cannot be stacked to a batch ({error}). Give a loader with a "
-                "collate_fn that can: a TorchClient takes fedbn_flwr.training.batches_of(DataLoader(data, "
-                "collate_fn=...)) as its data set."
+                f"the examples of {type(data).__name__} cannot be stacked to a batch"
+                f" ({error}). Give a loader with a collate_fn that can: a TorchClient"
+                " takes fedbn_flwr.training.batches_of(DataLoader(data,"
+                " collate_fn=...)) as its data set."
             ) from error
 
 
 def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
-    """Return the data set of a ``DataLoader`` as ``Batches``, put together by its ``collate_fn``.
+    """Return the data set of a ``DataLoader`` as ``Batches``, put together by its
+    ``collate_fn``.
 
     Args:
-        loader: its batch size and order are not used: a client's settings have them. Examples that a sampler chooses
-            are the data.
-        plain: the same examples in the same order without random transforms; None = the loader's own.
+        loader: its batch size and order are not used: a client's settings have them.
+            Examples that a sampler chooses are the data.
+        plain: the same examples in the same order without random transforms; None = the
+            loader's own.
 
     Raises:
-        DataError: the data set has no length, or ``plain`` has another one; the sampler chooses in another way than by
-            a fixed list.
+        DataError: the data set has no length, or ``plain`` has another one; the sampler
+            chooses in another way than by a fixed list.
     """
     return LoadedBatches(loader, plain)
 
 
 def num_examples(loader: Any) -> int:
-    """Return the number of examples that a loader gives in an epoch; raises DataError as ``LoadedBatches`` does."""
+    """Return the number of examples that a loader gives in an epoch; raises DataError
+    as ``LoadedBatches`` does.
+    """
     chosen = _chosen(loader)
     if chosen is None and not hasattr(loader.dataset, "__len__"):
         raise DataError(f"the data set, {type(loader.dataset).__name__}, has no length")
@@ -133,25 +167,39 @@ def num_examples(loader: Any) -> int:
 
 def first_batch(loader: Any) -> int:
     """Return the batch size of a loader or of its batch sampler; 0 if neither has one."""
-    return loader.batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 0
+    return (
+        loader.batch_size
+        or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        or 0
+    )
 
 
 def _chosen(loader: Any) -> list[int] | None:
-    """Return the positions that the loader's sampler chooses, in their order; None for all.
+    """Return the positions that the loader's sampler chooses, in their order; None for
+    all.
 
     Raises:
         DataError: it draws them in a way that a pass in a fixed order cannot follow.
     """
     batches = getattr(loader, "batch_sampler", None)
-    # Beside a batch sampler of one's own the loader's sampler is a SequentialSampler that it never asks.
-    sampler = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", batches)
+    # Beside a batch sampler of one's own the loader's sampler is a
+    # SequentialSampler # that it never asks.
+    sampler = (
+        getattr(loader, "sampler", None)
+        if batches is None
+        else getattr(batches, "sampler", batches)
+    )
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         return sorted(getattr(sampler, "indices", None) or set(sampler))
-    if sampler is None or (isinstance(sampler, (SequentialSampler, RandomSampler)) and len(sampler) == _size(loader)):
+    if sampler is None or (
+        isinstance(sampler, (SequentialSampler, RandomSampler))
+        and len(sampler) == _size(loader)
+    ):
         return None
     raise DataError(
-        f"the loader's sampler, {type(sampler).__name__}, chooses examples in a way that a pass in a fixed order "
-        "cannot follow: choose a client's examples by torch.utils.data.Subset, and give here a loader without it"
+        f"the loader's sampler, {type(sampler).__name__}, chooses examples in a way"
+        " that a pass in a fixed order cannot follow: choose a client's examples by"
+        " torch.utils.data.Subset, and give here a loader without it"
     )
 
 
@@ -160,41 +208,49 @@ def _size(loader: Any) -> int:
 
 
 def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:
-    """Return ``Batches`` as they are, and a torch ``Dataset`` of pairs as such, collated as a ``DataLoader`` does.
+    """Return ``Batches`` as they are, and a torch ``Dataset`` of pairs as such,
+    collated as a ``DataLoader`` does.
 
     Args:
         data: ``Batches`` or a ``Dataset``.
         plain: see ``LoadedBatches``; only beside a ``Dataset``.
 
     Raises:
-        DataError: the data set has no length; it is a ``DataLoader``, whose batches are not those of the settings;
-            ``plain`` has another length, or is given with ``Batches``.
+        DataError: the data set has no length; it is a ``DataLoader``, whose batches are
+            not those of the settings; ``plain`` has another length, or is given with
+            ``Batches``.
     """
     if _has_batches(data):
         if plain is not None:
             raise DataError(
-                f"plain_train_data is for a torch Dataset; {type(data).__name__} has batch(positions, generator), and "
-                "returns plain examples where there is no generator"
+                f"plain_train_data is for a torch Dataset; {type(data).__name__} has"
+                " batch(positions, generator), and returns plain examples where there"
+                " is no generator"
             )
         batches: Batches = data
         return batches
     if isinstance(data, DataLoader):
         raise DataError(
-            f"a DataLoader with batch_size={data.batch_size}: batches and their order are those of the client's "
-            "settings (LocalTraining). Give its data set, loader.dataset, or fedbn_flwr.training.batches_of(loader), "
-            "which keeps its collate_fn."
+            f"a DataLoader with batch_size={data.batch_size}: batches and their order"
+            " are those of the client's settings (LocalTraining). Give its data set,"
+            " loader.dataset, or fedbn_flwr.training.batches_of(loader), which keeps"
+            " its collate_fn."
         )
     if not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{type(data).__name__} is no data set: give a torch Dataset with a length whose examples are (input, "
-            "target), or an object with a length and batch(positions, generator)"
+            f"{type(data).__name__} is no data set: give a torch Dataset with a length"
+            " whose examples are (input, target), or an object with a length and"
+            " batch(positions, generator)"
         )
     return LoadedBatches(DataLoader(data), plain)
 
 
 def _has_batches(data: Any) -> bool:
-    """Return whether an object has the method of ``Batches``; data sets of other libraries have another ``batch``."""
+    """Return whether an object has the method of ``Batches``; data sets of other
+    libraries have another ``batch``.
+    """
     method = getattr(data, "batch", None)
     return callable(method) and (
-        not hasattr(data, "__getitem__") or "generator" in inspect.signature(method).parameters
+        not hasattr(data, "__getitem__")
+        or "generator" in inspect.signature(method).parameters
     )

@@ -1,7 +1,8 @@
-"""Local training: the only loop that trains, with the hooks that a method may use. Torch only.
+"""Local training: the only loop that trains, with the hooks that a method may use.
+Torch only.
 
-Its effect on BatchNorm: layers are in train mode unless a hook puts them in eval mode, and the layers themselves update
-their running statistics once per step.
+Its effect on BatchNorm: layers are in train mode unless a hook puts them in eval mode,
+and the layers themselves update their running statistics once per step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches, with_positions
-from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs, RetryStep, around_step
+from fedbn_flwr.training.client_hook import (
+    ClientHook,
+    LossAndOutputs,
+    RetryStep,
+    around_step,
+)
 from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
@@ -35,13 +41,15 @@ class TrainResult:
     """The result of one round of local training.
 
     Attributes:
-        loss: mean of the batch losses before each step over the processed examples, without penalties; that of a batch
-            in which no target counts is 0. NaN if all batches are empty.
-        accuracy: the share of counted targets that are predicted correctly, before each step; None for a task without
-            accuracy.
+        loss: mean of the batch losses before each step over the processed examples,
+            without penalties; that of a batch in which no target counts is 0. NaN if
+            all batches are empty.
+        accuracy: the share of counted targets that are predicted correctly, before each
+            step; None for a task without accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
         num_steps: optimizer steps.
-        num_dropped: batches of one example that were left out because a BatchNorm would see one value per channel.
+        num_dropped: batches of one example that were left out because a BatchNorm would
+            see one value per channel.
         metrics: metrics of the hooks.
     """
 
@@ -72,17 +80,20 @@ def train(
         data: the client's training data.
         settings: steps, batch size, optimizer.
         learning_rate: rate of this round.
-        stream: returns a CPU generator for a purpose ("survey", "batches", "augment", "dropout").
+        stream: returns a CPU generator for a purpose ("survey", "batches", "augment",
+            "dropout").
         hooks: the method's hooks.
         task: the loss, and which targets count.
-        optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
+        optimizer: an optimizer to continue with (the centralized reference keeps its
+            momentum); None = a new one.
         layout: the known layout of the model without wrappers; None = it is found.
 
     Raises:
-        DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
-            task.
-        NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the message names the layer. Or a
-            compiler fails at an operation in place between layers that a hook computes.
+        DataError: there is no data, every batch has one example and was dropped, or
+            outputs or targets do not fit the task.
+        NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
+            message names the layer. Or a compiler fails at an operation in place
+            between layers that a hook computes.
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
@@ -94,8 +105,11 @@ def train(
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with _begun(hooks, bare):
         for hook in hooks:
-            hook.survey(bare, data, settings.batch_size, stream("survey").initial_seed())
-        known = None if hooks else layout.parameters()  # a hook may have given the model other parameters
+            hook.survey(
+                bare, data, settings.batch_size, stream("survey").initial_seed()
+            )
+        # a hook may have given the model other parameters
+        known = None if hooks else layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -105,14 +119,20 @@ def train(
         totals, singles = _Totals(task), SingleExamples(model, hooks)
         with seeded(stream("dropout").initial_seed()), named_compiler(model):
             order = settings.batches(len(data), stream("batches"))
-            for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
+            for step, (positions, (inputs, targets)) in enumerate(
+                with_positions(data, order, augment)
+            ):
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
                 if positions.shape[0] == 1 and singles.drop(step, inputs):
                     continue
                 args = (model, inputs, targets, optimizer, hooks, task, settings.amp)
                 compute = functools.partial(forward_backward, *args)
                 try:
-                    loss, outputs = _computed(compute, hooks, step, bare, positions.shape[0]) if hooks else compute()
+                    loss, outputs = (
+                        _computed(compute, hooks, step, bare, positions.shape[0])
+                        if hooks
+                        else compute()
+                    )
                 except ValueError as error:
                     if (named := named_error(error, bare, positions.shape[0])) is None:
                         raise
@@ -129,7 +149,9 @@ def train(
 
 @contextmanager
 def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
-    """Begin the hooks. If the block raises, end them: the model may be used again, for another round."""
+    """Begin the hooks. If the block raises, end them: the model may be used again, for
+    another round.
+    """
     begun: list[ClientHook] = []
     try:
         for hook in hooks:
@@ -144,13 +166,22 @@ def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
 
 
 def _computed(
-    compute: Callable[[], LossAndOutputs], hooks: Sequence[ClientHook], step: int, model: nn.Module, batch_size: int
+    compute: Callable[[], LossAndOutputs],
+    hooks: Sequence[ClientHook],
+    step: int,
+    model: nn.Module,
+    batch_size: int,
 ) -> LossAndOutputs:
-    """Return ``compute()``, forward and backward pass; a synchronised step is repeated until it succeeds."""
+    """Return ``compute()``, forward and backward pass; a synchronised step is repeated
+    until it succeeds.
+    """
     if not any(hook.synchronises(step) for hook in hooks):
         with around_step(hooks, step, model, batch_size):
             return compute()
-    before, generators = {name: value.clone() for name, value in model.state_dict().items()}, Generators.now()
+    before, generators = (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        Generators.now(),
+    )
     while True:
         try:
             with around_step(hooks, step, model, batch_size):
@@ -173,7 +204,9 @@ class _Totals:
     unusable: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B, ...)."""
+        """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B,
+        ...).
+        """
         self.steps += 1
         self.losses.append(loss)
         self.sizes.append(outputs.shape[0])
@@ -192,18 +225,28 @@ class _Totals:
             self.task.refuse(int(torch.stack(self.unusable).sum()))
         counted = torch.stack(self.counted).tolist()
         total = 0.0  # not sum(), which rounds differently from Python 3.12 on
-        for loss, size, targets in zip(torch.stack(self.losses).tolist(), self.sizes, counted, strict=True):
-            total += loss * size if targets else 0.0  # torch's mean over no target is NaN
+        for loss, size, targets in zip(
+            torch.stack(self.losses).tolist(), self.sizes, counted, strict=True
+        ):
+            # torch's mean over no target is NaN
+            total += loss * size if targets else 0.0
         processed, correct = sum(self.sizes), int(torch.stack(self.correct).sum())
-        accuracy = correct / max(sum(counted), 1) if "accuracy" in self.task.metrics else None
-        return TrainResult(total / processed, accuracy, processed, self.steps, dropped, metrics)
+        accuracy = (
+            correct / max(sum(counted), 1) if "accuracy" in self.task.metrics else None
+        )
+        return TrainResult(
+            total / processed, accuracy, processed, self.steps, dropped, metrics
+        )
 
 
 def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
     remedy = f"use a batch-size above 1 (it is {batch_size})"
     if num_examples == 1:
-        remedy = "give this client, which has one training example, more of them, leave it out"
+        remedy = (
+            "give this client, which has one training example, more of them, leave"
+            " it out"
+        )
     return DataError(
-        f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance: {remedy}, or use "
-        "another norm"
+        f"all {dropped} batches have one example, from which BatchNorm cannot compute a"
+        f" variance: {remedy}, or use another norm"
     )

@@ -1,4 +1,6 @@
-"""The losses of the tasks besides cross-entropy: means over the targets that count. Torch only."""
+"""The losses of the tasks besides cross-entropy: means over the targets that count.
+Torch only.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +24,53 @@ IGNORED_PIXEL = 255
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the pixels that are not 255; 0 if all pixels are (torch's own mean is NaN).
+    """Return the mean cross-entropy over the pixels that are not 255; 0 if all pixels
+    are (torch's own mean is NaN).
 
     Args:
         outputs: logits (B, classes, H, W), or (B, classes, D, H, W) of voxels.
         targets: classes, int64 (B, H, W), or (B, D, H, W).
     """
-    total = F.cross_entropy(outputs, targets, ignore_index=IGNORED_PIXEL, reduction="sum")
+    total = F.cross_entropy(
+        outputs, targets, ignore_index=IGNORED_PIXEL, reduction="sum"
+    )
     return total / (targets != IGNORED_PIXEL).sum().clamp(min=1)
 
 
 def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean binary cross-entropy over the labels that are not NaN (unknown); 0 if all are.
+    """Return the mean binary cross-entropy over the labels that are not NaN (unknown);
+    0 if all are.
 
     Args:
         outputs: logits (B, labels), or (B,) for one label.
         targets: 0, 1 or NaN, of as many numbers.
     """
     outputs, targets, known = _known(outputs, targets)
-    return F.binary_cross_entropy_with_logits(outputs, targets, known, reduction="sum") / known.sum().clamp(min=1)
+    return F.binary_cross_entropy_with_logits(
+        outputs, targets, known, reduction="sum"
+    ) / known.sum().clamp(min=1)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error over the targets that are not NaN (unknown); 0 if all are.
+    """Return the mean squared error over the targets that are not NaN (unknown); 0 if
+    all are.
 
     Args:
         outputs: (B, columns), or (B,) for one column.
         targets: of as many numbers.
     """
     outputs, targets, known = _known(outputs, targets)
-    return F.mse_loss(outputs * known, targets, reduction="sum") / known.sum().clamp(min=1)
+    return F.mse_loss(outputs * known, targets, reduction="sum") / known.sum().clamp(
+        min=1
+    )
 
 
 def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of one shape and dtype."""
-    dtype = torch.promote_types(outputs.dtype, torch.float32)  # half precision rounds targets and counts
+    """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of
+    one shape and dtype.
+    """
+    # half precision rounds targets and counts
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
     targets = targets.to(dtype).view_as(outputs)
     unknown = targets.isnan()
     return outputs.to(dtype), targets.masked_fill(unknown, 0), (~unknown).to(dtype)

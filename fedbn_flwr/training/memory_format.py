@@ -1,4 +1,5 @@
-"""The memory format of a model's images: channels-last makes most convolutions faster. It changes the last bits.
+"""The memory format of a model's images: channels-last makes most convolutions faster.
+It changes the last bits.
 
 It does not change values, shapes or names: a state dict is the same in both formats.
 """
@@ -23,22 +24,29 @@ from fedbn_flwr.training.wrappers import unwrap
 __all__ = ["Entries", "device_of", "inputs_for", "set_memory_format"]
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-_KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")  # modules whose layers work in channels-last
-_WORKING: set[tuple[str, str, str]] = set()  # models that are not tried again: of many clients, or in each message
+# modules whose layers work in channels-last
+_KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")
+# models that are not tried again: of many clients, or in each message
+_WORKING: set[tuple[str, str, str]] = set()
 
 
-def set_memory_format(model: nn.Module, example: Callable[[], Any] | None = None) -> nn.Module:
-    """Give the model's 4-d entries the memory format that suits it, in place, and return the model.
+def set_memory_format(
+    model: nn.Module, example: Callable[[], Any] | None = None
+) -> nn.Module:
+    """Give the model's 4-d entries the memory format that suits it, in place, and
+    return the model.
 
-    It is channels-last for models with 2-d convolutions in float32 or less and without instance norm, for which it is
-    slow in torch; other models stay as they are. A model with layers of a user's own becomes contiguous if it works in
-    that format only: ``x.view(-1, 400)`` needs each image in one piece. Only the model counts, so every engine and
-    every node decides alike.
+    It is channels-last for models with 2-d convolutions in float32 or less and without
+    instance norm, for which it is slow in torch; other models stay as they are. A model
+    with layers of a user's own becomes contiguous if it works in that format only:
+    ``x.view(-1, 400)`` needs each image in one piece. Only the model counts, so every
+    engine and every node decides alike.
 
     Args:
         model: the model, on its device.
-        example: returns inputs of two examples, on which a model with layers of a user's own is tried; it is called
-            once for all equal models. None = such a model is not tried.
+        example: returns inputs of two examples, on which a model with layers of a
+            user's own is tried; it is called once for all equal models. None = such a
+            model is not tried.
     """
     convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
     wide = any(m.weight.dtype == torch.float64 for m in convolutions)
@@ -56,7 +64,8 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
     kind = type(model).__module__, type(model).__qualname__, repr(model)
     if kind in _WORKING:
         return False
-    with suppress(Exception), seeded(0):  # users' data may raise anything, and the training will raise it again
+    # users' data may raise anything, and the training will raise it again
+    with suppress(Exception), seeded(0):
         inputs = example()
         if not _fails(model, torch.channels_last, inputs):
             _WORKING.add(kind)
@@ -85,8 +94,12 @@ def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) ->
 
 
 def _normalises_each_channel(module: nn.Module) -> bool:
-    """Return whether the statistics are those of one channel of one example, as in instance norm."""
-    by_group = isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
+    """Return whether the statistics are those of one channel of one example, as in
+    instance norm.
+    """
+    by_group = (
+        isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
+    )
     return by_group or isinstance(module, _InstanceNorm)
 
 
@@ -101,7 +114,9 @@ class Entries(Protocol):
 
 
 def device_of(model: Entries) -> torch.device:
-    """Return the device of the model's first parameter, else buffer; BatchNorm alone may have no parameter."""
+    """Return the device of the model's first parameter, else buffer; BatchNorm alone
+    may have no parameter.
+    """
     first = next(_entries(model), None)
     return torch.get_default_device() if first is None else first.device
 
@@ -112,30 +127,52 @@ def _entries(model: Entries) -> Iterator[Tensor]:
 
 
 def _dtype_of(model: Entries) -> torch.dtype:
-    """Return the dtype of the model's first real entry, else that of its first complex one, else the default."""
+    """Return the dtype of the model's first real entry, else that of its first complex
+    one, else the default.
+    """
     entries = _entries(model)
     # Not of a table: of integers, or complex and not trained.
-    dtypes = (e.dtype for e in entries if e.is_floating_point() or (e.is_complex() and e.requires_grad))
+    dtypes = (
+        e.dtype
+        for e in entries
+        if e.is_floating_point() or (e.is_complex() and e.requires_grad)
+    )
     first = next(dtypes, torch.get_default_dtype())
-    return next((dtype for dtype in itertools.chain([first], dtypes) if dtype.is_floating_point), first)
+    return next(
+        (
+            dtype
+            for dtype in itertools.chain([first], dtypes)
+            if dtype.is_floating_point
+        ),
+        first,
+    )
 
 
 def inputs_for(model: Entries) -> Callable[[Any], Any]:
-    """Return the function that brings a batch's inputs to the model's device, dtype and memory format.
+    """Return the function that brings a batch's inputs to the model's device, dtype and
+    memory format.
 
     Inputs in several parts keep their structure.
     """
     device, dtype = device_of(model), _dtype_of(model)
     images = (p for p in model.parameters() if p.dim() == 4)
-    last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)
+    last = any(
+        p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
+        for p in images
+    )
     memory_format = torch.channels_last if last else torch.contiguous_format
 
     def prepared(inputs: Any) -> Any:
         if not isinstance(inputs, Tensor):  # such as a packed sequence
             return inputs.to(device)
         wanted = dtype if inputs.is_floating_point() else None
-        # A copy from a GPU to the CPU that does not block may be read before it has ended.
+        # A copy from a GPU to the CPU that does not block may be read before it
+        # has # ended.
         inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
-        return inputs.contiguous(memory_format=memory_format) if inputs.dim() == 4 else inputs
+        return (
+            inputs.contiguous(memory_format=memory_format)
+            if inputs.dim() == 4
+            else inputs
+        )
 
     return functools.partial(map_inputs, prepared)

@@ -1,6 +1,8 @@
-"""The metrics of a test: mean IoU and Dice from counts, the others from all outputs. NaN where one is not defined.
+"""The metrics of a test: mean IoU and Dice from counts, the others from all outputs.
+NaN where one is not defined.
 
-scikit-learn is imported when a metric is computed, which takes a second or two the first time.
+scikit-learn is imported when a metric is computed, which takes a second or two the
+first time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _NAN = float("nan")
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """Return how many targets of class i were classified as class j, int64 (classes, classes).
+    """Return how many targets of class i were classified as class j, int64 (classes,
+    classes).
 
     Args:
         outputs: logits (B, classes, ...).
@@ -34,10 +37,11 @@ def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> float:
-    """Return the mean over classes of intersection / union, from the confusion matrix of a whole test set.
+    """Return the mean over classes of intersection / union, from the confusion matrix
+    of a whole test set.
 
-    As in Cityscapes' own evaluation, classes that are neither in the targets nor in the predictions are left out. NaN
-    if no class is left.
+    As in Cityscapes' own evaluation, classes that are neither in the targets nor in the
+    predictions are left out. NaN if no class is left.
     """
     counts = counts.double()
     intersection = counts.diagonal()
@@ -46,7 +50,8 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def dice(counts: Tensor) -> float:
-    """Return the mean over classes of 2 intersection / (targets + predictions), from the same confusion matrix.
+    """Return the mean over classes of 2 intersection / (targets + predictions), from
+    the same confusion matrix.
 
     The classes are those of ``mean_iou``: a background class counts as the others do.
     """
@@ -55,40 +60,52 @@ def dice(counts: Tensor) -> float:
     return float((2 * intersection / both)[both > 0].mean())
 
 
-def of_classes(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
+def of_classes(
+    names: Iterable[str], logits: Tensor, targets: Tensor
+) -> dict[str, float]:
     """Return metrics of a classification.
 
     Args:
-        names: ``balanced-accuracy``: mean recall over the classes with targets. ``macro-f1``: mean F1 over the classes
-            with targets or predictions. ``auroc``, ``auprc``: mean over the classes with targets, each against the
+        names: ``balanced-accuracy``: mean recall over the classes with targets.
+            ``macro-f1``: mean F1 over the classes with targets or predictions.
+            ``auroc``, ``auprc``: mean over the classes with targets, each against the
             others.
         logits: float64 (N, classes).
         targets: int64 (N,), each in 0..classes-1.
     """
-    y_true, y_pred = F.one_hot(targets, logits.shape[1]), F.one_hot(logits.argmax(1), logits.shape[1])
+    y_true, y_pred = (
+        F.one_hot(targets, logits.shape[1]),
+        F.one_hot(logits.argmax(1), logits.shape[1]),
+    )
     # Not the probabilities, which are equal for all large logits.
     return _over_columns(_recall, names, logits.log_softmax(1), y_pred, y_true)
 
 
-def of_labels(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return metrics of yes or no, decided at logit 0; with several labels the mean over those that define it.
+def of_labels(
+    names: Iterable[str], logits: Tensor, targets: Tensor
+) -> dict[str, float]:
+    """Return metrics of yes or no, decided at logit 0; with several labels the mean
+    over those that define it.
 
     Args:
-        names: ``balanced-accuracy``: mean of the recalls of yes and no, of those present. ``f1``, ``macro-f1``,
-            ``auroc``, ``auprc``: of yes.
+        names: ``balanced-accuracy``: mean of the recalls of yes and no, of those
+            present. ``f1``, ``macro-f1``, ``auroc``, ``auprc``: of yes.
         logits: float64 (N, labels).
         targets: float64 (N, labels), 0, 1 or NaN (unknown).
     """
     return _over_columns(_mean_recall, names, logits, (logits > 0).long(), targets)
 
 
-def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[str, float]:
+def of_numbers(
+    names: Iterable[str], outputs: Tensor, targets: Tensor
+) -> dict[str, float]:
     """Return metrics of a regression.
 
     Args:
-        names: ``mae``: mean absolute error over all known targets. ``rmse``: root of their mean squared error. ``r2``:
-            coefficient of determination, the mean over the columns with two different targets. All are NaN if an output
-            is infinite or NaN.
+        names: ``mae``: mean absolute error over all known targets. ``rmse``: root of
+            their mean squared error. ``r2``: coefficient of determination, the mean
+            over the columns with two different targets. All are NaN if an output is
+            infinite or NaN.
         outputs: float64 (N, columns).
         targets: float64 (N, columns), NaN = unknown.
     """
@@ -96,9 +113,15 @@ def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[s
     if not outputs.isfinite().all():
         return dict.fromkeys(names, _NAN)
     metrics = {
-        "mae": lambda: float(_sklearn().mean_absolute_error(targets[known], outputs[known])) if known.any() else _NAN,
+        "mae": lambda: (
+            float(_sklearn().mean_absolute_error(targets[known], outputs[known]))
+            if known.any()
+            else _NAN
+        ),
         "rmse": lambda: float((targets[known] - outputs[known]).square().mean().sqrt()),
-        "r2": lambda: _mean(_r2(outputs[rows, i], targets[rows, i]) for i, rows in enumerate(known.T)),
+        "r2": lambda: _mean(
+            _r2(outputs[rows, i], targets[rows, i]) for i, rows in enumerate(known.T)
+        ),
     }
     return {name: metrics[name]() for name in names}
 
@@ -108,20 +131,30 @@ _OfColumn = Callable[[Tensor, Tensor, Tensor], float]
 
 
 def _over_columns(
-    balanced_accuracy: _OfColumn, names: Iterable[str], scores: Tensor, y_pred: Tensor, y_true: Tensor
+    balanced_accuracy: _OfColumn,
+    names: Iterable[str],
+    scores: Tensor,
+    y_pred: Tensor,
+    y_true: Tensor,
 ) -> dict[str, float]:
-    """Return for each name its mean over the columns where it is defined; NaN if a score is NaN."""
+    """Return for each name its mean over the columns where it is defined; NaN if a
+    score is NaN.
+    """
     if scores.isnan().any():
         return dict.fromkeys(names, _NAN)
     columns = []
     for index, known in enumerate(~y_true.T.isnan()):
-        columns.append((scores[known, index], y_pred[known, index], y_true[known, index].long()))
+        columns.append(
+            (scores[known, index], y_pred[known, index], y_true[known, index].long())
+        )
     metrics = {**_OF_COLUMN, "balanced-accuracy": balanced_accuracy}
     return {name: _mean(metrics[name](*column) for column in columns) for name in names}
 
 
 def _sklearn() -> Any:
-    with needs_package("scikit-learn", "metrics other than loss, accuracy and mean IoU"):
+    with needs_package(
+        "scikit-learn", "metrics other than loss, accuracy and mean IoU"
+    ):
         import sklearn.metrics
     return sklearn.metrics
 
@@ -136,29 +169,52 @@ def _recall(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
 
 
 def _mean_recall(scores: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
-    return _mean((_recall(scores, y_pred, y_true), _recall(scores, 1 - y_pred, 1 - y_true)))
+    return _mean(
+        (_recall(scores, y_pred, y_true), _recall(scores, 1 - y_pred, 1 - y_true))
+    )
 
 
 def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
-    return float(_sklearn().f1_score(y_true, y_pred)) if (y_true | y_pred).any() else _NAN
+    return (
+        float(_sklearn().f1_score(y_true, y_pred)) if (y_true | y_pred).any() else _NAN
+    )
 
 
 def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    return float(_sklearn().roc_auc_score(y_true, _ranks(scores))) if 0 < y_true.sum() < len(y_true) else _NAN
+    return (
+        float(_sklearn().roc_auc_score(y_true, _ranks(scores)))
+        if 0 < y_true.sum() < len(y_true)
+        else _NAN
+    )
 
 
 def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    return float(_sklearn().average_precision_score(y_true, _ranks(scores))) if y_true.any() else _NAN
+    return (
+        float(_sklearn().average_precision_score(y_true, _ranks(scores)))
+        if y_true.any()
+        else _NAN
+    )
 
 
-_OF_COLUMN: dict[str, _OfColumn] = {"f1": _f1, "macro-f1": _f1, "auroc": _auroc, "auprc": _auprc}
+_OF_COLUMN: dict[str, _OfColumn] = {
+    "f1": _f1,
+    "macro-f1": _f1,
+    "auroc": _auroc,
+    "auprc": _auprc,
+}
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """Return the ranks of the scores, equal for equal ones: scikit-learn refuses infinite scores."""
+    """Return the ranks of the scores, equal for equal ones: scikit-learn refuses
+    infinite scores.
+    """
     ranks: Tensor = torch.unique(scores, return_inverse=True)[1]
     return ranks
 
 
 def _r2(outputs: Tensor, targets: Tensor) -> float:
-    return float(_sklearn().r2_score(targets, outputs)) if bool((targets != targets[:1]).any()) else _NAN
+    return (
+        float(_sklearn().r2_score(targets, outputs))
+        if bool((targets != targets[:1]).any())
+        else _NAN
+    )

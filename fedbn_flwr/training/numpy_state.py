@@ -1,9 +1,11 @@
-"""The state of NumPy's default generator, saved and restored in a fraction of the time of ``np.random.get_state``.
+"""The state of NumPy's default generator, saved and restored in a fraction of the time
+of ``np.random.get_state``.
 
-A synchronised step does both some hundred times a round; each takes 16 microseconds here, and 150 there. The bits are
-copied from and to the memory of the generator, whose address NumPy publishes (``BitGenerator.ctypes``). NumPy draws
-normal numbers in pairs, and keeps the second one elsewhere, for the next call: a call that does not change the bits
-returns it.
+A synchronised step does both some hundred times a round; each takes 16 microseconds
+here, and 150 there. The bits are copied from and to the memory of the generator, whose
+address NumPy publishes (``BitGenerator.ctypes``). NumPy draws normal numbers in pairs,
+and keeps the second one elsewhere, for the next call: a call that does not change the
+bits returns it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class NumpyState(NamedTuple):
     Attributes:
         bits: the memory of the generator; b"" if its layout is not known here.
         kept: the normal number for the next call; None = none is kept.
-        whole: what ``np.random.get_state(legacy=False)`` returns, of a generator whose layout is not known.
+        whole: what ``np.random.get_state(legacy=False)`` returns, of a generator whose
+            layout is not known.
     """
 
     bits: bytes
@@ -67,7 +70,9 @@ class NumpyState(NamedTuple):
 
 
 def _take_kept(bits: bytes) -> float | None:
-    """Return the normal number that is kept. Then none is, and the generator, which had these bits, may have moved."""
+    """Return the normal number that is kept. Then none is, and the generator, which had
+    these bits, may have moved.
+    """
     number = np.random.standard_normal()
     if _bits() == bits:
         return number
@@ -87,12 +92,18 @@ def _generator() -> Any:
 
 
 def _layout_is_known() -> bool:
-    """Return whether words and position lie in the memory of an MT19937 as they are read here."""
+    """Return whether words and position lie in the memory of an MT19937 as they are
+    read here.
+    """
     generator = np.random.MT19937(1)
     generator.random_raw(7)
-    memory = np.frombuffer(ctypes.string_at(generator.ctypes.state_address, _BYTES), np.uint32)
+    memory = np.frombuffer(
+        ctypes.string_at(generator.ctypes.state_address, _BYTES), np.uint32
+    )
     state: Any = generator.state["state"]
-    return bool(np.array_equal(memory[:_WORDS], state["key"]) and memory[_WORDS] == state["pos"])
+    return bool(
+        np.array_equal(memory[:_WORDS], state["key"]) and memory[_WORDS] == state["pos"]
+    )
 
 
 _KNOWN_LAYOUT = _layout_is_known()

@@ -26,8 +26,12 @@ def forward_backward(
     task: Task,
     amp: bool,
 ) -> LossAndOutputs:
-    """Set the gradients of the optimizer's parameters; return the mean loss and the outputs."""
-    with torch.autocast(device_of(model).type, torch.bfloat16) if amp else nullcontext():
+    """Set the gradients of the optimizer's parameters; return the mean loss and the
+    outputs.
+    """
+    with (
+        torch.autocast(device_of(model).type, torch.bfloat16) if amp else nullcontext()
+    ):
         outputs = model(inputs)
         task.check(outputs, targets)
         loss = task.loss(outputs, targets)

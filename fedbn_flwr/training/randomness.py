@@ -1,8 +1,10 @@
-"""The default random generators of torch, NumPy and Python, seeded for one client at a time.
+"""The default random generators of torch, NumPy and Python, seeded for one client at a
+time.
 
-A model's dropout, a user's augmentation and a user's shuffling draw from the default generators of the process. They
-repeat, and are the same in every engine, because the generators are seeded for each message, and because in one process
-only one client computes at a time (``turns``).
+A model's dropout, a user's augmentation and a user's shuffling draw from the default
+generators of the process. They repeat, and are the same in every engine, because the
+generators are seeded for each message, and because in one process only one client
+computes at a time (``turns``).
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Generators(NamedTuple):
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
         elif _has_gpu():  # it was not used before; it may have been since
-            torch.cuda.manual_seed_all(torch.initial_seed())  # what torch keeps for its first use
+            # what torch keeps for its first use
+            torch.cuda.manual_seed_all(torch.initial_seed())
         self.numpy.restore()
         random.setstate(self.python)
 
@@ -67,13 +70,16 @@ def seed_generators(seed: int) -> None:
 
 
 def _seed_on_cpu(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes longer than a step
+    # torch.manual_seed asks every backend, which takes longer than a step
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def seed_secretly() -> None:
-    """Seed them with the operating system's entropy, for what must not follow the run's seed."""
+    """Seed them with the operating system's entropy, for what must not follow the run's
+    seed.
+    """
     torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
     if _has_gpu():
         torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
@@ -83,7 +89,9 @@ def seed_secretly() -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[Generators]:
-    """Seed the default generators in the block, and restore the state before it, which is the block's value."""
+    """Seed the default generators in the block, and restore the state before it, which
+    is the block's value.
+    """
     before = Generators.now()
     seed_generators(seed)
     try:
@@ -105,7 +113,9 @@ def seeded_on_cpu(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let the default generators draw from this one in the block, on the CPU from all of its state; it moves on."""
+    """Let the default generators draw from this one in the block, on the CPU from all
+    of its state; it moves on.
+    """
     before = Generators.now()
     words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
     np.random.seed(words)

@@ -21,7 +21,9 @@ Sampling = Literal["with-replacement", "without-replacement"]
 
 
 def share_of(fraction: float | str, count: int) -> int:
-    """Return floor(fraction * count) for the fraction as a decimal number, as it is written: 0.29 of 100 is 29."""
+    """Return floor(fraction * count) for the fraction as a decimal number, as it is
+    written: 0.29 of 100 is 29.
+    """
     return math.floor(Fraction(str(fraction)) * count)
 
 
@@ -33,11 +35,13 @@ class LearningRate:
 
     Args:
         initial: the rate of round 1.
-        decay_after: round r means "from round r + 1"; the word "freeze" means "after the method froze BN".
+        decay_after: round r means "from round r + 1"; the word "freeze" means "after
+            the method froze BN".
         factors: one factor for each entry of ``decay_after``.
 
     Raises:
-        ConfigError: ``initial`` is not a finite number above 0, or the arguments do not fit each other.
+        ConfigError: ``initial`` is not a finite number above 0, or the arguments do not
+            fit each other.
     """
 
     initial: float
@@ -47,9 +51,14 @@ class LearningRate:
     def __post_init__(self) -> None:
         """Check the arguments."""
         if not (math.isfinite(self.initial) and self.initial > 0):
-            raise ConfigError(f"learning rate {self.initial} must be a finite number above 0")
+            raise ConfigError(
+                f"learning rate {self.initial} must be a finite number above 0"
+            )
         if len(self.decay_after) != len(self.factors):
-            raise ConfigError(f"{len(self.decay_after)} decays of the learning rate but {len(self.factors)} factors")
+            raise ConfigError(
+                f"{len(self.decay_after)} decays of the learning rate but"
+                f" {len(self.factors)} factors"
+            )
 
     def at(self, server_round: int, frozen: bool = False) -> float:
         """Return the learning rate of a round (counted from 1)."""
@@ -67,15 +76,19 @@ class LocalTraining:
     Args:
         learning_rate: rate over rounds.
         local_steps: steps per round; 0 = use epochs.
-        sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982, 6.1), or without, as passes over
-            the data in a new order each; the last batch of a pass may be smaller. In both ways a batch of at least the
-            size of the data is all of them once, in order (ours).
-        local_epochs: passes over the data per round, each in a new order; the last batch may be smaller.
+        sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982,
+            6.1), or without, as passes over the data in a new order each; the last
+            batch of a pass may be smaller. In both ways a batch of at least the size of
+            the data is all of them once, in order (ours).
+        local_epochs: passes over the data per round, each in a new order; the last
+            batch may be smaller.
         batch_size: examples per step; 0 = the whole local data set in every step.
-        optimizer: torch's SGD, Adam or AdamW; it is new in each round, except in the centralized reference.
+        optimizer: torch's SGD, Adam or AdamW; it is new in each round, except in the
+            centralized reference.
         sgd_momentum: momentum of SGD (not of BatchNorm).
         weight_decay: L2 coefficient on every trainable parameter.
-        amp: bfloat16 autocast in forward passes; parameters and statistics stay in their dtype.
+        amp: bfloat16 autocast in forward passes; parameters and statistics stay in
+            their dtype.
     """
 
     learning_rate: LearningRate
@@ -90,21 +103,34 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for key in ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay"):
+        for key in (
+            "local_steps",
+            "local_epochs",
+            "batch_size",
+            "sgd_momentum",
+            "weight_decay",
+        ):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
         if not self.local_steps and not self.local_epochs:
-            raise ConfigError("local_steps and local_epochs are both 0: nothing to train")
+            raise ConfigError(
+                "local_steps and local_epochs are both 0: nothing to train"
+            )
         if self.optimizer not in get_args(OptimizerName):
             raise unknown_name("optimizer", self.optimizer, get_args(OptimizerName))
         if self.sgd_momentum and self.optimizer != "sgd":
-            raise ConfigError(f"sgd_momentum={self.sgd_momentum} is for optimizer='sgd'; it is {self.optimizer!r}")
+            raise ConfigError(
+                f"sgd_momentum={self.sgd_momentum} is for optimizer='sgd'; it is"
+                f" {self.optimizer!r}"
+            )
 
     def first_batch(self, num_examples: int) -> int:
         """Return the number of examples in the first step's batch."""
         return min(self.batch_size or num_examples, num_examples)
 
-    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[Tensor]:
+    def batches(
+        self, num_examples: int, generator: torch.Generator
+    ) -> Iterator[Tensor]:
         """Yield the positions of each step's batch."""
         size = self.batch_size or num_examples
         if size >= num_examples:
@@ -114,7 +140,12 @@ class LocalTraining:
             for _ in range(self.local_steps):
                 yield torch.randint(num_examples, (size,), generator=generator)
         else:
-            passes = math.ceil(self.local_steps / math.ceil(num_examples / size)) or self.local_epochs
-            orders = (torch.randperm(num_examples, generator=generator) for _ in range(passes))
+            passes = (
+                math.ceil(self.local_steps / math.ceil(num_examples / size))
+                or self.local_epochs
+            )
+            orders = (
+                torch.randperm(num_examples, generator=generator) for _ in range(passes)
+            )
             batches = (batch for order in orders for batch in torch.split(order, size))
             yield from itertools.islice(batches, self.local_steps or None)

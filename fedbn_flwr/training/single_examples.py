@@ -1,4 +1,6 @@
-"""Batches of one example, from which a BatchNorm may have no variance to compute. Torch only."""
+"""Batches of one example, from which a BatchNorm may have no variance to compute. Torch
+only.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ __all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_exampl
 
 @dataclass
 class SingleExamples:
-    """The batches of one example in a round: they are dropped if a BatchNorm would see one value per channel."""
+    """The batches of one example in a round: they are dropped if a BatchNorm would see
+    one value per channel.
+    """
 
     model: nn.Module
     hooks: Sequence[ClientHook]
@@ -41,8 +45,11 @@ class SingleExamples:
         return not self.fit
 
 
-def named_error(error: ValueError, model: nn.Module, batch_size: int) -> NormLayerError | None:
-    """Return an error that names the BatchNorm layer in which torch raised this one, as for one value per channel.
+def named_error(
+    error: ValueError, model: nn.Module, batch_size: int
+) -> NormLayerError | None:
+    """Return an error that names the BatchNorm layer in which torch raised this one, as
+    for one value per channel.
 
     None for an error of another origin.
     """
@@ -50,15 +57,21 @@ def named_error(error: ValueError, model: nn.Module, batch_size: int) -> NormLay
     if path is None:
         return None
     return NormLayerError(
-        f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}. If it normalises virtual "
-        "batches (ghost BatchNorm), the last one has a row alone: use a batch-size, and numbers of examples, that "
-        "leave no rest of one."
+        f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}."
+        " If it normalises virtual batches (ghost BatchNorm), the last one has a row"
+        " alone: use a batch-size, and numbers of examples, that leave no rest of one."
     )
 
 
 def _raised_in(error: ValueError, model: nn.Module) -> str | None:
-    """Return the path of the BatchNorm layer whose call raised the error; None for another error."""
-    paths = {id(module): path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    """Return the path of the BatchNorm layer whose call raised the error; None for
+    another error.
+    """
+    paths = {
+        id(module): path
+        for path, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+    }
     found, traceback = None, error.__traceback__
     while traceback is not None:
         found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
@@ -66,34 +79,48 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
     return found
 
 
-def takes_one_example(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()) -> bool:
+def takes_one_example(
+    model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
+) -> bool:
     """Return whether a batch of one example can be trained on.
 
-    Each training BatchNorm sees more than one value per channel in it, or a hook says that one is enough.
+    Each training BatchNorm sees more than one value per channel in it, or a hook says
+    that one is enough.
     """
     return not refusing_layers(model, inputs, hooks)
 
 
-def refusing_layers(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()) -> list[str]:
-    """Return the BatchNorm layers that cannot use a batch of one example, by path; "" for one that is not known.
+def refusing_layers(
+    model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
+) -> list[str]:
+    """Return the BatchNorm layers that cannot use a batch of one example, by path; ""
+    for one that is not known.
 
-    A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps. A layer
-    that it does not call or that TorchScript holds is asked by a forward pass of a copy in train mode.
+    A forward pass in eval mode, which changes nothing, counts the values: late BN2d
+    layers may see 1x1 maps. A layer that it does not call or that TorchScript holds is
+    asked by a forward pass of a copy in train mode.
     """
     layers = {}
     for path, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or not (module.training or module.running_mean is None):
+        if not isinstance(module, _BatchNorm) or not (
+            module.training or module.running_mean is None
+        ):
             continue
         if not any(hook.takes_one_value(module) for hook in hooks):
             layers[path or "(the model itself)"] = module
     counts: dict[str, int] = {}
 
-    def count(path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def count(
+        path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
         value = args[0] if args else kwargs["input"]
-        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1] or 2)  # no rows need no variance
+        # no rows need no variance
+        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1] or 2)
 
     handles = [
-        layer.register_forward_pre_hook(functools.partial(count, path), with_kwargs=True)
+        layer.register_forward_pre_hook(
+            functools.partial(count, path), with_kwargs=True
+        )
         for path, layer in layers.items()
     ]
     try:
@@ -107,14 +134,19 @@ def refusing_layers(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] =
     finally:
         for handle in handles:
             handle.remove()
-    unseen = any(layer.training and path not in counts for path, layer in layers.items())
-    if not fails and (unseen or any(is_scripted_batchnorm(m) and m.training for m in model.modules())):
+    unseen = any(
+        layer.training and path not in counts for path, layer in layers.items()
+    )
+    if not fails and (
+        unseen or any(is_scripted_batchnorm(m) and m.training for m in model.modules())
+    ):
         fails = _fails_in_train_mode(model, inputs)
     return [path for path, n in counts.items() if n < 2] or [""] * fails
 
 
 def _fails_in_train_mode(model: nn.Module, inputs: Any) -> bool:
-    with suppress(Exception), seeded(0), torch.no_grad():  # if another error comes, the training says what is wrong
+    # if another error comes, the training says what is wrong
+    with suppress(Exception), seeded(0), torch.no_grad():
         try:
             copied(model)(inputs)
         except (ValueError, torch.jit.Error):

@@ -1,4 +1,6 @@
-"""Reading a file of a saved state: ``.safetensors``, ``.npz`` of NumPy, or torch's own; no code in the file is run."""
+"""Reading a file of a saved state: ``.safetensors``, ``.npz`` of NumPy, or torch's own;
+no code in the file is run.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,19 @@ from torch import Tensor
 
 __all__ = ["Opened", "all_tensors", "load_file", "open_state", "tensors_by_name"]
 
-# What stands beside the weights in many files: options of the command line, and best metrics as NumPy's numbers.
+# What stands beside the weights in many files: options of the command line, and
+# best # metrics as NumPy's numbers.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
 _SCALAR = np.float64(0).__reduce__()[0]
-_HARMLESS: list[Any] = [Namespace, np.dtype, *_SCALARS, _SCALAR, (_SCALAR, "numpy.core.multiarray.scalar")]
-_INSIDE = ("state_dict", "model_state_dict", "model")  # of what training programs save beside the epoch
+_HARMLESS: list[Any] = [
+    Namespace,
+    np.dtype,
+    *_SCALARS,
+    _SCALAR,
+    (_SCALAR, "numpy.core.multiarray.scalar"),
+]
+# of what training programs save beside the epoch
+_INSIDE = ("state_dict", "model_state_dict", "model")
 
 
 def load_file(path: Path) -> Any:
@@ -33,13 +43,17 @@ def load_file(path: Path) -> Any:
         return load_file(path)
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files}
+            return {
+                name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files
+            }
     with torch.serialization.safe_globals(_HARMLESS):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class Opened(NamedTuple):
-    """The tensors of a saved state by name, and the keys that lead to it; without any, the keys of several states."""
+    """The tensors of a saved state by name, and the keys that lead to it; without any,
+    the keys of several states.
+    """
 
     entries: dict[str, Tensor]
     at: str = ""
@@ -47,38 +61,63 @@ class Opened(NamedTuple):
 
 
 def tensors_by_name(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of a state, also of one beside other things in a mapping; none if it has no names."""
+    """Return the tensors of a state, also of one beside other things in a mapping; none
+    if it has no names.
+    """
     return open_state(content).entries
 
 
 def open_state(content: Any) -> Opened:
-    """Return the tensors of a state: of the mapping itself, of a usual key, or of the one mapping of tensors in it."""
+    """Return the tensors of a state: of the mapping itself, of a usual key, or of the
+    one mapping of tensors in it.
+    """
     steps = list[str]()
     while isinstance(content, Mapping):
         inside = [str(key) for key, value in content.items() if _is_state(value)]
         usual = [key for key in _INSIDE if key in inside]
-        own = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
-        beside = all(value.ndim == 0 for value in own.values())  # an epoch, the best accuracy
+        own = {
+            str(key): value
+            for key, value in content.items()
+            if isinstance(value, Tensor)
+        }
+        # an epoch, the best accuracy
+        beside = all(value.ndim == 0 for value in own.values())
         if not usual and (len(inside) != 1 or not beside):
-            return Opened({} if beside and inside else own, ".".join(steps), tuple(inside) if beside else ())
+            return Opened(
+                {} if beside and inside else own,
+                ".".join(steps),
+                tuple(inside) if beside else (),
+            )
         steps.append((usual or inside)[0])
         content = content[steps[-1]]
     return Opened({})
 
 
 def all_tensors(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of all mappings in one another, but for optimizers; the keys are joined by dots."""
+    """Return the tensors of all mappings in one another, but for optimizers; the keys
+    are joined by dots.
+    """
     found = dict[str, Tensor]()
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if isinstance(value, Tensor):
             found[str(key)] = value
         elif _is_state(value):
-            found |= {f"{key}.{name}": tensor for name, tensor in all_tensors(value).items()}
+            found |= {
+                f"{key}.{name}": tensor for name, tensor in all_tensors(value).items()
+            }
     return found
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether a value holds tensors by name, at any depth; the state of an optimizer has numbers."""
-    if not isinstance(value, Mapping) or "param_groups" in value or not all(isinstance(key, str) for key in value):
+    """Return whether a value holds tensors by name, at any depth; the state of an
+    optimizer has numbers.
+    """
+    if (
+        not isinstance(value, Mapping)
+        or "param_groups" in value
+        or not all(isinstance(key, str) for key in value)
+    ):
         return False
-    return any(isinstance(entry, Tensor) or _is_state(entry) for entry in value.values())
+    return any(
+        isinstance(entry, Tensor) or _is_state(entry) for entry in value.values()
+    )

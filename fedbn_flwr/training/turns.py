@@ -1,8 +1,10 @@
-"""One client of a process computes at a time: it takes its turn, and gives it back while it waits for other clients.
+"""One client of a process computes at a time: it takes its turn, and gives it back
+while it waits for other clients.
 
-The default random generators are those of the client whose turn it is; while nobody has a turn, they are as before.
-Turns are handed over in the order of asking, and only the thread whose turn has come wakes up: a synchronised step
-hands them over some hundred times a round.
+The default random generators are those of the client whose turn it is; while nobody has
+a turn, they are as before. Turns are handed over in the order of asking, and only the
+thread whose turn has come wakes up: a synchronised step hands them over some hundred
+times a round.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ logger = logging.getLogger("flwr")
 
 
 class _Turns:
-    """The turns of one process. A place is a held lock; its release hands the turn to the thread that waits there."""
+    """The turns of one process. A place is a held lock; its release hands the turn to
+    the thread that waits there.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: deque[threading.Lock] = deque()
         self._taken = False
-        self._outside: Generators | None = None  # as they were before somebody had a turn
+        # as they were before somebody had a turn
+        self._outside: Generators | None = None
 
     def ask(self, place: threading.Lock) -> None:
         """Release ``place`` when its turn has come."""
@@ -72,11 +77,17 @@ class _Turns:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an exception of the block: a client that broke the generators does not keep its turn."""
+    """Log an exception of the block: a client that broke the generators does not keep
+    its turn.
+    """
     try:
         yield
     except Exception as error:
-        logger.warning("the random generators stay as a client left them: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "the random generators stay as a client left them: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
 
 def _held_lock() -> threading.Lock:
@@ -86,15 +97,18 @@ def _held_lock() -> threading.Lock:
 
 
 _TURNS = _Turns()
-# After a fork the child has a copy of the turns, but not the threads that would give them back.
+# After a fork the child has a copy of the turns, but not the threads that would
+# give # them back.
 os.register_at_fork(after_in_child=lambda: globals().update(_TURNS=_Turns()))
-# A context variable, not a thread's number: a user may train in a thread with a copied context (asyncio.to_thread).
+# A context variable, not a thread's number: a user may train in a thread with a
+# copied # context (asyncio.to_thread).
 _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 
 @contextmanager
 def turn(seed: int | None) -> Iterator[None]:
-    """Wait until no other client of this process computes; then seed the default generators for the block.
+    """Wait until no other client of this process computes; then seed the default
+    generators for the block.
 
     None: the block seeds them itself.
     """
@@ -107,10 +121,11 @@ def turn(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def one_after_the_other() -> Iterator[Callable[[], None]]:
-    """Take a turn for the block, in which several clients compute; call its value between two of them.
+    """Take a turn for the block, in which several clients compute; call its value
+    between two of them.
 
-    The generators of the process are saved and restored once. Clients of other threads, which wait, are not kept
-    waiting for the whole block.
+    The generators of the process are saved and restored once. Clients of other threads,
+    which wait, are not kept waiting for the whole block.
     """
     _TURNS.take()
     token = _HAS_TURN.set(True)
@@ -123,20 +138,24 @@ def one_after_the_other() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Let other clients of this process compute while this one waits; without effect outside a turn."""
+    """Let other clients of this process compute while this one waits; without effect
+    outside a turn.
+    """
     with Wait():
         yield
 
 
 class Wait:
-    """A client's wait, as a ``with`` block without its turn. After ``end`` the client is in the queue for a turn again.
+    """A client's wait, as a ``with`` block without its turn. After ``end`` the client
+    is in the queue for a turn again.
 
     Outside a turn there is none to give back. The end of the block ends the wait, too.
     """
 
     def __init__(self) -> None:
         self._has_turn = _HAS_TURN.get()
-        # Here, not in __enter__: if it fails, nobody knows this wait yet, and its end takes no turn.
+        # Here, not in __enter__: if it fails, nobody knows this wait yet, and its
+        # end # takes no turn.
         self._generators = Generators.now() if self._has_turn else None
         self._place = _held_lock()
         self._open = threading.Lock()  # held once the wait has ended
@@ -158,7 +177,9 @@ class Wait:
             self._place.release()
 
     def is_over(self, seconds: float) -> bool:
-        """Return whether the wait has ended, and the turn has come, after at most so many seconds."""
+        """Return whether the wait has ended, and the turn has come, after at most so
+        many seconds.
+        """
         self._over = self._over or self._place.acquire(timeout=seconds)
         return self._over
 

@@ -1,4 +1,6 @@
-"""The state of models: load it; and models in wrappers that add a prefix to every name (``torch.compile``, DDP)."""
+"""The state of models: load it; and models in wrappers that add a prefix to every name
+(``torch.compile``, DDP).
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,47 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedbn_flwr.errors import NormLayerError, StateError
 
-__all__ = ["compiled_modules", "load_state", "loads_by_copy", "no_tensors", "not_compiled", "unwrap", "view_with_names"]
+__all__ = [
+    "compiled_modules",
+    "load_state",
+    "loads_by_copy",
+    "no_tensors",
+    "not_compiled",
+    "unwrap",
+    "view_with_names",
+]
 __all__ += ["named_compiler", "wrapper_prefix"]
 
-_WRAPPERS = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
-_OF_TORCH = ("torch._dynamo.", "torch.nn.parallel.", "torch.optim.", "torch.distributed.")
+# torch.compile; DistributedDataParallel, DataParallel, AveragedModel
+_WRAPPERS = ("_orig_mod", "module")
+_OF_TORCH = (
+    "torch._dynamo.",
+    "torch.nn.parallel.",
+    "torch.optim.",
+    "torch.distributed.",
+)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
     children = dict(model.named_children())
-    # A user's own module may have one child of such a name, and do more in its forward pass than call it.
-    of_torch = any(kind.__module__.startswith(_OF_TORCH) for kind in type(model).__mro__)
+    # A user's own module may have one child of such a name, and do more in its
+    # forward # pass than call it.
+    of_torch = any(
+        kind.__module__.startswith(_OF_TORCH) for kind in type(model).__mro__
+    )
     if of_torch and len(children) == 1 and (name := next(iter(children))) in _WRAPPERS:
         yield from _layers(children[name])
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load all entries of a state that was taken apart, as ``model.load_state_dict(model.state_dict())`` does.
+    """Load all entries of a state that was taken apart, as
+    ``model.load_state_dict(model.state_dict())`` does.
 
-    A state dict has the versions of its layers in ``_metadata``, which messages do not carry, and some layers
-    (torchvision's MNASNet) refuse a state without: it gets the model's own.
+    A state dict has the versions of its layers in ``_metadata``, which messages do not
+    carry, and some layers (torchvision's MNASNet) refuse a state without: it gets the
+    model's own.
     """
     whole = OrderedDict(state)
     whole._metadata = model.state_dict(keep_vars=True)._metadata  # type: ignore[attr-defined]
@@ -43,20 +64,29 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def no_tensors(model: nn.Module) -> str:
-    """Return why a model's state cannot travel: entries of ``get_extra_state`` that are no tensors; "" if it can."""
+    """Return why a model's state cannot travel: entries of ``get_extra_state`` that are
+    no tensors; "" if it can.
+    """
     state = model.state_dict(keep_vars=True)
-    bad = [f"'{name}' ({type(entry).__name__})" for name, entry in state.items() if not isinstance(entry, Tensor)]
+    bad = [
+        f"'{name}' ({type(entry).__name__})"
+        for name, entry in state.items()
+        if not isinstance(entry, Tensor)
+    ]
     if not bad:
         return ""
     return (
-        f"{len(bad)} entries of the model's state are no tensors, and cannot be sent or kept: {', '.join(bad[:3])}"
-        f"{', ...' if len(bad) > 3 else ''}. Let get_extra_state of the layer return a tensor, or keep the value in an "
-        "attribute."
+        f"{len(bad)} entries of the model's state are no tensors, and cannot be sent or"
+        f" kept: {', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}. Let"
+        " get_extra_state of the layer return a tensor, or keep the value in an"
+        " attribute."
     )
 
 
 def loads_by_copy(model: nn.Module) -> bool:
-    """Return whether copies of all entries do what ``load_state_dict`` does: no layer loads in a way of its own."""
+    """Return whether copies of all entries do what ``load_state_dict`` does: no layer
+    loads in a way of its own.
+    """
     return all(map(_loads_by_copy, model.modules()))
 
 
@@ -79,17 +109,23 @@ R = TypeVar("R")
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function`` as one that a compiled model runs as it is, between its compiled parts.
+    """Return ``function`` as one that a compiled model runs as it is, between its
+    compiled parts.
 
-    What changes with every step or round (sums, parameters that are made anew) would be compiled anew each time, and
-    torch gives up after some. Without a compiled model in this process the compiler is not imported, which takes
-    seconds, and the function is returned.
+    What changes with every step or round (sums, parameters that are made anew) would be
+    compiled anew each time, and torch gives up after some. Without a compiled model in
+    this process the compiler is not imported, which takes seconds, and the function is
+    returned.
     """
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-untyped-call]
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in a model that are compiled by themselves, in place or in ``torch.compile``'s wrapper."""
+    """Return the modules in a model that are compiled by themselves, in place or in
+    ``torch.compile``'s wrapper.
+    """
     found = []
     for module in model.modules():
         if module._compiled_call_impl is not None:
@@ -109,18 +145,23 @@ def named_compiler(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error) or not compiled_modules(model):
+        if "modified by an inplace operation" not in str(error) or not compiled_modules(
+            model
+        ):
             raise
         raise NormLayerError(
-            "the backward pass of a compiled model failed at an operation in place. A method that computes BatchNorm "
-            "by itself ends a compiled part at each layer, and some compilers (inductor, aot_eager) then fail at an "
-            "activation in place, as SiLU(inplace=True). Build the model with inplace=False, use "
-            "torch.compile(model, backend='eager'), or do not compile it."
+            "the backward pass of a compiled model failed at an operation in place. A"
+            " method that computes BatchNorm by itself ends a compiled part at each"
+            " layer, and some compilers (inductor, aot_eager) then fail at an"
+            " activation in place, as SiLU(inplace=True). Build the model with"
+            " inplace=False, use torch.compile(model, backend='eager'), or do not"
+            " compile it."
         ) from error
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile`` (``_orig_mod.``), DDP and the like (``module.``), at any depth.
+    """Return the module inside ``torch.compile`` (``_orig_mod.``), DDP and the like
+    (``module.``), at any depth.
 
     Both share their parameters: train the wrapper, send ``unwrap(model).state_dict()``.
     """
@@ -129,10 +170,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return the module whose state dict has exactly these names: ``model`` or a module that it wraps.
+    """Return the module whose state dict has exactly these names: ``model`` or a module
+    that it wraps.
 
     Raises:
-        StateError: no module has them. The message gives the remedy if only a wrapper's prefix differs.
+        StateError: no module has them. The message gives the remedy if only a wrapper's
+            prefix differs.
     """
     wanted = frozenset(names)
     for module in _layers(model):
@@ -141,11 +184,15 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
             return module
     bare = {_without_prefixes(name) for name in wanted}
     missing, extra = sorted(has - wanted), sorted(wanted - has)
-    message = f"the arrays do not fit the model: {len(missing)} entries are missing and {len(extra)} unknown"
+    message = (
+        f"the arrays do not fit the model: {len(missing)} entries are missing and"
+        f" {len(extra)} unknown"
+    )
     if bare == has:
         message += (
-            f": they come from a wrapped model ('{extra[0]}'), and this one is not wrapped. Build the initial arrays "
-            "from fedbn_flwr.unwrap(model).state_dict()"
+            f": they come from a wrapped model ('{extra[0]}'), and this one is not"
+            " wrapped. Build the initial arrays from"
+            " fedbn_flwr.unwrap(model).state_dict()"
         )
     elif missing or extra:
         message += f" (first: '{(missing or extra)[0]}')"
@@ -153,13 +200,17 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
-    """Return the wrappers' prefix of ``names``, compared with ``model_names``; "" if they have none."""
+    """Return the wrappers' prefix of ``names``, compared with ``model_names``; "" if
+    they have none.
+    """
     prefix = ""
     if all(map(model_names.__contains__, names)):
         return prefix
     while not all(name.removeprefix(prefix) in model_names for name in names):
         step = next(iter(names)).removeprefix(prefix).partition(".")[0]
-        if step not in _WRAPPERS or not all(name.startswith(f"{prefix}{step}.") for name in names):
+        if step not in _WRAPPERS or not all(
+            name.startswith(f"{prefix}{step}.") for name in names
+        ):
             return ""
         prefix += f"{step}."
     return prefix

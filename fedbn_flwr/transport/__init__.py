@@ -1,7 +1,7 @@
 """How the exchanges of a synchronised step travel between the clients of a round.
 
-A client calls ``reduce(tag, tensor)`` of a ``Reducer``. The answer comes from a barrier in this process, over gRPC, or
-from a log of earlier answers.
+A client calls ``reduce(tag, tensor)`` of a ``Reducer``. The answer comes from a barrier
+in this process, over gRPC, or from a log of earlier answers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A barrier that reduces: it collects a tensor from every client of a round and returns the answer to all of them.
+"""A barrier that reduces: it collects a tensor from every client of a round and returns
+the answer to all of them.
 
-In process the clients' own threads wait here. For members behind the gRPC channel and in worker processes nobody waits:
-the answer is sent to them. A member that leaves, stalls or sends an unusable tensor is
-dropped, and the others repeat the step, so the step stays exact.
+In process the clients' own threads wait here. For members behind the gRPC channel and
+in worker processes nobody waits: the answer is sent to them. A member that leaves,
+stalls or sends an unusable tensor is dropped, and the others repeat the step, so the
+step stays exact.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ LOOK = 1.0  # seconds between two looks at the clock while somebody waits
 
 @dataclass(frozen=True)
 class Member:
-    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and its name in error messages."""
+    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and
+    its name in error messages.
+    """
 
     weight: float
     batch_size: int
@@ -62,7 +66,8 @@ class _Exchange:
     sent: dict[int, TaggedTensor] = field(default_factory=dict)
     answer: Tensor | None = None
     over: bool = False  # answered or aborted
-    then: dict[Then, list[int]] = field(default_factory=dict)  # what to call then, and the members that wait with it
+    # what to call then, and the members that wait with it
+    then: dict[Then, list[int]] = field(default_factory=dict)
 
 
 class Barrier:
@@ -73,8 +78,9 @@ class Barrier:
         timeout: seconds that an exchange waits for its last member after its first.
         min_members: smallest number of members; with fewer the step is given up.
         answer: the answer to the members' tensors of an exchange.
-        in_turns: members may compute one after the other, as in one process, and none is late while another computes:
-            the timeout begins anew with each member that begins or sends.
+        in_turns: members may compute one after the other, as in one process, and none
+            is late while another computes: the timeout begins anew with each member
+            that begins or sends.
 
     Attributes:
         members: as given.
@@ -112,27 +118,36 @@ class Barrier:
         self._dropped_in: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
         self.never_began: list[str] = []
-        self.exchanges = self.bytes_down = self.bytes_up = self.apart_down = self.apart_up = 0
+        self.exchanges = self.bytes_down = self.bytes_up = self.apart_down = (
+            self.apart_up
+        ) = 0
 
     def reducer(self, node_id: int) -> Reducer:
         """Return the reducer of a member."""
         return _MemberReducer(self, node_id)
 
     def begin(self, node_id: int) -> tuple[int, int]:
-        """Return (attempt, examples in the union of the batches of the remaining members)."""
+        """Return (attempt, examples in the union of the batches of the remaining
+        members).
+        """
         with self._locked():
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
             self._latest_attempt = self._exchange.attempt
             if self._in_turns and self._exchange.deadline:
                 self._set_deadline(self._exchange)
-            return self._exchange.attempt, sum(self.members[i].batch_size for i in self._remaining())
+            return self._exchange.attempt, sum(
+                self.members[i].batch_size for i in self._remaining()
+            )
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
-        """Return the answer when all members' tensors of this exchange are there; see ``Reducer.reduce``."""
+        """Return the answer when all members' tensors of this exchange are there; see
+        ``Reducer.reduce``.
+        """
         with self._locked():
             exchange = self._take(node_id, attempt, tag, tensor)
-            wait = None if exchange.over else Wait()  # the last member to send keeps its turn
+            # the last member to send keeps its turn
+            wait = None if exchange.over else Wait()
             if wait:
                 exchange.then[lambda _: wait.end()] = [node_id]
         if wait:
@@ -142,10 +157,14 @@ class Barrier:
             raise outcome
         return outcome
 
-    def send(self, node_id: int, attempt: int, tag: str, tensor: Tensor, then: Then) -> None:
-        """Do an exchange like ``reduce``, and do not wait: ``then`` is called in some thread when it is over.
+    def send(
+        self, node_id: int, attempt: int, tag: str, tensor: Tensor, then: Then
+    ) -> None:
+        """Do an exchange like ``reduce``, and do not wait: ``then`` is called in some
+        thread when it is over.
 
-        It is called once for all members with the same ``then``. Meanwhile call ``drop_late`` every second.
+        It is called once for all members with the same ``then``. Meanwhile call
+        ``drop_late`` every second.
         """
         try:
             with self._locked():
@@ -159,18 +178,28 @@ class Barrier:
         with self._locked():
             now, exchange = time.monotonic(), self._exchange
             # If this process was paused, extend the deadline by that time.
-            exchange.deadline += max(0.0, now - self._looked - LOOK) if exchange.deadline else 0.0
+            exchange.deadline += (
+                max(0.0, now - self._looked - LOOK) if exchange.deadline else 0.0
+            )
             self._looked = now
             if exchange.deadline and now >= exchange.deadline:
-                late = [i for i in self._remaining() if i not in exchange.sent and i not in self._closed]
+                late = [
+                    i
+                    for i in self._remaining()
+                    if i not in exchange.sent and i not in self._closed
+                ]
                 reasons = {i: self._reason_late(i, exchange) for i in late}
-                self.never_began += [reasons[i] for i in late if i not in self._begun and exchange.sent]
+                self.never_began += [
+                    reasons[i] for i in late if i not in self._begun and exchange.sent
+                ]
                 if reasons:
                     self._drop(reasons)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock in the block; then, without it, let the members of the exchanges that ended there go on."""
+        """Hold the lock in the block; then, without it, let the members of the
+        exchanges that ended there go on.
+        """
         self._lock.acquire()
         try:
             yield
@@ -179,18 +208,36 @@ class Barrier:
             self._lock.release()
             for exchange in ended:
                 for then, waiting in exchange.then.items():
-                    then({node_id: self._outcome(node_id, exchange) for node_id in waiting})
+                    then(
+                        {
+                            node_id: self._outcome(node_id, exchange)
+                            for node_id in waiting
+                        }
+                    )
 
     def _take(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
         """Take a member's tensor, and return its exchange."""
         self._refuse_dropped(node_id)
-        if node_id in self._closed:  # nobody would answer: the others do not wait for it
-            raise Dropped(f"{self.members[node_id].name} sent exchange '{tag}' after the end of its step")
+        # nobody would answer: the others do not wait for it
+        if node_id in self._closed:
+            raise Dropped(
+                f"{self.members[node_id].name} sent exchange '{tag}' after the end of"
+                " its step"
+            )
         exchange = self._exchange
         if attempt != exchange.attempt:
-            raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
+            raise RetryStep(
+                f"attempt {attempt} is over; attempt {exchange.attempt} has begun"
+            )
         if not bool(torch.isfinite(tensor).all()):
-            self._drop({node_id: coded(NOT_FINITE, f"sent a value that is not finite in exchange '{tag}'")})
+            self._drop(
+                {
+                    node_id: coded(
+                        NOT_FINITE,
+                        f"sent a value that is not finite in exchange '{tag}'",
+                    )
+                }
+            )
             self._refuse_dropped(node_id)
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
@@ -203,7 +250,9 @@ class Barrier:
     def _wait(self, wait: Wait, exchange: _Exchange) -> None:
         """Wait until the exchange is over; drop the members that do not send in time."""
         with wait:
-            while not wait.is_over(LOOK if exchange.over else self._until_look(exchange)):
+            while not wait.is_over(
+                LOOK if exchange.over else self._until_look(exchange)
+            ):
                 self.drop_late()
 
     def _until_look(self, exchange: _Exchange) -> float:
@@ -236,14 +285,20 @@ class Barrier:
                 self._drop({node_id: reason})
 
     def finished_with(self) -> list[int]:
-        """Return the members whose batches are in the finished step; empty if no member has finished it.
+        """Return the members whose batches are in the finished step; empty if no member
+        has finished it.
 
-        A member lost after its last exchange is one of them: the others had all their answers, and repeat nothing.
+        A member lost after its last exchange is one of them: the others had all their
+        answers, and repeat nothing.
         """
         if not self._closed - self.dropped.keys():
             return []
         last = self._latest_attempt
-        return [i for i in self.members if i in self._begun and self._dropped_in.get(i, last) >= last]
+        return [
+            i
+            for i in self.members
+            if i in self._begun and self._dropped_in.get(i, last) >= last
+        ]
 
     def _remaining(self) -> list[int]:
         return [node_id for node_id in self.members if node_id not in self.dropped]
@@ -253,25 +308,41 @@ class Barrier:
             raise Dropped(f"node {node_id} is not a member of this round")
         if node_id in self.dropped:
             code, reason = split_code(self.dropped[node_id])
-            text = f"{self.members[node_id].name} was dropped from the synchronised step: it {reason}"
+            text = (
+                f"{self.members[node_id].name} was dropped from the synchronised step:"
+                f" it {reason}"
+            )
             raise Dropped(coded(code, text) if code else text)
         if len(self._remaining()) < self._min_members:
             left = len(self._remaining())
-            text = f"{left} clients are left for the synchronised step, {self._min_members} needed"
+            text = (
+                f"{left} clients are left for the synchronised step,"
+                f" {self._min_members} needed"
+            )
             raise Dropped(coded(TOO_FEW_LEFT, text))
 
     def _reason_late(self, node_id: int, exchange: _Exchange) -> str:
         """Return the reason for dropping a member that did not send in time."""
         if not exchange.sent:
-            return f"did not end its work within {self.timeout:g} s after the step had too few clients"
+            return (
+                f"did not end its work within {self.timeout:g} s after the step had too"
+                " few clients"
+            )
         if node_id in self._begun:
-            return f"did not send exchange '{next(iter(exchange.sent.values()))[0]}' within {self.timeout:g} s"
+            return (
+                f"did not send exchange '{next(iter(exchange.sent.values()))[0]}'"
+                f" within {self.timeout:g} s"
+            )
         if self._in_turns:
-            return f"did not begin the step within {self.timeout:g} s of the client before it"
+            return (
+                f"did not begin the step within {self.timeout:g} s of the client"
+                " before it"
+            )
         return (
-            f"did not begin the step within {self.timeout:g} s of the first: all clients of a round must run at the "
-            "same time; in simulation add --federation-config "
-            f"'client-resources-num-cpus=1 init-args-num-cpus={len(self.members)}'"
+            f"did not begin the step within {self.timeout:g} s of the first: all"
+            " clients of a round must run at the same time; in simulation add"
+            " --federation-config 'client-resources-num-cpus=1"
+            f" init-args-num-cpus={len(self.members)}'"
         )
 
     def _drop(self, reasons: Mapping[int, str]) -> None:
@@ -279,32 +350,50 @@ class Barrier:
         self.dropped.update(reasons)
         self._dropped_in.update(dict.fromkeys(reasons, self._exchange.attempt))
         aborted, self._exchange = self._exchange, _Exchange(self._exchange.attempt + 1)
-        if len(self._remaining()) < self._min_members:  # nobody sends any more, and some may hang
+        # nobody sends any more, and some may hang
+        if len(self._remaining()) < self._min_members:
             self._set_deadline(self._exchange)
         self._end(aborted)
 
     def _answer_if_complete(self) -> None:
-        """Answer the exchange if every remaining member has sent; drop members whose tensor does not fit the others."""
+        """Answer the exchange if every remaining member has sent; drop members whose
+        tensor does not fit the others.
+        """
         exchange, left = self._exchange, self._remaining()
-        if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
+        if not exchange.sent or any(
+            i not in exchange.sent and i not in self._closed for i in left
+        ):
             return
-        odd = odd_ones({i: exchange.sent.get(i) for i in left})  # without a tensor: it is closed
+        # without a tensor: it is closed
+        odd = odd_ones({i: exchange.sent.get(i) for i in left})
         if odd:
             self._drop(odd)
             return
         weights = [self.members[i].weight for i in left]
         tag, _ = exchange.sent[left[0]]
         try:
-            exchange.answer = self._answer(tag, [exchange.sent[i][1] for i in left], weights)
+            exchange.answer = self._answer(
+                tag, [exchange.sent[i][1] for i in left], weights
+            )
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
             return
-        except Exception as error:  # perhaps once only: the member whose tensor came last pays, and no call hangs
-            self._drop({next(reversed(exchange.sent)): f"completed exchange '{tag}', whose answer failed: {error}"})
+        # perhaps once only: the member whose tensor came last pays, and no call hangs
+        except Exception as error:
+            self._drop(
+                {
+                    next(
+                        reversed(exchange.sent)
+                    ): f"completed exchange '{tag}', whose answer failed: {error}"
+                }
+            )
             return
         self.exchanges += 1
         size, apart = exchange_bytes(tag, exchange.answer)
-        self.bytes_down, self.apart_down = self.bytes_down + size, self.apart_down + apart
+        self.bytes_down, self.apart_down = (
+            self.bytes_down + size,
+            self.apart_down + apart,
+        )
         self._exchange = _Exchange(exchange.attempt)
         self._end(exchange)
 
@@ -314,14 +403,20 @@ class Barrier:
 
 
 def odd_ones(sent: Mapping[int, TaggedTensor | None]) -> dict[int, str]:
-    """Return why to drop each client that does something else than most; of equally many the first stay.
+    """Return why to drop each client that does something else than most; of equally
+    many the first stay.
 
     Args:
-        sent: what each client sent, in the order of the members; None = it has finished the step.
+        sent: what each client sent, in the order of the members; None = it has finished
+            the step.
     """
     kinds = {node_id: _kind(tensor) for node_id, tensor in sent.items()}
     usual = Counter(kinds.values()).most_common(1)
-    return {i: _difference(kind, usual[0][0]) for i, kind in kinds.items() if kind != usual[0][0]}
+    return {
+        i: _difference(kind, usual[0][0])
+        for i, kind in kinds.items()
+        if kind != usual[0][0]
+    }
 
 
 _Kind = tuple[str, tuple[int, ...], torch.dtype]
@@ -336,9 +431,11 @@ def _difference(kind: _Kind | None, usual: _Kind | None) -> str:
     if own == others:
         return f"sent {kind} where the others sent {usual}"
     return (
-        f"{own} where the others {others}: in the first local step every client must call the same BatchNorm layers in "
-        "the same order. A layer that is skipped at random (stochastic depth) or for some inputs cannot be "
-        "synchronised: switch that off in this step, or use a method without a synchronised step, as fedavg or fedbn"
+        f"{own} where the others {others}: in the first local step every client must"
+        " call the same BatchNorm layers in the same order. A layer that is skipped at"
+        " random (stochastic depth) or for some inputs cannot be synchronised: switch"
+        " that off in this step, or use a method without a synchronised step, as"
+        " fedavg or fedbn"
     )
 
 
@@ -348,8 +445,16 @@ def _place(kind: _Kind | None) -> str:
         return "had finished the step"
     name, _, call = kind[0].partition("/")
     number, _, path = call.partition("/")
-    layer = f"BatchNorm layer {path!r}" if path else f"the functional batch_norm of call {number}"
-    return f"was in the backward pass, at {layer}" if name == "gradients" else f"called {layer}"
+    layer = (
+        f"BatchNorm layer {path!r}"
+        if path
+        else f"the functional batch_norm of call {number}"
+    )
+    return (
+        f"was in the backward pass, at {layer}"
+        if name == "gradients"
+        else f"called {layer}"
+    )
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
 """A call of the gRPC channel and its reply as bytes, and what else both ends share.
 
-A frame is the length of its header (4 bytes, big-endian), the header (JSON), and the bytes of a tensor, if it has one.
-What is read here was written by somebody else: whatever the bytes are, reading returns a frame or raises ValueError.
+A frame is the length of its header (4 bytes, big-endian), the header (JSON), and the
+bytes of a tensor, if it has one. What is read here was written by somebody else:
+whatever the bytes are, reading returns a frame or raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,11 +16,23 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-__all__ = ["METHOD", "OPTIONS", "SERVICE", "Call", "Reply", "is_loopback", "pack", "unpack"]
+__all__ = [
+    "METHOD",
+    "OPTIONS",
+    "SERVICE",
+    "Call",
+    "Reply",
+    "is_loopback",
+    "pack",
+    "unpack",
+]
 
 SERVICE, METHOD = "fedbn.Channel", "Call"
 MAX_BYTES = 4 * 2**20  # far above three rows of any layer's channels
-OPTIONS = [("grpc.max_receive_message_length", MAX_BYTES), ("grpc.max_send_message_length", MAX_BYTES)]
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_BYTES),
+    ("grpc.max_send_message_length", MAX_BYTES),
+]
 
 _Size = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 
@@ -29,7 +42,8 @@ class _Header(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    dtype: Literal["float32", "float64", "int64"] | None = None  # int64: masked; None: no tensor
+    # int64: masked; None: no tensor
+    dtype: Literal["float32", "float64", "int64"] | None = None
     shape: Annotated[tuple[_Size, ...], Field(min_length=1, max_length=2)] | None = None
 
 
@@ -51,7 +65,8 @@ class Reply(_Header):
     """The header of the server's reply.
 
     Attributes:
-        status: whether the call was answered, the step is to be repeated, or the client is out of the round.
+        status: whether the call was answered, the step is to be repeated, or the client
+            is out of the round.
         message: why, if the call was not answered.
         attempt: to ``begin``: the attempt that has begun.
         union: to ``begin``: examples in the batches of all members.
@@ -93,7 +108,9 @@ def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:
         raise ValueError(_first_problem(kind, error)) from None
     if header.dtype is None:
         if len(data) > start or header.shape is not None:
-            raise ValueError("a tensor follows, or its shape, and the header names no dtype")
+            raise ValueError(
+                "a tensor follows, or its shape, and the header names no dtype"
+            )
         return header, None
     if header.shape is None:
         raise ValueError("the header names a dtype and no shape")
@@ -102,7 +119,9 @@ def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:
 
 
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    problem = error.errors(
+        include_url=False, include_input=False, include_context=False
+    )[0]
     name = str(problem["loc"][0]) if problem["loc"] else ""
     return f"{name}: {problem['msg']}" if name in kind.model_fields else problem["msg"]
 

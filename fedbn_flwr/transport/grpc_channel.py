@@ -1,7 +1,8 @@
-"""The client's end of the gRPC channel: clients in other processes or on other machines reduce through one port.
+"""The client's end of the gRPC channel: clients in other processes or on other machines
+reduce through one port.
 
-Clients only open outgoing connections. ``connect`` is a client's choice between the channel and a barrier in its
-process.
+Clients only open outgoing connections. ``connect`` is a client's choice between the
+channel and a barrier in its process.
 """
 
 from __future__ import annotations
@@ -22,8 +23,23 @@ from fedbn_flwr.messages.protocol import (
     MASK_PRESENT,
 )
 from fedbn_flwr.training.turns import interrupted
-from fedbn_flwr.transport.channel_frame import METHOD, OPTIONS, SERVICE, Call, Reply, is_loopback, pack, unpack
-from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep, local_reducer, wrapped
+from fedbn_flwr.transport.channel_frame import (
+    METHOD,
+    OPTIONS,
+    SERVICE,
+    Call,
+    Reply,
+    is_loopback,
+    pack,
+    unpack,
+)
+from fedbn_flwr.transport.through_user_code import (
+    Dropped,
+    Reducer,
+    RetryStep,
+    local_reducer,
+    wrapped,
+)
 
 __all__ = ["ChannelReducer", "connect"]
 
@@ -35,21 +51,27 @@ class ChannelReducer:
         address: ``host:port`` of the channel.
         token: this node's token for this round.
         certificate: PEM of the CA; b"" = plaintext, to loopback only.
-        timeout: seconds that the server waits in an exchange; a call may take a little longer.
+        timeout: seconds that the server waits in an exchange; a call may take a little
+            longer.
 
     Raises:
         ConfigError: plaintext to another address than loopback.
     """
 
-    def __init__(self, address: str, token: str, certificate: bytes, timeout: float) -> None:
+    def __init__(
+        self, address: str, token: str, certificate: bytes, timeout: float
+    ) -> None:
         if certificate:
-            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(certificate), OPTIONS)
+            self._channel = grpc.secure_channel(
+                address, grpc.ssl_channel_credentials(certificate), OPTIONS
+            )
         elif is_loopback(address):
             self._channel = grpc.insecure_channel(address, OPTIONS)
         else:
             raise ConfigError(
-                f"the channel at {address!r} is not on loopback and has no TLS: refused. Set the run's fedtan-tls-dir "
-                "to a folder on the server with ca.crt, server.crt and server.key, or use fedtan-transport=messages."
+                f"the channel at {address!r} is not on loopback and has no TLS:"
+                " refused. Set the run's fedtan-tls-dir to a folder on the server with"
+                " ca.crt, server.crt and server.key, or use fedtan-transport=messages."
             )
         self._address, self._token, self._deadline = address, token, timeout + 30
         self._call = self._channel.unary_unary(f"/{SERVICE}/{METHOD}")
@@ -63,7 +85,9 @@ class ChannelReducer:
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
         """See ``Reducer.reduce``."""
-        _, answer = self._ask(Call(op="reduce", attempt=self._attempt, tag=tag), tensor.cpu())
+        _, answer = self._ask(
+            Call(op="reduce", attempt=self._attempt, tag=tag), tensor.cpu()
+        )
         if answer is None:
             raise EngineError(f"the channel answered exchange '{tag}' without a tensor")
         return answer
@@ -73,20 +97,32 @@ class ChannelReducer:
         self._ask(Call(op="close"))
         self._channel.close()
 
-    def _ask(self, call: Call, tensor: Tensor | None = None) -> tuple[Reply, Tensor | None]:
-        # The port is open before a client has its token: if the first call cannot connect, waiting does not help.
+    def _ask(
+        self, call: Call, tensor: Tensor | None = None
+    ) -> tuple[Reply, Tensor | None]:
+        # The port is open before a client has its token: if the first call
+        # cannot # connect, waiting does not help.
         wait = call.op != "begin"
         token = (("token", self._token),)
         try:
             with interrupted():
-                data = self._call(pack(call, tensor), metadata=token, timeout=self._deadline, wait_for_ready=wait)
+                data = self._call(
+                    pack(call, tensor),
+                    metadata=token,
+                    timeout=self._deadline,
+                    wait_for_ready=wait,
+                )
             reply, answer = unpack(Reply, data)
         except grpc.RpcError as error:
             code = getattr(error, "code", lambda: "unknown")()
             details = getattr(error, "details", lambda: "")()
-            raise EngineError(f"channel at {self._address}: {code}: {details}") from error
+            raise EngineError(
+                f"channel at {self._address}: {code}: {details}"
+            ) from error
         except ValueError as error:
-            raise EngineError(f"channel at {self._address}: a reply that cannot be read: {error}") from error
+            raise EngineError(
+                f"channel at {self._address}: a reply that cannot be read: {error}"
+            ) from error
         if reply.status == "retry":
             raise RetryStep(reply.message)
         if reply.status == "dropped":
@@ -95,18 +131,23 @@ class ChannelReducer:
 
 
 def connect(config: Mapping[str, Any]) -> Reducer:
-    """Return this client's reducer: over the channel if the config has its address, else at a barrier in this process.
+    """Return this client's reducer: over the channel if the config has its address,
+    else at a barrier in this process.
 
     Args:
         config: the config of the training message.
 
     Raises:
-        EngineError: there is no such barrier, or masks are required and no mod makes them.
+        EngineError: there is no such barrier, or masks are required and no mod makes
+            them.
     """
     if CHANNEL_ADDRESS in config:
         address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
         reducer: Reducer = ChannelReducer(
-            address, token, bytes(config.get(CHANNEL_CA, b"")), float(config[CHANNEL_TIMEOUT])
+            address,
+            token,
+            bytes(config.get(CHANNEL_CA, b"")),
+            float(config[CHANNEL_TIMEOUT]),
         )
     else:
         reducer = local_reducer(str(config[BARRIER]))

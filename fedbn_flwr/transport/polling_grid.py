@@ -1,4 +1,6 @@
-"""Sending and receiving without Flower's pauses: a Grid that polls quickly and knows the sender of every reply."""
+"""Sending and receiving without Flower's pauses: a Grid that polls quickly and knows
+the sender of every reply.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,30 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.packing import packed_for, unpacked_reply
 from fedbn_flwr.messages.protocol import NodeProperties
 
-__all__ = ["ImmediateGrid", "Pauses", "PollingGrid", "TellsProperties", "in_simulation", "over_network", "polling"]
+__all__ = [
+    "ImmediateGrid",
+    "Pauses",
+    "PollingGrid",
+    "TellsProperties",
+    "in_simulation",
+    "over_network",
+    "polling",
+]
 __all__ += ["polls"]
 
 logger = logging.getLogger("flwr")
 
-# Seconds after which the log names the nodes without a reply, and then between two such lines.
+# Seconds after which the log names the nodes without a reply, and then between two
+# such # lines.
 _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
 class Pauses(NamedTuple):
-    """Pauses between polls: a share of the time since the last reply, within limits in seconds.
+    """Pauses between polls: a share of the time since the last reply, within limits in
+    seconds.
 
-    With ``whole`` it is a share of the time since the messages were sent. ``first`` is the pause before the first poll.
+    With ``whole`` it is a share of the time since the messages were sent. ``first`` is
+    the pause before the first poll.
     """
 
     share: float
@@ -45,17 +58,22 @@ class Pauses(NamedTuple):
 
 
 _PAUSES = Pauses(0.5, 0.002, 0.25)
-# Over a network a poll is a request and a write to the SuperLink's database, and a reply takes seconds.
+# Over a network a poll is a request and a write to the SuperLink's database, and
+# a # reply takes seconds.
 _PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, whole=True, first=0.1)
-_FIRST_POLL = 0.75  # of the seconds of the quickest reply so far to messages of the same type
+# of the seconds of the quickest reply so far to messages of the same type
+_FIRST_POLL = 0.75
 
 
 @runtime_checkable
 class TellsProperties(Protocol):
     """An app that can tell a node's properties without a message."""
 
-    def node_properties(self, config: Mapping[str, Any], context: Context) -> NodeProperties:
-        """Return what the node with this context would answer to the strategies' query with this config.
+    def node_properties(
+        self, config: Mapping[str, Any], context: Context
+    ) -> NodeProperties:
+        """Return what the node with this context would answer to the strategies' query
+        with this config.
 
         Raises:
             Exception: only the answer to a message can tell.
@@ -66,24 +84,35 @@ class ImmediateGrid(Grid):
     """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
 
     def send_and_receive_until(
-        self, messages: Iterable[Message], enough: Callable[[Sequence[Message]], bool], *, timeout: float
+        self,
+        messages: Iterable[Message],
+        enough: Callable[[Sequence[Message]], bool],
+        *,
+        timeout: float,
     ) -> Iterable[Message]:
-        """Send all messages; return the replies as soon as ``enough(replies)`` is true, at the latest at the timeout.
+        """Send all messages; return the replies as soon as ``enough(replies)`` is true,
+        at the latest at the timeout.
 
         A grid that runs the clients itself returns all replies.
         """
         return self.send_and_receive(messages, timeout=timeout)
 
-    def receive(self, messages: Iterable[Message], *, timeout: float | None) -> Sequence[Message]:
-        """Send all messages; return the replies that arrive within ``timeout`` seconds, by default when all are there.
+    def receive(
+        self, messages: Iterable[Message], *, timeout: float | None
+    ) -> Sequence[Message]:
+        """Send all messages; return the replies that arrive within ``timeout`` seconds,
+        by default when all are there.
 
-        A grid whose clients work beside this process returns at once, and its sequence waits for each reply that it is
-        asked for.
+        A grid whose clients work beside this process returns at once, and its sequence
+        waits for each reply that it is asked for.
         """
         return list(self.send_and_receive(messages, timeout=timeout))
 
-    def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> Mapping[int, NodeProperties]:
-        """Return what these nodes would answer to the strategies' query with this config, without a message to each.
+    def node_properties(
+        self, config: Mapping[str, Any], node_ids: Sequence[int]
+    ) -> Mapping[int, NodeProperties]:
+        """Return what these nodes would answer to the strategies' query with this
+        config, without a message to each.
 
         Nodes that are not in the result must be asked.
         """
@@ -93,7 +122,8 @@ class ImmediateGrid(Grid):
         """Call the nodes in the log by the text of these objects, by node id."""
 
     def pack_for(self, node_ids: Iterable[int]) -> None:
-        """Note that the apps of these nodes read arrays in one piece (``messages.packing``).
+        """Note that the apps of these nodes read arrays in one piece
+        (``messages.packing``).
 
         A grid that sends arrays without a cost for each one ignores it.
         """
@@ -117,18 +147,21 @@ def over_network(grid: Grid) -> bool:
 class PollingGrid(ImmediateGrid):
     """Any Grid, polled quickly.
 
-    Flower's own ``send_and_receive`` sleeps between polls (0.1 s in simulation, 3 s over a network), and an error reply
-    for a lost node does not have that node's id. This grid finds the sender by ``reply_to_message_id``. In simulation
-    it polls after 2 ms, then with longer pauses up to 0.25 s. Over a network a pause is a sixteenth of the time since
-    the messages were sent, 0.1 to 5 s, and the first poll comes after three quarters of the time of the quickest reply
-    to such messages so far.
+    Flower's own ``send_and_receive`` sleeps between polls (0.1 s in simulation, 3 s
+    over a network), and an error reply for a lost node does not have that node's id.
+    This grid finds the sender by ``reply_to_message_id``. In simulation it polls after
+    2 ms, then with longer pauses up to 0.25 s. Over a network a pause is a sixteenth of
+    the time since the messages were sent, 0.1 to 5 s, and the first poll comes after
+    three quarters of the time of the quickest reply to such messages so far.
 
-    Messages to the nodes of ``pack_for``, and their replies, travel with their arrays in one piece. A reply whose
-    arrays do not fit their manifest becomes an error reply of its node.
+    Messages to the nodes of ``pack_for``, and their replies, travel with their arrays
+    in one piece. A reply whose arrays do not fit their manifest becomes an error reply
+    of its node.
 
     Args:
         grid: the grid that is polled.
-        packs: whether arrays travel in one piece; default: over a network, where each array has a cost of its own.
+        packs: whether arrays travel in one piece; default: over a network, where each
+            array has a cost of its own.
 
     Attributes:
         inner: the grid that is polled.
@@ -139,7 +172,8 @@ class PollingGrid(ImmediateGrid):
         self._names: dict[int, object] = {}
         self._packs = is_network_grid(grid) if packs is None else packs
         self._packing: set[int] = set()
-        self._quickest: dict[str, float] = {}  # for each type of message, seconds until a reply that is no error
+        # for each type of message, seconds until a reply that is no error
+        self._quickest: dict[str, float] = {}
         retry_http_500(grid)
 
     def set_run(self, run: Run) -> None:
@@ -152,10 +186,17 @@ class PollingGrid(ImmediateGrid):
         return self.inner.run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """See ``Grid.create_message``."""
-        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
+        return self.inner.create_message(
+            content, message_type, dst_node_id, group_id, ttl
+        )
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
         """See ``ImmediateGrid.name_nodes``."""
@@ -172,22 +213,35 @@ class PollingGrid(ImmediateGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See ``Grid.push_messages``."""
-        return self.inner.push_messages(list(packed_for(messages, self._packing)) if self._packing else messages)
+        return self.inner.push_messages(
+            list(packed_for(messages, self._packing)) if self._packing else messages
+        )
 
     def pull_messages(
-        self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
+        self,
+        message_ids: Iterable[str] | None = None,
+        *,
+        reply_to_message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
-        """See ``Grid.pull_messages``; Flower calls the argument ``reply_to_message_ids`` from 1.43 on."""
+        """See ``Grid.pull_messages``; Flower calls the argument
+        ``reply_to_message_ids`` from 1.43 on.
+        """
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        pulled = self.inner.pull_messages() if wanted is None else self.inner.pull_messages(wanted)  # type: ignore[call-arg]
+        if wanted is None:
+            pulled = self.inner.pull_messages()  # type: ignore[call-arg]
+        else:
+            pulled = self.inner.pull_messages(wanted)
         return [unpacked_reply(reply) for reply in pulled]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send all messages and return the replies that arrive within ``timeout`` seconds, in any order.
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send all messages and return the replies that arrive within ``timeout``
+        seconds, in any order.
 
-        The log names nodes that do not answer in time, over a network now and then before that, too: a node answers
-        nothing while its connection is up and its apps are not started. The error reply for a lost node has the id of
-        that node.
+        The log names nodes that do not answer in time, over a network now and then
+        before that, too: a node answers nothing while its connection is up and its apps
+        are not started. The error reply for a lost node has the id of that node.
 
         Raises:
             EngineError: the messages could not be pushed.
@@ -195,9 +249,14 @@ class PollingGrid(ImmediateGrid):
         return self._collected(messages, timeout)
 
     def send_and_receive_until(
-        self, messages: Iterable[Message], enough: Callable[[Sequence[Message]], bool], *, timeout: float
+        self,
+        messages: Iterable[Message],
+        enough: Callable[[Sequence[Message]], bool],
+        *,
+        timeout: float,
     ) -> Iterable[Message]:
-        """Send all messages; return the replies as soon as ``enough(replies)`` is true, at the latest at the timeout.
+        """Send all messages; return the replies as soon as ``enough(replies)`` is true,
+        at the latest at the timeout.
 
         At the timeout the log names the nodes that have not answered.
         """
@@ -213,24 +272,31 @@ class PollingGrid(ImmediateGrid):
         notice = _FIRST_NOTICE if network else math.inf
         replies: list[Message] = []
         limit = math.inf if timeout is None else timeout
-        for arrived, waiting, seconds in polls(self, messages, self._pauses(messages) if network else _PAUSES, limit):
+        for arrived, waiting, seconds in polls(
+            self, messages, self._pauses(messages) if network else _PAUSES, limit
+        ):
             replies += arrived
             for reply in arrived:
                 if network and reply.has_content():
                     kind = reply.metadata.message_type
-                    self._quickest[kind] = min(seconds, self._quickest.get(kind, seconds))
+                    self._quickest[kind] = min(
+                        seconds, self._quickest.get(kind, seconds)
+                    )
             if not waiting or enough(replies):
                 break
             if seconds >= limit:
                 logger.warning(
-                    "No reply within %s s from %s; continuing without them.", timeout, self._listed(waiting.values())
+                    "No reply within %s s from %s; continuing without them.",
+                    timeout,
+                    self._listed(waiting.values()),
                 )
                 break
             if seconds >= notice:
                 notice = seconds + _NEXT_NOTICES
                 logger.info(
-                    "%.0f s: still waiting for %s. A node may be at work; or it is online and its superexec-clientapp, "
-                    "which starts its apps, is not running.",
+                    "%.0f s: still waiting for %s. A node may be at work; or it is"
+                    " online and its superexec-clientapp, which starts its apps, is not"
+                    " running.",
                     seconds,
                     self._listed(waiting.values()),
                 )
@@ -238,17 +304,28 @@ class PollingGrid(ImmediateGrid):
 
     def _pauses(self, messages: Sequence[Message]) -> Pauses:
         """Return the pauses of a wait for the replies to these messages over a network."""
-        quickest = min((self._quickest.get(message.metadata.message_type, 0.0) for message in messages), default=0.0)
-        return _PAUSES_OVER_NETWORK._replace(first=max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest))
+        quickest = min(
+            (
+                self._quickest.get(message.metadata.message_type, 0.0)
+                for message in messages
+            ),
+            default=0.0,
+        )
+        return _PAUSES_OVER_NETWORK._replace(
+            first=max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest)
+        )
 
     def _listed(self, node_ids: Iterable[int]) -> str:
-        return ", ".join(str(self._names.get(node_id, f"node {node_id}")) for node_id in node_ids)
+        return ", ".join(
+            str(self._names.get(node_id, f"node {node_id}")) for node_id in node_ids
+        )
 
 
 def polls(
     grid: Grid, messages: Sequence[Message], pauses: Pauses, timeout: float = math.inf
 ) -> Iterator[tuple[list[Message], Mapping[str, int], float]]:
-    """Send all messages, and poll until each has a reply; the caller may stop earlier, and does so at its timeout.
+    """Send all messages, and poll until each has a reply; the caller may stop earlier,
+    and does so at its timeout.
 
     Args:
         grid: sends and receives; Flower's own method would pause, and log.
@@ -257,8 +334,8 @@ def polls(
         timeout: seconds after which there is a poll without such a pause.
 
     Yields:
-        For each poll: the replies that have arrived, message id -> node id of those without a reply, and the seconds
-        from the push to this poll.
+        For each poll: the replies that have arrived, message id -> node id of those
+        without a reply, and the seconds from the push to this poll.
 
     Raises:
         EngineError: the messages could not be pushed.
@@ -268,15 +345,23 @@ def polls(
     pause = pauses.first
     while waiting:
         time.sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
-        now = time.monotonic()  # before the pull, whose own seconds are none of the wait
+        # before the pull, whose own seconds are none of the wait
+        now = time.monotonic()
         arrived = _pull(grid, waiting)
         latest = now if arrived else latest
         yield arrived, waiting, now - begun
-        pause = min(max(pauses.share * (now - (begun if pauses.whole else latest)), pauses.shortest), pauses.longest)
+        pause = min(
+            max(
+                pauses.share * (now - (begun if pauses.whole else latest)),
+                pauses.shortest,
+            ),
+            pauses.longest,
+        )
 
 
 def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
-    """Push the messages; return message id -> node id of the messages that were accepted.
+    """Push the messages; return message id -> node id of the messages that were
+    accepted.
 
     Raises:
         EngineError: the messages could not be pushed.
@@ -285,25 +370,39 @@ def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
     message_ids = list(grid.push_messages(messages))
     if len(message_ids) != len(messages):  # Flower refused all messages
         raise EngineError(
-            f"only {len(message_ids)} of {len(messages)} messages could be sent; Flower's log gives the reason. A "
-            "message may be too large."
+            f"only {len(message_ids)} of {len(messages)} messages could be sent;"
+            " Flower's log gives the reason. A message may be too large."
         )
-    if lost := [str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i]:
-        logger.warning("Messages to node(s) %s could not be pushed; continuing without them.", ", ".join(lost))
+    if lost := [
+        str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i
+    ]:
+        logger.warning(
+            "Messages to node(s) %s could not be pushed; continuing without them.",
+            ", ".join(lost),
+        )
     return {i: node_id for i, node_id in zip(message_ids, node_ids, strict=True) if i}
 
 
 def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
-    """Return the replies that have arrived, and remove the answered messages from ``waiting``.
+    """Return the replies that have arrived, and remove the answered messages from
+    ``waiting``.
 
-    Each reply gets the id of the node that was asked: Flower's error reply for a lost node does not have it.
+    Each reply gets the id of the node that was asked: Flower's error reply for a lost
+    node does not have it.
     """
     replies = []
     for reply in grid.pull_messages(list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
         if node_id is None:
-            what = f"error {reply.error.code}: {reply.error.reason}" if reply.has_error() else "no error"
-            logger.warning("A reply to none of the messages that are waited for is left out (%s).", what)
+            what = (
+                f"error {reply.error.code}: {reply.error.reason}"
+                if reply.has_error()
+                else "no error"
+            )
+            logger.warning(
+                "A reply to none of the messages that are waited for is left out (%s).",
+                what,
+            )
             continue
         set_reply_source(reply, node_id)
         replies.append(reply)

@@ -1,8 +1,9 @@
 """A synchronised step replayed from recorded answers.
 
-For every message the step runs again from its beginning, with the same batch and the same random numbers. An exchange
-with a recorded answer uses it. The first exchange without an answer stops the step: the client sends it next. If all
-have answers, the end of the step stops it too, except in the training message, in which the training goes on.
+For every message the step runs again from its beginning, with the same batch and the
+same random numbers. An exchange with a recorded answer uses it. The first exchange
+without an answer stops the step: the client sends it next. If all have answers, the end
+of the step stops it too, except in the training message, in which the training goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from fedbn_flwr.transport.through_user_code import NextExchange, StopStep
 
 __all__ = ["Replay"]
 
-_SAME = 1e-2, 1e-5  # relative, absolute: more than the order of a sum on a GPU changes, far less than another batch
+# relative, absolute: more than the order of a sum on a GPU changes, far less
+# than # another batch
+_SAME = 1e-2, 1e-5
 
 
 class Replay:
@@ -26,8 +29,8 @@ class Replay:
     Args:
         answers: the recorded answers by tag.
         union_batch_size: examples in the union of all clients' batches.
-        sent: the tensors that this client sent before, by tag; given for a user's training, which may not repeat
-            itself exactly.
+        sent: the tensors that this client sent before, by tag; given for a user's
+            training, which may not repeat itself exactly.
         step_only: whether the training ends with the step.
     """
 
@@ -56,11 +59,14 @@ class Replay:
         """
         if tag not in self._answers:
             raise StopStep(NextExchange({tag: tensor}))
-        if tag in self._sent and not torch.allclose(tensor.cpu(), self._sent[tag], *_SAME):
+        if tag in self._sent and not torch.allclose(
+            tensor.cpu(), self._sent[tag], *_SAME
+        ):
             raise DataError(
-                f"the step was run again and sent something else in exchange '{tag}': by messages the first batch "
-                "must be the same each time the training function is called in a round. Draw it from a generator "
-                "seeded with the round, or use the channel."
+                f"the step was run again and sent something else in exchange '{tag}':"
+                " by messages the first batch must be the same each time the training"
+                " function is called in a round. Draw it from a generator seeded with"
+                " the round, or use the channel."
             )
         return self._answers[tag]
 

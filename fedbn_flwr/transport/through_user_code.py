@@ -1,15 +1,20 @@
-"""A client's part in a synchronised step: a reducer, and what passes through a user's training code.
+"""A client's part in a synchronised step: a reducer, and what passes through a user's
+training code.
 
-A synchronised step waits inside a BatchNorm layer, in the middle of a forward or backward pass. Between that layer and
-the message that asks for the step lies code that is not ours: the user's app and training loop, other mods.
+A synchronised step waits inside a BatchNorm layer, in the middle of a forward or
+backward pass. Between that layer and the message that asks for the step lies code that
+is not ours: the user's app and training loop, other mods.
 
-In: their functions have no argument for a reducer, so the engine and the mods leave it in a context variable.
+In: their functions have no argument for a reducer, so the engine and the mods leave it
+in a context variable.
 
-Out: by messages the client must send a tensor and end its work in mid-step. Nothing but an exception leaves a function
-of others from the inside; a thread that waits in the layer would need the process to live until the next message, and
-Flower may end it. The step then runs again from its beginning, with the answers so far. ``StopStep`` is no error, and a
-user's ``except Exception`` must let it pass: it is a BaseException. It is caught where the message came in
-(``TorchClient.train``, ``local_bn``), and becomes a value. So is ``RetryStep``, which repeats the step at once.
+Out: by messages the client must send a tensor and end its work in mid-step. Nothing but
+an exception leaves a function of others from the inside; a thread that waits in the
+layer would need the process to live until the next message, and Flower may end it. The
+step then runs again from its beginning, with the answers so far. ``StopStep`` is no
+error, and a user's ``except Exception`` must let it pass: it is a BaseException. It is
+caught where the message came in (``TorchClient.train``, ``local_bn``), and becomes a
+value. So is ``RetryStep``, which repeats the step at once.
 """
 
 from __future__ import annotations
@@ -39,23 +44,29 @@ __all__ = [
 
 
 class Dropped(FedBNError):
-    """This client is out of the round: it was too late, sent an unusable tensor, or too few clients remain."""
+    """This client is out of the round: it was too late, sent an unusable tensor, or too
+    few clients remain.
+    """
 
     code = "dropped"
 
 
 class Reducer(Protocol):
-    """Sends a client's tensors and returns the reduced tensors of all clients, by any transport."""
+    """Sends a client's tensors and returns the reduced tensors of all clients, by any
+    transport.
+    """
 
     def begin(self) -> int:
-        """Begin the step, or repeat it after ``RetryStep``; return the number of examples in all clients' batches.
+        """Begin the step, or repeat it after ``RetryStep``; return the number of
+        examples in all clients' batches.
 
         Raises:
             Dropped: this client is out of the round.
         """
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        """Send ``tensor`` and return the reduced tensor of all clients in exchange ``tag``.
+        """Send ``tensor`` and return the reduced tensor of all clients in exchange
+        ``tag``.
 
         Raises:
             RetryStep: the step must be repeated.
@@ -71,7 +82,8 @@ class NextExchange:
     """What a client sends in mid-step, in place of a trained model.
 
     Attributes:
-        tensors: the tensor of the next exchange, by its tag; empty once the step has all its answers.
+        tensors: the tensor of the next exchange, by its tag; empty once the step has
+            all its answers.
     """
 
     tensors: Mapping[str, Tensor]
@@ -85,7 +97,9 @@ class StopStep(BaseException):
     """
 
     def __init__(self, exchange: NextExchange) -> None:
-        super().__init__(f"the client sends {list(exchange.tensors)} and waits for the next message")
+        super().__init__(
+            f"the client sends {list(exchange.tensors)} and waits for the next message"
+        )
         self.exchange = exchange
 
 
@@ -101,12 +115,16 @@ _NOTHING = _OfClient()
 
 
 def use_reducers(find: Callable[[str], Reducer]) -> AbstractContextManager[None]:
-    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block; an engine calls it around a client's work."""
+    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block; an engine calls
+    it around a client's work.
+    """
     return _with(find=find)
 
 
 def wrap_reducers(wrap: Callable[[Reducer], Reducer]) -> AbstractContextManager[None]:
-    """Let ``wrapped`` return ``wrap(reducer)`` inside the block; a mod calls it around a client's training."""
+    """Let ``wrapped`` return ``wrap(reducer)`` inside the block; a mod calls it around
+    a client's training.
+    """
     return _with(wrap=wrap)
 
 
@@ -131,7 +149,10 @@ def local_reducer(barrier_id: str) -> Reducer:
             return find(barrier_id)
     except KeyError:
         pass
-    raise EngineError(f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages or channel")
+    raise EngineError(
+        f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages"
+        " or channel"
+    )
 
 
 def wrapped(reducer: Reducer, required: bool) -> Reducer:
@@ -142,12 +163,14 @@ def wrapped(reducer: Reducer, required: bool) -> Reducer:
         required: whether nothing may leave the client without such a mod.
 
     Raises:
-        EngineError: it is required, and the training runs in another thread than the mod.
+        EngineError: it is required, and the training runs in another thread than the
+            mod.
     """
     wrap = _OF_CLIENT.get(_NOTHING).wrap
     if wrap is None and required:
         raise EngineError(
-            "the server asks for masked sums, and this training runs where the mod masked_update does not reach it: "
-            "make it the app's first mod, and train in the thread that calls the app"
+            "the server asks for masked sums, and this training runs where the mod"
+            " masked_update does not reach it: make it the app's first mod, and train"
+            " in the thread that calls the app"
         )
     return wrap(reducer) if wrap else reducer

@@ -1,8 +1,11 @@
-"""Projects of Flower's repository, changed by the diffs in ``found``, end in the bits of our own client.
+"""Projects of Flower's repository, changed by the diffs in ``found``, end in the bits
+of our own client.
 
-``FLOWER_REPOSITORY`` names a checkout of github.com/adap/flower; without it only the lines are counted. The projects'
-data loaders, which download, are replaced by digits in a fixed order, and W&B by nothing. ``PROJECT-port.diff`` is what
-Flower 1.41 requires, ``PROJECT-model.diff`` gives a model without BatchNorm two such layers; neither is counted.
+``FLOWER_REPOSITORY`` names a checkout of github.com/adap/flower; without it only the
+lines are counted. The projects' data loaders, which download, are replaced by digits in
+a fixed order, and W&B by nothing. ``PROJECT-port.diff`` is what Flower 1.41 requires,
+``PROJECT-model.diff`` gives a model without BatchNorm two such layers; neither is
+counted.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ from tests.support.diffs import changed_lines
 REPOSITORY = Path(os.environ.get("FLOWER_REPOSITORY", "/nowhere"))
 DIFFS = Path(__file__).parent / "found"
 SIZES, BATCH = (96, 64, 128), 32
-here = pytest.mark.skipif(not (REPOSITORY / "examples").is_dir(), reason="FLOWER_REPOSITORY names no checkout")
+here = pytest.mark.skipif(
+    not (REPOSITORY / "examples").is_dir(), reason="FLOWER_REPOSITORY names no checkout"
+)
 
 QUICKSTART, ADVANCED, BASELINE = "quickstart-pytorch", "advanced-pytorch", "fedbn"
 FOLDERS = {
@@ -47,15 +52,25 @@ FOLDERS = {
     ADVANCED: "examples/advanced-pytorch",
     BASELINE: "baselines/fedbn",
 }
-PACKAGES = {QUICKSTART: "pytorchexample", ADVANCED: "pytorch_example", BASELINE: "fedbn"}
-METHODS: dict[str, Callable[[], Strategy]] = {"fedbn": FedBN, "fixbn": FixBN, "fedtan": FedTAN}
-ROUNDS = {QUICKSTART: 2, ADVANCED: 5, BASELINE: 2}  # the advanced example halves its rate in round 5
+PACKAGES = {
+    QUICKSTART: "pytorchexample",
+    ADVANCED: "pytorch_example",
+    BASELINE: "fedbn",
+}
+METHODS: dict[str, Callable[[], Strategy]] = {
+    "fedbn": FedBN,
+    "fixbn": FixBN,
+    "fedtan": FedTAN,
+}
+# the advanced example halves its rate in round 5
+ROUNDS = {QUICKSTART: 2, ADVANCED: 5, BASELINE: 2}
 CONFIG: dict[str, dict[str, Any]] = {
     QUICKSTART: {"fraction-evaluate": 1.0},
     ADVANCED: {"fraction-train": 1.0, "fraction-evaluate": 1.0},
     BASELINE: {"algorithm-name": "FedAvg", "num-clients": 3, "fraction-evaluate": 1.0},
 }
-# Lines that are new or different, and how many of them are only indented. Blank ones and docstrings are not counted.
+# Lines that are new or different, and how many of them are only indented. Blank
+# ones # and docstrings are not counted.
 LINES = {
     (QUICKSTART, "fedbn"): (4, 0),
     (QUICKSTART, "fixbn"): (12, 7),
@@ -76,13 +91,22 @@ def test_the_number_of_lines_to_change(project: str, method: str) -> None:
 
 
 class Local(Dataset[Any]):
-    """A client's digits, in the contrast of its own scanner; as dictionaries where the project has them so."""
+    """A client's digits, in the contrast of its own scanner; as dictionaries where the
+    project has them so.
+    """
 
     def __init__(self, node: int, size: int, channels: int, key: str = "") -> None:
         pictures, labels = load_digits(return_X_y=True)
         first = sum(SIZES[:node])
-        images = torch.tensor(pictures[first : first + SIZES[node]], dtype=torch.float32).view(-1, 1, 8, 8) / 16
-        images = F.interpolate(images, size, mode="bilinear").expand(-1, channels, -1, -1)
+        images = (
+            torch.tensor(
+                pictures[first : first + SIZES[node]], dtype=torch.float32
+            ).view(-1, 1, 8, 8)
+            / 16
+        )
+        images = F.interpolate(images, size, mode="bilinear").expand(
+            -1, channels, -1, -1
+        )
         self.inputs = ((1 - 0.25 * node) * images + 0.25 * node).contiguous()
         self.targets = torch.tensor(labels[first : first + SIZES[node]])
         self.key = key
@@ -91,9 +115,15 @@ class Local(Dataset[Any]):
         return len(self.targets)
 
     def __getitem__(self, i: int) -> Any:
-        return {self.key: self.inputs[i], "label": self.targets[i]} if self.key else (self.inputs[i], self.targets[i])
+        return (
+            {self.key: self.inputs[i], "label": self.targets[i]}
+            if self.key
+            else (self.inputs[i], self.targets[i])
+        )
 
-    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+    def batch(
+        self, positions: torch.Tensor, generator: torch.Generator | None = None
+    ) -> Any:
         return self.inputs[positions], self.targets[positions]
 
     def with_transform(self, transform: Any) -> Local:
@@ -107,7 +137,9 @@ DATA: dict[str, Callable[[int], Local]] = {
 }
 
 
-def own_data(project: str, modules: Mapping[str, ModuleType], patch: pytest.MonkeyPatch) -> None:
+def own_data(
+    project: str, modules: Mapping[str, ModuleType], patch: pytest.MonkeyPatch
+) -> None:
     """Put local data where the project downloads its own."""
     loaders = [DataLoader(DATA[project](node), BATCH) for node in range(len(SIZES))]
 
@@ -120,14 +152,22 @@ def own_data(project: str, modules: Mapping[str, ModuleType], patch: pytest.Monk
         return
     patch.setattr(modules["client_app"], "load_data", pair)
     if project == QUICKSTART:
-        patch.setattr(modules["server_app"], "load_centralized_dataset", lambda: loaders[0])
+        patch.setattr(
+            modules["server_app"], "load_centralized_dataset", lambda: loaders[0]
+        )
     else:
-        patch.setattr(modules["server_app"], "load_dataset", lambda name: {"test": DATA[project](0)})
+        patch.setattr(
+            modules["server_app"],
+            "load_dataset",
+            lambda name: {"test": DATA[project](0)},
+        )
 
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``found(project, *diffs, **run_config)``: a copy, ported and changed, run in process; what it ended in."""
+    """``found(project, *diffs, **run_config)``: a copy, ported and changed, run in
+    process; what it ended in.
+    """
 
     def run(project: str, *diffs: str, **run_config: Any) -> SimpleNamespace:
         folder, package = tmp_path / project, PACKAGES[project]
@@ -143,14 +183,27 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         names = ("client_app", "server_app", "model" if project == BASELINE else "task")
         modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
         own_data(project, modules, monkeypatch)
-        declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-        config = {**declared, **CONFIG[project], "num-server-rounds": ROUNDS[project], **run_config}
+        declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"][
+            "flwr"
+        ]["app"]["config"]
+        config = {
+            **declared,
+            **CONFIG[project],
+            "num-server-rounds": ROUNDS[project],
+            **run_config,
+        }
         assert config.keys() == declared.keys()
-        seen = SimpleNamespace(folder=folder, model=getattr(modules[names[2]], "CNNModel", None), strategy=None)
+        seen = SimpleNamespace(
+            folder=folder,
+            model=getattr(modules[names[2]], "CNNModel", None),
+            strategy=None,
+        )
         seen.model = seen.model or modules[names[2]].Net
         with (
             monkeypatch.context() as while_it_runs,
-            InProcessGrid(modules["client_app"].app, len(SIZES), run_config=config) as grid,
+            InProcessGrid(
+                modules["client_app"].app, len(SIZES), run_config=config
+            ) as grid,
         ):
             watch(seen, while_it_runs)
             torch.manual_seed(0)
@@ -193,19 +246,27 @@ def watch(seen: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
 class InOrder(LocalTraining):
     """The projects' loaders do not shuffle here."""
 
-    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    def batches(
+        self, num_examples: int, generator: torch.Generator
+    ) -> Iterator[torch.Tensor]:
         loader = DataLoader(TensorDataset(torch.arange(num_examples)), self.batch_size)
-        yield from (positions for _ in range(self.local_epochs) for (positions,) in loader)
+        yield from (
+            positions for _ in range(self.local_epochs) for (positions,) in loader
+        )
 
 
 class OurClient(TorchClient):
-    """Our client with a project's settings: plain SGD with a rate of 0.01, the baseline's."""
+    """Our client with a project's settings: plain SGD with a rate of 0.01, the
+    baseline's.
+    """
 
     rate, momentum = 0.01, 0.0
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
         rate = LearningRate(self.rate_of(int(config["server-round"])))
-        self.settings = InOrder(learning_rate=rate, batch_size=BATCH, sgd_momentum=self.momentum)
+        self.settings = InOrder(
+            learning_rate=rate, batch_size=BATCH, sgd_momentum=self.momentum
+        )
         return super().fit(parameters, config)
 
     def rate_of(self, server_round: int) -> float:
@@ -220,14 +281,20 @@ class OurQuickstartClient(OurClient):
 
 
 class OurAdvancedClient(OurQuickstartClient):
-    """With the example's own touch: the classifier's last layer is restored from this client's last round."""
+    """With the example's own touch: the classifier's last layer is restored from this
+    client's last round.
+    """
 
     def rate_of(self, server_round: int) -> float:
         return self.rate * (0.5 if server_round >= 5 else 1.0)
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
         result = super().fit(self._with_head(parameters, config), config)
-        head = {name: array for name, array in self._state().items() if name.startswith("fc2.")}
+        head = {
+            name: array
+            for name, array in self._state().items()
+            if name.startswith("fc2.")
+        }
         self.context.state["head"] = to_record(head)  # type: ignore[union-attr]
         return result
 
@@ -238,7 +305,9 @@ class OurAdvancedClient(OurQuickstartClient):
         own = from_record(self.context.state.array_records.get("head", ArrayRecord()))  # type: ignore[union-attr]
         return [
             own.get(name, array)
-            for name, array in zip(json.loads(config["fedbn-flwr.array-names"]), parameters, strict=True)
+            for name, array in zip(
+                json.loads(config["fedbn-flwr.array-names"]), parameters, strict=True
+            )
         ]
 
 
@@ -252,7 +321,11 @@ def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]
     return model
 
 
-CLIENTS = {QUICKSTART: OurQuickstartClient, ADVANCED: OurAdvancedClient, BASELINE: OurClient}
+CLIENTS = {
+    QUICKSTART: OurQuickstartClient,
+    ADVANCED: OurAdvancedClient,
+    BASELINE: OurClient,
+}
 
 
 @here
@@ -262,21 +335,39 @@ def test_a_changed_project_ends_in_the_bits_of_our_own_client(
     found: Any, federate: Any, same_bits: Any, project: str, method: str
 ) -> None:
     theirs = found(project, "model", method)
-    assert [report.rejected for report in theirs.strategy.reports] == [{}] * ROUNDS[project]
+    assert [report.rejected for report in theirs.strategy.reports] == [{}] * ROUNDS[
+        project
+    ]
 
     data = [DATA[project](node) for node in range(len(SIZES))]
-    options = {"rounds": ROUNDS[project], "client": CLIENTS[project], "grid_options": {"threads": len(SIZES)}}
-    make = METHODS[method] if (project, method) != (ADVANCED, "fixbn") else lambda: FixBN(freeze_at=2)
+    options = {
+        "rounds": ROUNDS[project],
+        "client": CLIENTS[project],
+        "grid_options": {"threads": len(SIZES)},
+    }
+    make = (
+        METHODS[method]
+        if (project, method) != (ADVANCED, "fixbn")
+        else lambda: FixBN(freeze_at=2)
+    )
     ours = federate(make(), seeded(theirs.model), data, **options)
     same_bits(theirs.state, ours.state)
     assert theirs.strategy.run.kept.hashes == ours.strategy.run.kept.hashes
-    assert len(theirs.strategy.run.kept.hashes) == (len(SIZES) if method == "fedbn" else 0)
-    assert [r.phase for r in theirs.strategy.reports] == [r.phase for r in ours.strategy.reports]
-    assert len({r.phase for r in theirs.strategy.reports}) == (2 if method == "fixbn" else 1)
+    assert len(theirs.strategy.run.kept.hashes) == (
+        len(SIZES) if method == "fedbn" else 0
+    )
+    assert [r.phase for r in theirs.strategy.reports] == [
+        r.phase for r in ours.strategy.reports
+    ]
+    assert len({r.phase for r in theirs.strategy.reports}) == (
+        2 if method == "fixbn" else 1
+    )
     accuracy = "accuracy" if project == BASELINE else "eval_acc"
     for report, own in zip(theirs.strategy.reports, ours.strategy.reports, strict=True):
         for client, metrics in own.evaluations.items():
-            assert report.evaluations[client][accuracy] == pytest.approx(metrics["accuracy"])
+            assert report.evaluations[client][accuracy] == pytest.approx(
+                metrics["accuracy"]
+            )
 
 
 @here
@@ -288,12 +379,18 @@ def test_the_unchanged_projects_run(found: Any, project: str) -> None:
 
 
 @here
-def test_the_baselines_own_fedbn_differs_only_in_rounding(found: Any, federate: Any) -> None:
-    """Its layers are all called ``bn``; Flower's FedAvg sums in another order than ours. Training enlarges it later."""
+def test_the_baselines_own_fedbn_differs_only_in_rounding(
+    found: Any, federate: Any
+) -> None:
+    """Its layers are all called ``bn``; Flower's FedAvg sums in another order than
+    ours. Training enlarges it later.
+    """
     theirs = found(BASELINE, **{"algorithm-name": "FedBN", "num-server-rounds": 1})
     data = [DATA[BASELINE](node) for node in range(len(SIZES))]
     ours = federate(FedBN(), seeded(theirs.model), data, rounds=1, client=OurClient)
     shared = [name for name in ours.state if "bn" not in name]
     assert len(theirs.arrays) == len(shared)
     for name, array in zip(shared, theirs.arrays, strict=True):
-        np.testing.assert_allclose(array, ours.state[name], rtol=0, atol=2e-8, err_msg=name)
+        np.testing.assert_allclose(
+            array, ours.state[name], rtol=0, atol=2e-8, err_msg=name
+        )

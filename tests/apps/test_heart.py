@@ -16,8 +16,9 @@ from fedbn_flwr.lab.runs.run import run
 ROOT = Path(__file__).parents[2]
 FILES = ROOT.parent / "shared/data/heart_disease"
 SETTINGS = ROOT / "apps/hospitals/heart.yaml"
-# What the reader of CSV files gave at commit 6b7d0f17, with the same test patients and the same mean and deviation of
-# each column: the test patients that are right after 10 rounds, in Cleveland, Hungary, Switzerland and VA.
+# What the reader of CSV files gave at commit 6b7d0f17, with the same test patients
+# and # # the same mean and deviation of each column: the test patients that are right
+# after # 10 # rounds, in Cleveland, Hungary, Switzerland and VA.
 BY_THE_READER = {"fedavg": (79, 76, 24, 49), "fedbn": (81, 76, 24, 46)}
 TESTS = (100, 97, 41, 66)
 
@@ -29,7 +30,9 @@ def write(path: Path, age: float) -> None:
     table.to_csv(path, index=False)
 
 
-def test_sites_whose_names_are_one_number_stay_four_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_whose_names_are_one_number_stay_four_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("001", "01", "1.1", "1.10")
     for age, name in enumerate(names):
         write(tmp_path / f"{name}.csv", 50 + age)
@@ -41,26 +44,38 @@ def test_sites_whose_names_are_one_number_stay_four_sites(tmp_path: Path, monkey
             assert len(data) == count
             assert torch.allclose(data.tensors[0][:, 0], age)
             own = patients(str(tmp_path / f"{name}.csv"), part).tensors
-            assert all(torch.equal(a, b) for a, b in zip(data.tensors, own, strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(data.tensors, own, strict=True)
+            )
 
 
-def test_a_missing_value_is_the_mean_and_no_patient_is_in_both_parts(tmp_path: Path) -> None:
+def test_a_missing_value_is_the_mean_and_no_patient_is_in_both_parts(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "a.csv", 60)
-    train, test = (patients(str(tmp_path / "a.csv"), part).tensors for part in ("train", "test"))
+    train, test = (
+        patients(str(tmp_path / "a.csv"), part).tensors for part in ("train", "test")
+    )
     chol = torch.cat([train[0], test[0]])[:, [*SCALE].index("chol")]
     assert (chol == 0).sum() == 2
     assert torch.cat([train[1], test[1]]).sum() == 8
     assert patients.input_shape == tuple(train[0].shape[1:])
 
 
-@pytest.mark.skipif(not FILES.is_dir(), reason="the four files of UCI heart disease are absent")
+@pytest.mark.skipif(
+    not FILES.is_dir(), reason="the four files of UCI heart disease are absent"
+)
 @pytest.mark.parametrize("strategy", BY_THE_READER)
 def test_the_four_hospitals_have_the_accuracies_of_the_csv_reader(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal where they were measured; other CPUs round differently."""
     monkeypatch.setenv("HEART", str(FILES))
-    run(Config.load(SETTINGS, [f"strategy={strategy}", "num-server-rounds=10"]), tmp_path / "out", workers=0)
+    run(
+        Config.load(SETTINGS, [f"strategy={strategy}", "num-server-rounds=10"]),
+        tmp_path / "out",
+        workers=0,
+    )
     *_, last = read_metrics(tmp_path / "out" / "metrics.jsonl")
     found = last["domains"]["personal-own-accuracy"].values()
     right = [accuracy * count for accuracy, count in zip(found, TESTS, strict=True)]

@@ -18,7 +18,9 @@ def options(words: list[str]) -> set[str]:
 
 
 def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path: Path) -> None:
-    """Every process has the options of its service, and each file that it names is made by ``make certs``."""
+    """Every process has the options of its service, and each file that it names is made
+    by ``make certs``.
+    """
     make_certificates(tmp_path / "certs", 2)
     federation = LocalFederation(tmp_path / "net", tmp_path / "certs", 2, 8000, ())
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -33,10 +35,20 @@ def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path: Path) -> N
 
 def test_a_node_has_its_share_or_its_own_config(tmp_path: Path) -> None:
     shares = LocalFederation(tmp_path, tmp_path / "certs", 2, 8000, ())
-    own = LocalFederation(tmp_path, tmp_path / "certs", 2, 8000, ["partition-id=0", "partition-id=1 data-path='/a b'"])
+    own = LocalFederation(
+        tmp_path,
+        tmp_path / "certs",
+        2,
+        8000,
+        ["partition-id=0", "partition-id=1 data-path='/a b'"],
+    )
     configs = []
     for federation in (shares, own):
         command = federation.commands["supernode-2"]
         configs.append(command[command.index("--node-config") + 1])
-    assert shlex.split(configs[0]) == ["partition-id=1", "num-partitions=2", f"state-dir={tmp_path}/node-2"]
+    assert shlex.split(configs[0]) == [
+        "partition-id=1",
+        "num-partitions=2",
+        f"state-dir={tmp_path}/node-2",
+    ]
     assert configs[1] == "partition-id=1 data-path='/a b'"

@@ -1,4 +1,6 @@
-"""The default app: files that only hold an entry point, and the demo's table and exit code."""
+"""The default app: files that only hold an entry point, and the demo's table and exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +28,38 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_toml_names_both_components() -> None:
-    components = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
-    for kind, (name, expected) in zip(components, (("serverapp", ServerApp), ("clientapp", ClientApp)), strict=True):
+    components = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"][
+        "app"
+    ]["components"]
+    for kind, (name, expected) in zip(
+        components, (("serverapp", ServerApp), ("clientapp", ClientApp)), strict=True
+    ):
         assert kind == name
         path, attribute = components[kind].split(":")
         assert isinstance(getattr(importlib.import_module(path), attribute), expected)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "apps/main").rglob("*_app.py")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "apps/main").rglob("*_app.py")), ids=str
+)
 def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
     kinds = {type(node).__name__ for node in ast.parse(path.read_text()).body}
     assert kinds <= {"Expr", "ImportFrom", "Assign"}
 
 
-# --- the demo, with short runs and Flower's part in process ----------------------------------------------------------
+# --- the demo, with short runs and Flower's part in process ---------------------------
 
 
 class AtOnce(Executor):
-    """Does the work when it gets it: here the runs beside it are in this process, too, and seed its generators."""
+    """Does the work when it gets it: here the runs beside it are in this process, too,
+    and seed its generators.
+    """
 
     def __init__(self, workers: int) -> None: ...
 
-    def submit(self, work: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
+    def submit(
+        self, work: Callable[..., Any], /, *arguments: Any, **_: Any
+    ) -> Future[Any]:
         done: Future[Any] = Future()
         try:
             done.set_result(work(*arguments))
@@ -58,18 +70,27 @@ class AtOnce(Executor):
 
 @pytest.fixture
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """``flower_run`` does the run in process with the settings it was given; ``seen["change"]`` is added to them."""
+    """``flower_run`` does the run in process with the settings it was given;
+    ``seen["change"]`` is added to them.
+    """
     seen: dict[str, Any] = {"change": {}}
 
     def short(path: Path) -> Study:
         seen["study"] = path
-        return load_study(path, ["num-server-rounds=2", "local-steps=1", "eval-every=1"])
+        return load_study(
+            path, ["num-server-rounds=2", "local-steps=1", "eval-every=1"]
+        )
 
-    def flower_run(app: Path, *, run_config: Any, federation_config: Any, on_line: Any) -> None:
+    def flower_run(
+        app: Path, *, run_config: Any, federation_config: Any, on_line: Any
+    ) -> None:
         seen.update(app=app, federation=federation_config)
         nodes = {"num-clients": federation_config["num-supernodes"]}
         settings = {key: value for key, value in run_config.items() if key != "out"}
-        run(Config.make({**settings, **nodes, **seen["change"]}), Path(run_config["out"]))
+        run(
+            Config.make({**settings, **nodes, **seen["change"]}),
+            Path(run_config["out"]),
+        )
         on_line("INFO :      round 2/2: test-accuracy 0.5 train-loss 1.0")
 
     monkeypatch.setattr(module, "load_study", short)
@@ -78,18 +99,36 @@ def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_the_demo_ends_with_a_table(short_demo: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_demo_ends_with_a_table(
+    short_demo: dict[str, Any], tmp_path: Path, capsys, monkeypatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "demo"
     assert module.demo(out) == 0
-    assert (short_demo["app"], short_demo["study"]) == (ROOT, ROOT / "apps/main/recipes/demo.yaml")
-    assert short_demo["federation"] == {"num-supernodes": 5, "client-resources-num-cpus": 1}
+    assert (short_demo["app"], short_demo["study"]) == (
+        ROOT,
+        ROOT / "apps/main/recipes/demo.yaml",
+    )
+    assert short_demo["federation"] == {
+        "num-supernodes": 5,
+        "client-resources-num-cpus": 1,
+    }
     said = capsys.readouterr().out
-    for method in ("FedAvg+BN (flwr run)", "FedAvg+BN", "FedAvg+GN", "FixBN", "FedTAN", "one machine"):
+    for method in (
+        "FedAvg+BN (flwr run)",
+        "FedAvg+BN",
+        "FedAvg+GN",
+        "FixBN",
+        "FedTAN",
+        "one machine",
+    ):
         assert method in said
     for column in ("accuracy, %", "rounds", "exchanges", "MB of floats"):
         assert column in said
-    accuracy = {name: float(value) for name, value in re.findall(r"│ (\S[^│]*?) +│ +([\d.]+) +│", said)}
+    accuracy = {
+        name: float(value)
+        for name, value in re.findall(r"│ (\S[^│]*?) +│ +([\d.]+) +│", said)
+    }
     behind = accuracy["one machine"] - accuracy["FedTAN"]
     (shown,) = re.findall(r"behind one machine, in points: .*FedTAN (-?[\d.]+)", said)
     assert abs(float(shown) - behind) < 0.06, "both are rounded"
@@ -98,13 +137,17 @@ def test_the_demo_ends_with_a_table(short_demo: dict[str, Any], tmp_path: Path, 
         assert Path(line.strip()).is_file(), "the paths of the results come last"
 
 
-def test_the_demo_fails_where_the_engines_differ(short_demo: dict[str, Any], tmp_path: Path, capsys) -> None:
+def test_the_demo_fails_where_the_engines_differ(
+    short_demo: dict[str, Any], tmp_path: Path, capsys
+) -> None:
     short_demo["change"] = {"seed": 7}
     assert module.demo(tmp_path / "demo") == 1
     assert "the same bits: NO" in capsys.readouterr().out
 
 
-def test_the_demo_fails_with_flowers_message(short_demo, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_demo_fails_with_flowers_message(
+    short_demo, tmp_path: Path, capsys, monkeypatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise EngineError("flwr run: finished:failed. The last lines of its log:\nOops")
 

@@ -1,4 +1,6 @@
-"""The NumPyClient project, in process and through ``flwr run``: our strategies in Flower's legacy loop."""
+"""The NumPyClient project, in process and through ``flwr run``: our strategies in
+Flower's legacy loop.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,36 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.engines.flower_run import flower_run
-from tests.support.legacy_loop import APP, NODES, ROUNDS, accuracies, imported, in_process
+from tests.support.legacy_loop import (
+    APP,
+    NODES,
+    ROUNDS,
+    accuracies,
+    imported,
+    in_process,
+)
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+def project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, Any]]:
     with imported(tmp_path, monkeypatch) as apps:
         yield apps
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedbn", "silobn", "mtfl", "standalone"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fedavg", "fedavgm", "fedadam", "fedbn", "silobn", "mtfl", "standalone"],
+)
 def test_the_app_learns_in_process(strategy: str, project, caplog) -> None:
     found = in_process(project, caplog, strategy)
     assert len(found) == ROUNDS
     assert found[-1] > 0.5
 
 
-@pytest.mark.slow  # tests/lab/runs/test_matrix.py has the same law for fedbn, in its own run of Flower
+# tests/lab/runs/test_matrix.py has the same law for fedbn, in its own run of Flower
+@pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.parametrize("strategy", ["fedadam", "fedbn"])
 def test_flwr_run_gives_the_same_numbers(strategy: str, project, caplog) -> None:

@@ -1,4 +1,6 @@
-"""The apps in ``apps/`` that are written as users write them, and the diffs that change one."""
+"""The apps in ``apps/`` that are written as users write them, and the diffs that change
+one.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,34 @@ NODES = 3
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``project(name, diff=None, **run_config)``: the bundle of an app, changed by a diff, run in process."""
+    """``project(name, diff=None, **run_config)``: the bundle of an app, changed by a
+    diff, run in process.
+    """
 
     def run(name: str, diff: str | None = None, **run_config: Any) -> SimpleNamespace:
         folder = tmp_path / name
-        shutil.copytree(APPS / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            APPS / name, folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
         if diff:
-            subprocess.run(["git", "apply", str(APPS / name / f"{diff}.diff")], cwd=folder, check=True)
+            subprocess.run(
+                ["git", "apply", str(APPS / name / f"{diff}.diff")],
+                cwd=folder,
+                check=True,
+            )
         folder = unpacked(folder, tmp_path / f"{name}-bundle")
         monkeypatch.syspath_prepend(folder)
         parts = ("client_app", "server_app", "task")
-        client, server, task = (importlib.import_module(f"{name}.{part}") for part in parts)
-        declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-        config = {**declared, **{key.replace("_", "-"): value for key, value in run_config.items()}}
+        client, server, task = (
+            importlib.import_module(f"{name}.{part}") for part in parts
+        )
+        declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"][
+            "flwr"
+        ]["app"]["config"]
+        config = {
+            **declared,
+            **{key.replace("_", "-"): value for key, value in run_config.items()},
+        }
         assert config.keys() == declared.keys()
         seen = SimpleNamespace(task=task, strategy=None, result=None)
         start = Strategy.start
@@ -78,9 +95,13 @@ def test_the_unchanged_quickstart_is_flowers(project, capsys) -> None:
 class AsLoader(LocalTraining):
     """The order of the project's DataLoader."""
 
-    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    def batches(
+        self, num_examples: int, generator: torch.Generator
+    ) -> Iterator[torch.Tensor]:
         numbered = TensorDataset(torch.arange(num_examples))
-        loader = DataLoader(numbered, self.batch_size, shuffle=True, generator=generator)
+        loader = DataLoader(
+            numbered, self.batch_size, shuffle=True, generator=generator
+        )
         for _ in range(self.local_epochs):
             for (positions,) in loader:
                 yield positions
@@ -91,10 +112,16 @@ class OurClient(TorchClient):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.settings = AsLoader(learning_rate=self.settings.learning_rate, batch_size=32, sgd_momentum=0.9)
+        self.settings = AsLoader(
+            learning_rate=self.settings.learning_rate, batch_size=32, sgd_momentum=0.9
+        )
 
-    def _stream(self, read: MessageConfig, purpose: str, fresh: int = 0) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * read.server_round + int(self.partition_id or 0))
+    def _stream(
+        self, read: MessageConfig, purpose: str, fresh: int = 0
+    ) -> torch.Generator:
+        return torch.Generator().manual_seed(
+            1000 * read.server_round + int(self.partition_id or 0)
+        )
 
 
 @pytest.mark.parametrize("method", [FedBN, FixBN, FedTAN])
@@ -108,7 +135,9 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     for i in range(NODES):
         subset = theirs.task.load_data(i, NODES, 32, 0)[0].dataset
         data = points(1)
-        data.inputs, data.targets = (torch.stack(values) for values in zip(*subset, strict=True))
+        data.inputs, data.targets = (
+            torch.stack(values) for values in zip(*subset, strict=True)
+        )
         datasets.append(data)
 
     def model() -> torch.nn.Module:
@@ -120,27 +149,42 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     same_bits(from_record(theirs.result.arrays), ours.state)
     phases = {"fedbn": "train", "fixbn": "frozen", "fedtan": "synchronised"}
     assert theirs.strategy.reports[-1].phase == phases[method.name]
-    assert theirs.strategy.run.kept.hashes.keys() == ours.strategy.run.kept.hashes.keys()
+    assert (
+        theirs.strategy.run.kept.hashes.keys() == ours.strategy.run.kept.hashes.keys()
+    )
 
 
-@pytest.mark.parametrize(("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 14)])
+@pytest.mark.parametrize(
+    ("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 14)]
+)
 def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
     """Lines of the result that are new or different."""
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
 
 
-# Its network has no convolution to standardise, and its client does not answer queries for statistics.
+# Its network has no convolution to standardise, and its client does not answer
+# queries # for statistics.
 NOT_FOR_HOSPITALS = ("fedwon", "staticbn")
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in NOT_FOR_HOSPITALS])
-def test_the_hospital_app_runs_with_every_other_strategy(project, strategy: str, capsys, caplog) -> None:
+@pytest.mark.parametrize(
+    "strategy", [name for name in STRATEGIES if name not in NOT_FOR_HOSPITALS]
+)
+def test_the_hospital_app_runs_with_every_other_strategy(
+    project, strategy: str, capsys, caplog
+) -> None:
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        run = project("hospitals", strategy=strategy, num_server_rounds=2, local_epochs=1)
+        run = project(
+            "hospitals", strategy=strategy, num_server_rounds=2, local_epochs=1
+        )
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
     # What two rounds cannot show, and parts that are not in the final arrays.
-    known = ("fedtan2: fedtan-rounds=0.1 of 2 rounds", "fedbs: phase 2", f"strategy '{strategy}' keeps")
+    known = (
+        "fedtan2: fedtan-rounds=0.1 of 2 rounds",
+        "fedbs: phase 2",
+        f"strategy '{strategy}' keeps",
+    )
     assert not [message for message in caplog.messages if not message.startswith(known)]
     assert float(capsys.readouterr().out.split()[-1]) > 0.5
 
@@ -159,10 +203,13 @@ def test_the_hospitals_have_different_data() -> None:
     malignant = [np.mean([int(y) == 0 for _, y in train]) for train, _ in sets]
     assert malignant[1] < 0.6 * malignant[0]
     again = [task.hospital_data(i, NODES, 0) for i in range(NODES)]
-    assert all(torch.equal(a[0][5][0], b[0][5][0]) for a, b in zip(sets, again, strict=True)), "seeded"
+    assert all(
+        torch.equal(a[0][5][0], b[0][5][0]) for a, b in zip(sets, again, strict=True)
+    ), "seeded"
 
 
-@pytest.mark.slow  # its bundle runs in process above, and tests/lab/runs/test_matrix.py has an app in Ray
+# its bundle runs in process above, and tests/lab/runs/test_matrix.py has an app in Ray
+@pytest.mark.slow
 @pytest.mark.simulation
 @pytest.mark.parametrize("app", ["hospitals"])
 def test_the_projects_run_with_flwr_run(app: str) -> None:

@@ -1,4 +1,6 @@
-"""The recipes: one for each strategy and for two options; each says how to run it and which accuracy it reaches."""
+"""The recipes: one for each strategy and for two options; each says how to run it and
+which accuracy it reaches.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,26 @@ from fedbn_flwr.strategies import STRATEGIES
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"
 STUDIES = ("demo",)
 OPTIONS = {"feature-norm": "sqrt-d", "test-bn": "mix"}
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in STUDIES)
+RECIPES = sorted(
+    path.stem for path in FOLDER.glob("*.yaml") if path.stem not in STUDIES
+)
 HEADER = re.compile(
-    r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>[\w-]+)\.yaml --out runs/[\w-]+\n"
-    r"# Digits, .+\. Reaches (?P<accuracy>\d+\.\d\d) % on (?P<on>the whole test set|the clients' own two classes) \("
+    r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>[\w-]+)\.yaml --out"
+    r" runs/[\w-]+\n"
+    r"# Digits, .+\. Reaches (?P<accuracy>\d+\.\d\d) % on (?P<on>the whole test set|the"
+    r" clients' own two classes) \("
 )
 
 
 def test_every_strategy_has_one_recipe_and_so_have_two_options() -> None:
     assert sorted([*STRATEGIES, *OPTIONS]) == RECIPES
-    assert [Config.load(FOLDER / f"{name}.yaml").strategy for name in STRATEGIES] == list(STRATEGIES)
-    assert {name: Config.load(FOLDER / f"{name}.yaml").to_mapping()[name] for name in OPTIONS} == OPTIONS
+    assert [
+        Config.load(FOLDER / f"{name}.yaml").strategy for name in STRATEGIES
+    ] == list(STRATEGIES)
+    assert {
+        name: Config.load(FOLDER / f"{name}.yaml").to_mapping()[name]
+        for name in OPTIONS
+    } == OPTIONS
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -49,9 +60,13 @@ def test_a_study_loads(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_reaches_the_accuracy_it_states(name: str, tmp_path: Path) -> None:
-    """Within two points: another CPU rounds otherwise, and the run on non-IID data amplifies that."""
+    """Within two points: another CPU rounds otherwise, and the run on non-IID data
+    amplifies that.
+    """
     path = FOLDER / f"{name}.yaml"
     summary = run(Config.load(path), tmp_path / "out")
     header = HEADER.match(path.read_text())
     assert header is not None
-    assert 100 * summary["final"][summary["headline"]] == pytest.approx(float(header["accuracy"]), abs=2)
+    assert 100 * summary["final"][summary["headline"]] == pytest.approx(
+        float(header["accuracy"]), abs=2
+    )

@@ -18,7 +18,9 @@ from fedbn_flwr.lab.finished_runs.saved_model import Choice
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.metrics import confusion
 
-pytest.importorskip("monai", reason="the guide to volumes needs pip install '.[volumes]'")
+pytest.importorskip(
+    "monai", reason="the guide to volumes needs pip install '.[volumes]'"
+)
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = yaml.safe_load((ROOT / "apps/volumes/volumes.yaml").read_text())
@@ -31,8 +33,12 @@ METHODS = {
 
 
 @pytest.mark.slow
-def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property) -> None:
-    """Four methods learn; Dice is MONAI's own; ``init``, the doctor and ``export`` take the runs."""
+def test_the_guide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property
+) -> None:
+    """Four methods learn; Dice is MONAI's own; ``init``, the doctor and ``export`` take
+    the runs.
+    """
     from apps.volumes.make import make
     from apps.volumes.measure import measured, predictions
 
@@ -43,18 +49,29 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_prope
         config = Config.make({**SETTINGS, **method, "num-server-rounds": rounds})
         began = time.process_time()
         run(config, tmp_path / name, workers=0)
-        record_property(f"CPU seconds of a round, {name}", (time.process_time() - began) / rounds)
+        record_property(
+            f"CPU seconds of a round, {name}", (time.process_time() - began) / rounds
+        )
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert lines[-1]["train-loss"] < 0.7 * lines[0]["train-loss"], name
-        assert lines[-1]["personal-own-miou"] > 0.5, name  # that of the background alone is below
+        # that of the background alone is below
+        assert lines[-1]["personal-own-miou"] > 0.5, name
         record_property(f"seconds of a round, {name}", lines[-1]["seconds"])
-    record_property("GiB at most", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    record_property(
+        "GiB at most", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    )
 
-    export(tmp_path / "fedbn", tmp_path / "site-2.pt2", "torch-export", Choice(client=2))
+    export(
+        tmp_path / "fedbn", tmp_path / "site-2.pt2", "torch-export", Choice(client=2)
+    )
     predicted, labels = predictions(tmp_path / "site-2.pt2", 2)
     dice, hd95 = measured(predicted, labels)
     for at, theirs in enumerate(dice[:, 0].tolist()):
-        logits = torch.nn.functional.one_hot(predicted[at : at + 1], 2).movedim(-1, 1).float()
+        logits = (
+            torch.nn.functional.one_hot(predicted[at : at + 1], 2)
+            .movedim(-1, 1)
+            .float()
+        )
         counts = confusion(logits, labels[at : at + 1], ignore=255).double()
         ours = 2 * counts[1, 1] / (counts[1].sum() + counts[:, 1].sum())
         assert ours.item() == pytest.approx(theirs, abs=1e-6)
@@ -64,6 +81,9 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_prope
     start = {"num-server-rounds": 1, "init": str(tmp_path / "gn/model.safetensors")}
     again = Config.make({**SETTINGS, **METHODS["gn"], **start})
     run(again, tmp_path / "again", workers=0)
-    first, later = (read_metrics(tmp_path / name / "metrics.jsonl")[0]["train-loss"] for name in ("gn", "again"))
+    first, later = (
+        read_metrics(tmp_path / name / "metrics.jsonl")[0]["train-loss"]
+        for name in ("gn", "again")
+    )
     assert later < first
     assert diagnose_run(tmp_path / "fedbn").to_json()

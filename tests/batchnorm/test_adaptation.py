@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm import adaptation
-from fedbn_flwr.batchnorm.adaptation import TestBNMode, adapted, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm.adaptation import (
+    TestBNMode,
+    adapted,
+    evaluate_adapted,
+    try_batches,
+)
 from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
@@ -36,13 +41,20 @@ def outputs(model: nn.Module, data: Any, mode: TestBNMode, batch: int) -> Tensor
 
 def in_train_mode(model: nn.Module, data: Any, batch: int) -> Tensor:
     """The outputs with each batch's own statistics, by torch's own training mode."""
-    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    layers = [
+        m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    ]
     model.eval()
     for layer in layers:
         layer.train()
         layer.momentum = 0.0
     with torch.no_grad():
-        found = torch.cat([model(data.batch(part)[0]) for part in torch.arange(len(data)).split(batch)])
+        found = torch.cat(
+            [
+                model(data.batch(part)[0])
+                for part in torch.arange(len(data)).split(batch)
+            ]
+        )
     model.eval()
     return found
 
@@ -54,7 +66,9 @@ def trained(torchvision_net: Any, points: Any) -> tuple[nn.Module, Any]:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(generator=torch.Generator().manual_seed(0))
-            module.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
+            module.running_var.uniform_(
+                0.5, 2, generator=torch.Generator().manual_seed(1)
+            )
     return model, data
 
 
@@ -78,8 +92,16 @@ def test_batch_is_the_batchs_own_statistics_and_mix_without_weight_is_batch(
 def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
     points: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout does not act in any mode, and a layer that training keeps in eval mode is adapted in both."""
-    layers = [nn.Linear(5, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    """Dropout does not act in any mode, and a layer that training keeps in eval mode is
+    adapted in both.
+    """
+    layers = [
+        nn.Linear(5, 4),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+    ]
     model, data = nn.Sequential(*layers).double(), points(9)
     hold_eval(model[2])
     batch = outputs(model, data, "batch", len(data))
@@ -99,15 +121,26 @@ def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
     ],
 )
 @pytest.mark.parametrize("mode", ["batch", "mix"])
-def test_a_layer_of_every_kind_against_numbers_by_hand(layer: nn.Module, shape: tuple[int, ...], mode: Any) -> None:
-    """Over one batch of everything: with all of its own statistics, or with 6 parts of them to 16 of the stored ones.
+def test_a_layer_of_every_kind_against_numbers_by_hand(
+    layer: nn.Module, shape: tuple[int, ...], mode: Any
+) -> None:
+    """Over one batch of everything: with all of its own statistics, or with 6 parts of
+    them to 16 of the stored ones.
 
-    The variances are biased; with unbiased ones, as the public code of ``mix`` has them, the outputs are elsewhere.
+    The variances are biased; with unbiased ones, as the public code of ``mix`` has
+    them, the outputs are elsewhere.
     """
     model = nn.Sequential(layer)
-    model.register_parameter("other", nn.Parameter(torch.zeros(())))  # without affine there is none else
+    # without affine there is none else
+    model.register_parameter("other", nn.Parameter(torch.zeros(())))
     model.double().eval()
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
+    x = (
+        torch.randn(
+            shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
+        * 3
+        + 1
+    )
     own = moments_of(x)
     w = 16 / (16 + 6) if mode == "mix" else 0.0
     column = (1, 3, *[1] * (len(shape) - 2))
@@ -117,13 +150,17 @@ def test_a_layer_of_every_kind_against_numbers_by_hand(layer: nn.Module, shape: 
         return (x - mean.view(column)) / (var.view(column) + 1e-5).sqrt()
 
     with torch.no_grad(), adapted(model, mode):
-        torch.testing.assert_close(model(x), expected(own.count), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            model(x), expected(own.count), rtol=1e-13, atol=1e-13
+        )
     if own.count == 6:
         assert (expected(own.count) - expected(own.count - 1)).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("mode", ["batch", "mix"])
-def test_a_model_in_bfloat16_has_the_outputs_of_the_wide_one(trained: Any, mode: Any) -> None:
+def test_a_model_in_bfloat16_has_the_outputs_of_the_wide_one(
+    trained: Any, mode: Any
+) -> None:
     model, data = trained
     wide = outputs(model, data, mode, 5)
     narrow = copy.deepcopy(model).to(torch.bfloat16)
@@ -131,11 +168,15 @@ def test_a_model_in_bfloat16_has_the_outputs_of_the_wide_one(trained: Any, mode:
     found = outputs(narrow, small, mode, 5)
     assert found.dtype == torch.bfloat16
     off = (found.double() - wide).abs().mean()
-    assert off < 0.1 * (outputs(model, data, "", 5) - wide).abs().mean(), "rounding alone"
+    assert off < 0.1 * (outputs(model, data, "", 5) - wide).abs().mean(), (
+        "rounding alone"
+    )
 
 
 @pytest.mark.parametrize("mode", ["batch", "mix"])
-def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, mode: TestBNMode) -> None:
+def test_the_model_is_restored_bit_for_bit_also_after_an_error(
+    trained: Any, mode: TestBNMode
+) -> None:
     model, data = trained
     before = {name: value.clone() for name, value in model.state_dict().items()}
     places = {name: value.data_ptr() for name, value in model.state_dict().items()}
@@ -149,9 +190,16 @@ def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, mod
 
     with pytest.raises(RuntimeError, match="planted"):
         fails()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == places
-    assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
+    assert {
+        name: value.data_ptr() for name, value in model.state_dict().items()
+    } == places
+    assert not any(
+        module._forward_pre_hooks or "forward" in vars(module)
+        for module in model.modules()
+    )
 
 
 def test_a_test_in_the_block_uses_them(trained: Any) -> None:
@@ -165,7 +213,9 @@ def test_a_test_in_the_block_uses_them(trained: Any) -> None:
     assert evaluate_adapted(model, data, "").loss == evaluate(model, data).loss
 
 
-def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(mlp: Any, points: Any) -> None:
+def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(
+    mlp: Any, points: Any
+) -> None:
     torch._dynamo.reset()
     model, data = mlp(), points(10, 1)
     compiled = torch.compile(model, backend="eager")
@@ -173,19 +223,27 @@ def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(mlp
     modes: tuple[TestBNMode, ...] = ("batch", "mix")
     for mode in modes:
         found = evaluate_adapted(compiled, data, mode, batches_of(5))
-        assert found.loss == pytest.approx(evaluate_adapted(model, data, mode, batches_of(5)).loss, rel=1e-12)
+        assert found.loss == pytest.approx(
+            evaluate_adapted(model, data, mode, batches_of(5)).loss, rel=1e-12
+        )
         assert found.loss != pytest.approx(plain.loss, rel=1e-3)
         with adapted(compiled, mode):
-            assert evaluate(compiled, data, batch_size=5).loss == pytest.approx(found.loss, rel=1e-12)
+            assert evaluate(compiled, data, batch_size=5).loss == pytest.approx(
+                found.loss, rel=1e-12
+            )
 
 
-def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(points: Any) -> None:
+def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(
+    points: Any,
+) -> None:
     model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
     with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
         outputs(model, data, "batch", 1)
     assert outputs(model, data, "mix", 1).isfinite().all()
     for test in (try_batches, evaluate_adapted):
-        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+        with pytest.raises(
+            NormLayerError, match="layer '1' gets one value per channel"
+        ):
             test(model, data, "batch", batches_of(2))
     model.train()
     try_batches(model, data, "batch")

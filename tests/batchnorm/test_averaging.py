@@ -1,4 +1,6 @@
-"""Averaging against exact rational arithmetic, and the laws that make it safe for BatchNorm."""
+"""Averaging against exact rational arithmetic, and the laws that make it safe for
+BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
-from fedbn_flwr.batchnorm.averaging import SumAhead, average, check_state, to_shares, weighted_sum
+from fedbn_flwr.batchnorm.averaging import (
+    SumAhead,
+    average,
+    check_state,
+    to_shares,
+    weighted_sum,
+)
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NOT_FINITE, ReplyError
 
-NAMES = ["w", "bn.weight", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "half"]
+NAMES = [
+    "w",
+    "bn.weight",
+    "bn.running_mean",
+    "bn.running_var",
+    "bn.num_batches_tracked",
+    "half",
+]
 PARTS = split_state(dict.fromkeys(NAMES))
 
 
@@ -27,16 +42,23 @@ def client(seed: int) -> dict[str, np.ndarray]:
         "bn.weight": draw.normal(size=3).astype(np.float32),
         "bn.running_mean": draw.normal(size=3) * 10,
         "bn.running_var": draw.exponential(size=3),
-        "bn.num_batches_tracked": np.asarray(int(draw.integers(1, 100)), dtype=np.int64),
+        "bn.num_batches_tracked": np.asarray(
+            int(draw.integers(1, 100)), dtype=np.int64
+        ),
         "half": np.asarray(draw.normal(), dtype=np.float16),
     }
 
 
 def exact_mean(values: list[float], counts: list[int]) -> Fraction:
-    return sum((Fraction(float(v)) * n for v, n in zip(values, counts, strict=True)), Fraction(0)) / sum(counts)
+    return sum(
+        (Fraction(float(v)) * n for v, n in zip(values, counts, strict=True)),
+        Fraction(0),
+    ) / sum(counts)
 
 
-def oracle(states: list[dict[str, np.ndarray]], counts: list[int], pooled: bool) -> dict[str, np.ndarray]:
+def oracle(
+    states: list[dict[str, np.ndarray]], counts: list[int], pooled: bool
+) -> dict[str, np.ndarray]:
     """The definition, element by element, rounded only at the end."""
     result = {}
     for name, first in states[0].items():
@@ -48,11 +70,14 @@ def oracle(states: list[dict[str, np.ndarray]], counts: list[int], pooled: bool)
                 continue
             mean = exact_mean([float(v) for v in values], counts)
             if pooled and name == "bn.running_var":
-                means = [Fraction(float(state["bn.running_mean"][index])) for state in states]
+                means = [
+                    Fraction(float(state["bn.running_mean"][index])) for state in states
+                ]
                 centre = exact_mean([float(m) for m in means], counts)
-                mean += sum(((m - centre) ** 2 * n for m, n in zip(means, counts, strict=True)), Fraction(0)) / sum(
-                    counts
-                )
+                mean += sum(
+                    ((m - centre) ** 2 * n for m, n in zip(means, counts, strict=True)),
+                    Fraction(0),
+                ) / sum(counts)
             out[index] = float(mean)
         result[name] = out
     return result
@@ -61,17 +86,26 @@ def oracle(states: list[dict[str, np.ndarray]], counts: list[int], pooled: bool)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_against_exact_arithmetic(pooled: bool) -> None:
     states, counts = [client(i) for i in range(5)], [3, 1, 400, 17, 80]
-    got = average(states, [float(n) for n in counts], PARTS, "pooled" if pooled else "mean")
+    got = average(
+        states, [float(n) for n in counts], PARTS, "pooled" if pooled else "mean"
+    )
     want = oracle(states, counts, pooled)
     assert list(got) == NAMES
     for name in NAMES:
-        assert (got[name].dtype, got[name].shape) == (states[0][name].dtype, states[0][name].shape)
-        rtol = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-3, "int64": 0}[str(got[name].dtype)]
+        assert (got[name].dtype, got[name].shape) == (
+            states[0][name].dtype,
+            states[0][name].shape,
+        )
+        rtol = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-3, "int64": 0}[
+            str(got[name].dtype)
+        ]
         np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=1e-14)
 
 
 def test_sums_of_half_precision_are_in_float64() -> None:
-    states = [{"x": np.asarray([1.0], dtype=np.float16)}] + [{"x": np.asarray([2.0**-11], np.float16)}] * 2048
+    states = [{"x": np.asarray([1.0], dtype=np.float16)}] + [
+        {"x": np.asarray([2.0**-11], np.float16)}
+    ] * 2048
     got = average(states, [1.0] * 2049, split_state({"x": None}))["x"]
     assert got.dtype == np.float16
     assert got == np.float16(2 / 2049)
@@ -82,7 +116,10 @@ def test_counters_take_the_maximum_and_stay_int64() -> None:
     got = average(states, [1.0, 1.0, 1.0], split_state({"c": None}))["c"]
     assert (got.dtype, got.shape, int(got)) == (np.int64, (), 2**53 + 1)
     flags = [{"f": np.asarray([False, True])}, {"f": np.asarray([False, False])}]
-    assert average(flags, [1.0, 1.0], split_state({"f": None}))["f"].tolist() == [False, True]
+    assert average(flags, [1.0, 1.0], split_state({"f": None}))["f"].tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_one_client_is_its_own_average(same_bits) -> None:
@@ -99,9 +136,13 @@ def test_inputs_are_not_changed(same_bits) -> None:
 
 
 def mixed(seed: int, sizes: list[int]) -> dict[str, np.ndarray]:
-    """Entries of several shapes and all kinds of floats, some in Fortran order, with zeros of both signs."""
+    """Entries of several shapes and all kinds of floats, some in Fortran order, with
+    zeros of both signs.
+    """
     draw, state = np.random.default_rng(seed), {}
-    for i, (size, dtype) in enumerate((s, d) for s in sizes for d in ("f2", "f4", ">f4", "f8", "c8", "c16")):
+    for i, (size, dtype) in enumerate(
+        (s, d) for s in sizes for d in ("f2", "f4", ">f4", "f8", "c8", "c16")
+    ):
         values = draw.normal(size=(size, 2)) * draw.integers(0, 2, (size, 2)) * -1.0
         state[f"{i}"] = np.asarray(values.T if i % 3 else values).astype(dtype)
     return {
@@ -114,8 +155,12 @@ def mixed(seed: int, sizes: list[int]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("block", [1, 7, 64, None])
 @pytest.mark.parametrize("num_clients", [1, 9, 33])
-def test_sums_have_the_bits_of_one_client_after_the_other(monkeypatch, block: int | None, num_clients: int) -> None:
-    """Each product is rounded, then each sum, from zero: no fused operation, no sums in pairs, whatever the block."""
+def test_sums_have_the_bits_of_one_client_after_the_other(
+    monkeypatch, block: int | None, num_clients: int
+) -> None:
+    """Each product is rounded, then each sum, from zero: no fused operation, no sums in
+    pairs, whatever the block.
+    """
     monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
     states = [mixed(seed, [1, 2, 20]) for seed in range(num_clients)]
     weights = [1.0 + i % 5 for i in range(num_clients)]
@@ -124,10 +169,15 @@ def test_sums_have_the_bits_of_one_client_after_the_other(monkeypatch, block: in
     for name, first in states[0].items():
         if first.dtype.kind == "i":
             continue
-        total = np.zeros(first.shape, np.complex128 if first.dtype.kind == "c" else np.float64)
+        total = np.zeros(
+            first.shape, np.complex128 if first.dtype.kind == "c" else np.float64
+        )
         for share, state in zip(p, states, strict=True):
             total += share * state[name].astype(total.dtype)
-        assert weighted_sum([state[name] for state in states], p).tobytes() == total.tobytes(), name
+        assert (
+            weighted_sum([state[name] for state in states], p).tobytes()
+            == total.tobytes()
+        ), name
         assert (got[name].dtype, got[name].shape) == (first.dtype, first.shape)
         assert got[name].tobytes() == total.astype(first.dtype).tobytes(), name
 
@@ -144,7 +194,9 @@ def test_sums_made_ahead_have_the_bits_of_the_average_and_are_used_for_these_sta
     ahead, write, written = SumAhead(weights), SumAhead.write, []
     for state in states:
         ahead.add(state)
-    monkeypatch.setattr(SumAhead, "write", lambda *args: written.append(True) or write(*args))
+    monkeypatch.setattr(
+        SumAhead, "write", lambda *args: written.append(True) or write(*args)
+    )
     for others, weighed, used in [
         (states, weights, True),
         (states, [3.0, 1.0, 0.0, 7.0, 2.5], False),
@@ -155,7 +207,9 @@ def test_sums_made_ahead_have_the_bits_of_the_average_and_are_used_for_these_sta
         written.clear()
         got = average(others, weighed, PARTS, variance, ahead)
         assert written == [True] * used
-        assert {name: array.tobytes() for name, array in got.items()} == {n: a.tobytes() for n, a in plain.items()}
+        assert {name: array.tobytes() for name, array in got.items()} == {
+            n: a.tobytes() for n, a in plain.items()
+        }
 
 
 counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)
@@ -163,52 +217,87 @@ counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)
 
 @settings(max_examples=40, deadline=None)
 @given(counts=counts_of, seed=st.integers(0, 1000), data=st.data())
-def test_sorted_replies_give_the_same_bits_in_any_order(counts: list[int], seed: int, data: st.DataObject) -> None:
-    """Callers sort by partition id: any permutation of the replies then gives the same bits."""
+def test_sorted_replies_give_the_same_bits_in_any_order(
+    counts: list[int], seed: int, data: st.DataObject
+) -> None:
+    """Callers sort by partition id: any permutation of the replies then gives the same
+    bits.
+    """
     replies = [(i, client(seed + i), float(n)) for i, n in enumerate(counts)]
     arrived = data.draw(st.permutations(replies))
     orders = (replies, sorted(arrived, key=lambda reply: reply[0]))
-    results = [average([r[1] for r in order], [r[2] for r in order], PARTS, "pooled") for order in orders]
+    results = [
+        average([r[1] for r in order], [r[2] for r in order], PARTS, "pooled")
+        for order in orders
+    ]
     for name in NAMES:
         assert results[0][name].tobytes() == results[1][name].tobytes()
 
 
 @settings(max_examples=60, deadline=None)
 @given(counts=counts_of, seed=st.integers(0, 1000), shift=st.floats(-1e3, 1e3))
-def test_pooled_variance_is_that_of_the_concatenated_data(counts: list[int], seed: int, shift: float) -> None:
+def test_pooled_variance_is_that_of_the_concatenated_data(
+    counts: list[int], seed: int, shift: float
+) -> None:
     draw = np.random.default_rng(seed)
     data = [draw.normal(shift * i, 1 + i, size=(n, 2)) for i, n in enumerate(counts)]
     states = [{"running_mean": x.mean(0), "running_var": x.var(0)} for x in data]
     got = average(states, [float(n) for n in counts], split_state(states[0]), "pooled")
     union = np.concatenate(data)
     scale = np.abs(union).max() + 1
-    np.testing.assert_allclose(got["running_mean"], union.mean(0), rtol=1e-12, atol=1e-12 * scale)
-    np.testing.assert_allclose(got["running_var"], union.var(0), rtol=1e-11, atol=1e-13 * scale**2)
+    np.testing.assert_allclose(
+        got["running_mean"], union.mean(0), rtol=1e-12, atol=1e-12 * scale
+    )
+    np.testing.assert_allclose(
+        got["running_var"], union.var(0), rtol=1e-11, atol=1e-13 * scale**2
+    )
 
 
 def test_pooled_variance_does_not_cancel() -> None:
-    """The spread of the means is 2.25; their squares differ only in the last digits of float64."""
-    states = [{"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])} for d in (-1.5, 1.5)]
+    """The spread of the means is 2.25; their squares differ only in the last digits of
+    float64.
+    """
+    states = [
+        {"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])}
+        for d in (-1.5, 1.5)
+    ]
     got = average(states, [1.0, 1.0], split_state(states[0]), "pooled")["running_var"]
     assert got == pytest.approx([2.251], rel=1e-14)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    means=st.lists(st.floats(-1e18, 1e18, allow_subnormal=False), min_size=2, max_size=5),
+    means=st.lists(
+        st.floats(-1e18, 1e18, allow_subnormal=False), min_size=2, max_size=5
+    ),
     small=st.floats(0, 1e-30, allow_subnormal=False),
     variance=st.sampled_from(["mean", "pooled"]),
 )
-def test_a_variance_is_never_negative(means: list[float], small: float, variance: str) -> None:
+def test_a_variance_is_never_negative(
+    means: list[float], small: float, variance: str
+) -> None:
     one = np.float32
-    states = [{"running_mean": np.asarray([m], one), "running_var": np.asarray([small], one)} for m in means]
-    got = average(states, [0.1 * (i + 1) for i in range(len(means))], split_state(states[0]), variance)
+    states = [
+        {"running_mean": np.asarray([m], one), "running_var": np.asarray([small], one)}
+        for m in means
+    ]
+    got = average(
+        states,
+        [0.1 * (i + 1) for i in range(len(means))],
+        split_state(states[0]),
+        variance,
+    )
     assert got["running_var"][0] >= 0
 
 
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0], []])
+@pytest.mark.parametrize(
+    "weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0], []]
+)
 def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
-    with pytest.raises(ReplyError, match="cannot be averaged: all finite and >= 0, at least one above 0"):
+    with pytest.raises(
+        ReplyError,
+        match="cannot be averaged: all finite and >= 0, at least one above 0",
+    ):
         to_shares(weights)
 
 
@@ -231,10 +320,16 @@ def test_normalise() -> None:
         ("bn.running_var", np.asarray([1.0, -0.25, 0.0]), "reply", "-0.25"),
     ],
 )
-def test_check_state_names_the_entry_and_the_problem(entry: str, value: Any, code: str, names: str) -> None:
+def test_check_state_names_the_entry_and_the_problem(
+    entry: str, value: Any, code: str, names: str
+) -> None:
     like = client(0)
     check_state(client(1), like, PARTS)
-    state = {name: array for name, array in {**like, entry: value}.items() if array is not None}
+    state = {
+        name: array
+        for name, array in {**like, entry: value}.items()
+        if array is not None
+    }
     with pytest.raises(ReplyError, match=f"entry '{entry}'") as error:
         check_state(state, like, PARTS)
     assert names in str(error.value)
@@ -242,7 +337,9 @@ def test_check_state_names_the_entry_and_the_problem(entry: str, value: Any, cod
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
-def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(dtype: str) -> None:
+def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(
+    dtype: str,
+) -> None:
     """Their squares are not."""
     large = np.full(1000, np.finfo(dtype).max, dtype)
     parts = split_state({"x": None})

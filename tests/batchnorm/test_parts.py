@@ -28,42 +28,85 @@ class OwnNorm(nn.BatchNorm2d):
 
 def unnamed() -> nn.Module:
     block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), block, nn.Flatten(), nn.Linear(4, 2), nn.BatchNorm1d(2))
+    return nn.Sequential(
+        nn.Conv2d(3, 3, 1),
+        nn.BatchNorm2d(3),
+        block,
+        nn.Flatten(),
+        nn.Linear(4, 2),
+        nn.BatchNorm1d(2),
+    )
 
 
 def sizes(parts: Parts) -> tuple[int, int, int, int]:
-    return len(parts.affine), len(parts.statistics), len(parts.counters), len(parts.rest)
+    return (
+        len(parts.affine),
+        len(parts.statistics),
+        len(parts.counters),
+        len(parts.rest),
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "num_layers", "num_rest"),
-    [(tv.resnet18, 20, 22), (tv.densenet121, 121, 122), (tv.mobilenet_v2, 52, 54), (unnamed, 3, 6)],
+    [
+        (tv.resnet18, 20, 22),
+        (tv.densenet121, 121, 122),
+        (tv.mobilenet_v2, 52, 54),
+        (unnamed, 3, 6),
+    ],
 )
-def test_all_layers_of_known_models(make: Callable[[], nn.Module], num_layers: int, num_rest: int) -> None:
+def test_all_layers_of_known_models(
+    make: Callable[[], nn.Module], num_layers: int, num_rest: int
+) -> None:
     with torch.device("meta"):
         model = make()
     parts = split_state(model)
     assert (
-        len(parts.layers) == num_layers == sum(isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d) for m in model.modules())
+        len(parts.layers)
+        == num_layers
+        == sum(isinstance(m, nn.BatchNorm2d | nn.BatchNorm1d) for m in model.modules())
     )
     assert sizes(parts) == (2 * num_layers, 2 * num_layers, num_layers, num_rest)
     assert parts.names == tuple(model.state_dict())
-    assert sorted(parts.affine + parts.statistics + parts.counters + parts.rest) == sorted(parts.names)
+    assert sorted(
+        parts.affine + parts.statistics + parts.counters + parts.rest
+    ) == sorted(parts.names)
 
 
-@pytest.mark.parametrize("make", [tv.resnet18, tv.densenet121, tv.mobilenet_v2, unnamed])
+@pytest.mark.parametrize(
+    "make", [tv.resnet18, tv.densenet121, tv.mobilenet_v2, unnamed]
+)
 def test_a_bare_state_dict_gives_the_same_parts(make: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):
         model = make()
-    assert dict(split_state(model.state_dict()).part_of) == dict(split_state(model).part_of)
+    assert dict(split_state(model.state_dict()).part_of) == dict(
+        split_state(model).part_of
+    )
 
 
 def test_the_split_does_not_depend_on_names() -> None:
-    model = nn.ModuleDict({"bn1": nn.Linear(2, 2), "conv": nn.BatchNorm1d(2), "running_mean": nn.Linear(2, 1)})
+    model = nn.ModuleDict(
+        {
+            "bn1": nn.Linear(2, 2),
+            "conv": nn.BatchNorm1d(2),
+            "running_mean": nn.Linear(2, 1),
+        }
+    )
     parts = split_state(model)
-    assert parts.rest == ("bn1.weight", "bn1.bias", "running_mean.weight", "running_mean.bias")
+    assert parts.rest == (
+        "bn1.weight",
+        "bn1.bias",
+        "running_mean.weight",
+        "running_mean.bias",
+    )
     assert split_state(model.state_dict()).rest == parts.rest
-    assert split_state({"a.best_running_mean": 0, "a.best_weight": 0, "a.weight": 0}).layers == ()
+    assert (
+        split_state(
+            {"a.best_running_mean": 0, "a.best_weight": 0, "a.weight": 0}
+        ).layers
+        == ()
+    )
 
 
 def test_a_path_that_is_a_prefix_of_another() -> None:
@@ -79,19 +122,31 @@ def test_subclass_keeps_its_own_entries_in_rest() -> None:
     assert parts.rest == ("0.warm_up",)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]
+)
 def test_a_parametrized_gamma_is_affine(norm: nn.Module) -> None:
     layer = norm if isinstance(norm, _BatchNorm) else norm[1]
     parametrizations.weight_norm(layer, dim=None)
     register_parametrization(layer, "bias", nn.Softplus(), unsafe=True)
-    rest = [name for name in norm.state_dict() if layer is not norm and name.startswith("0.")]
+    rest = [
+        name
+        for name in norm.state_dict()
+        if layer is not norm and name.startswith("0.")
+    ]
     for parts in (split_state(norm), split_state(norm.state_dict())):
         assert sizes(parts) == (3, 2, 1, len(rest))
-        assert [name.rpartition("weight.")[2] for name in parts.affine[:2]] == ["original0", "original1"]
+        assert [name.rpartition("weight.")[2] for name in parts.affine[:2]] == [
+            "original0",
+            "original1",
+        ]
         assert parts.affine[2].endswith("parametrizations.bias.original")
 
 
-@pytest.mark.parametrize("layer", [nn.SyncBatchNorm(3), nn.LazyBatchNorm2d(), nn.BatchNorm3d(3), nn.BatchNorm1d(3)])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.SyncBatchNorm(3), nn.LazyBatchNorm2d(), nn.BatchNorm3d(3), nn.BatchNorm1d(3)],
+)
 def test_every_kind_of_batch_norm(layer: nn.Module) -> None:
     assert isinstance(layer, _BatchNorm)
     assert sizes(split_state(nn.Sequential(nn.Conv2d(3, 3, 1), layer))) == (2, 2, 1, 2)
@@ -107,11 +162,21 @@ def test_a_module_at_two_paths_is_listed_twice() -> None:
 
 
 def test_without_affine_or_statistics() -> None:
-    assert sizes(split_state(nn.Sequential(nn.BatchNorm1d(2, affine=False)))) == (0, 2, 1, 0)
+    assert sizes(split_state(nn.Sequential(nn.BatchNorm1d(2, affine=False)))) == (
+        0,
+        2,
+        1,
+        0,
+    )
     no_statistics = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
     assert sizes(split_state(no_statistics)) == (2, 0, 0, 0)
     assert list(split_state(no_statistics).moments()) == []
-    assert sizes(split_state(no_statistics.state_dict())) == (0, 0, 0, 2), "names alone cannot tell"
+    assert sizes(split_state(no_statistics.state_dict())) == (
+        0,
+        0,
+        0,
+        2,
+    ), "names alone cannot tell"
 
 
 def test_the_model_itself_is_the_layer() -> None:
@@ -123,41 +188,68 @@ def test_the_model_itself_is_the_layer() -> None:
 
 
 def test_instance_norm_is_rest_by_type_and_batch_norm_by_name() -> None:
-    model = nn.Sequential(nn.InstanceNorm2d(2, affine=True, track_running_stats=True), nn.BatchNorm2d(2))
+    model = nn.Sequential(
+        nn.InstanceNorm2d(2, affine=True, track_running_stats=True), nn.BatchNorm2d(2)
+    )
     assert sizes(split_state(model)) == (2, 2, 1, 5)
     assert sizes(split_state(model.state_dict())) == (4, 4, 2, 0)
 
 
 def test_fingerprint_sees_names_types_and_shapes() -> None:
     def of(model: nn.Module) -> str:
-        return split_state(model).fingerprint({name: tuple(t.shape) for name, t in model.state_dict().items()})
+        return split_state(model).fingerprint(
+            {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        )
 
     base = of(nn.Sequential(nn.BatchNorm1d(2)))
     assert base == of(nn.Sequential(nn.BatchNorm1d(2)))
-    others = [nn.BatchNorm1d(3), nn.BatchNorm1d(2, affine=False), nn.InstanceNorm1d(2, True, track_running_stats=True)]
-    prints = {base, of(nn.Sequential(nn.Identity(), nn.BatchNorm1d(2))), *[of(nn.Sequential(m)) for m in others]}
+    others = [
+        nn.BatchNorm1d(3),
+        nn.BatchNorm1d(2, affine=False),
+        nn.InstanceNorm1d(2, True, track_running_stats=True),
+    ]
+    prints = {
+        base,
+        of(nn.Sequential(nn.Identity(), nn.BatchNorm1d(2))),
+        *[of(nn.Sequential(m)) for m in others],
+    }
     assert len(prints) == 5
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_torchscript_keeps_the_types_of_its_layers() -> None:
     """Also of layers that their names would not show, or would show wrongly."""
-    bn, other = nn.BatchNorm1d(2, track_running_stats=False), nn.InstanceNorm1d(2, track_running_stats=True)
+    bn, other = (
+        nn.BatchNorm1d(2, track_running_stats=False),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+    )
     model = nn.Sequential(nn.Linear(2, 2), bn, nn.Sequential(nn.BatchNorm1d(2), other))
     assert split_state(torch.jit.script(model)) == split_state(model)
-    assert split_state(nn.Sequential(torch.jit.script(bn))).affine == ("0.weight", "0.bias")
+    assert split_state(nn.Sequential(torch.jit.script(bn))).affine == (
+        "0.weight",
+        "0.bias",
+    )
 
 
 class Windowed(nn.Module):
-    """A layer with two constants, of which one is not in the state, beside what training moves."""
+    """A layer with two constants, of which one is not in the state, beside what
+    training moves.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("window", torch.ones(3))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", torch.zeros(3), persistent=False)
-        self.norms = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True), OwnNorm(3))
-        self.spectral = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3)), spectral_norm(nn.Linear(3, 3)))
+        self.norms = nn.Sequential(
+            nn.BatchNorm1d(3),
+            nn.InstanceNorm1d(3, track_running_stats=True),
+            OwnNorm(3),
+        )
+        self.spectral = nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(3, 3)),
+            spectral_norm(nn.Linear(3, 3)),
+        )
 
 
 def test_buffers_that_no_layer_moves_are_fixed() -> None:
@@ -166,4 +258,8 @@ def test_buffers_that_no_layer_moves_are_fixed() -> None:
     assert learning_parts(model) == split_state(model)
     model.norms[0].weight.requires_grad_(False)
     hold_eval(model.norms[0])
-    assert fixed_entries(model) == {"window", "norms.0.weight", *(f"norms.0.{leaf}" for leaf in STATISTICS)}
+    assert fixed_entries(model) == {
+        "window",
+        "norms.0.weight",
+        *(f"norms.0.{leaf}" for leaf in STATISTICS),
+    }

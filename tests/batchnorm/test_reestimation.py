@@ -1,4 +1,6 @@
-"""Re-estimated statistics: merging is exact, every layer has those of plain passes, and the model does not change."""
+"""Re-estimated statistics: merging is exact, every layer has those of plain passes, and
+the model does not change.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,37 @@ from fedbn_flwr.training.batches import Batches
 from tests.support.many_layers import Many
 
 
-def slow(model: nn.Module, datasets: list[Batches], batches: list[list[list[int]]]) -> dict[str, np.ndarray]:
-    """All inputs of every BN layer, (values, C): plain passes of a copy in train mode, layer after layer."""
+def slow(
+    model: nn.Module, datasets: list[Batches], batches: list[list[list[int]]]
+) -> dict[str, np.ndarray]:
+    """All inputs of every BN layer, (values, C): plain passes of a copy in train mode,
+    layer after layer.
+    """
     net, seen = copy.deepcopy(model).train(), {}
     for path, layer in net.named_modules():
         if isinstance(layer, _BatchNorm):
             seen[path] = []
-            layer.register_forward_pre_hook(lambda _, args, path=path: seen[path].append(args[0].detach()))
+            layer.register_forward_pre_hook(
+                lambda _, args, path=path: seen[path].append(args[0].detach())
+            )
     with torch.no_grad():
         for data, split in zip(datasets, batches, strict=True):
             for positions in split:
                 net(data.batch(torch.tensor(positions))[0])
-    flat = {path: torch.cat([x.movedim(1, -1).flatten(0, -2) for x in inputs]) for path, inputs in seen.items()}
+    flat = {
+        path: torch.cat([x.movedim(1, -1).flatten(0, -2) for x in inputs])
+        for path, inputs in seen.items()
+    }
     return {path: values.numpy() for path, values in flat.items()}
 
 
-@pytest.mark.parametrize("make", [tv.resnet18, tv.mobilenet_v3_small], ids=["resnet18", "mobilenet_v3_small"])
+@pytest.mark.parametrize(
+    "make", [tv.resnet18, tv.mobilenet_v3_small], ids=["resnet18", "mobilenet_v3_small"]
+)
 def test_every_layer_of_a_torchvision_model_over_uneven_clients(points, make) -> None:
-    """Last batches are smaller, one of them a single example: 64 x 64 leaves every layer several values of it."""
+    """Last batches are smaller, one of them a single example: 64 x 64 leaves every
+    layer several values of it.
+    """
     torch.manual_seed(0)
     options = {"dropout": 0.0} if make is tv.mobilenet_v3_small else {}
     model = make(num_classes=3, **options).double()
@@ -48,8 +63,12 @@ def test_every_layer_of_a_torchvision_model_over_uneven_clients(points, make) ->
     for path, values in expected.items():
         total = merge([moments[path] for moments in own])
         assert total.count == len(values)
-        np.testing.assert_allclose(total.mean, values.mean(0), rtol=1e-10, atol=1e-12, err_msg=path)
-        np.testing.assert_allclose(total.variance, values.var(0, ddof=1), rtol=1e-10, atol=1e-14, err_msg=path)
+        np.testing.assert_allclose(
+            total.mean, values.mean(0), rtol=1e-10, atol=1e-12, err_msg=path
+        )
+        np.testing.assert_allclose(
+            total.variance, values.var(0, ddof=1), rtol=1e-10, atol=1e-14, err_msg=path
+        )
 
 
 def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:
@@ -83,7 +102,10 @@ def test_a_forward_pass_that_tracks_in_any_case_is_undone(points, mlp) -> None:
     model[1] = Own(4).double()
     model.load_state_dict(plain.state_dict())
     buffers = dict(model.named_buffers())
-    found, expected = (reestimate_statistics(own, points(9), batch_size=4)["1"] for own in (model, plain))
+    found, expected = (
+        reestimate_statistics(own, points(9), batch_size=4)["1"]
+        for own in (model, plain)
+    )
     assert torch.equal(found.mean, expected.mean)
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -95,14 +117,20 @@ def test_the_model_does_not_change(points, mlp) -> None:
     model.train()
     model[3].eval()
     before = copy.deepcopy(model.state_dict())
-    about = {path: (module.training, getattr(module, "track_running_stats", None)) for path, module in named(model)}
+    about = {
+        path: (module.training, getattr(module, "track_running_stats", None))
+        for path, module in named(model)
+    }
     state = torch.get_rng_state()
     reestimate_statistics(model, points(9), batch_size=4)
     with pytest.raises(RuntimeError):
         reestimate_statistics(model, points(9, shape=(6,)), batch_size=4)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
+    )
     assert about == {
-        path: (module.training, getattr(module, "track_running_stats", None)) for path, module in named(model)
+        path: (module.training, getattr(module, "track_running_stats", None))
+        for path, module in named(model)
     }
     assert not any(module._forward_pre_hooks for _, module in named(model))
     assert torch.equal(torch.get_rng_state(), state)
@@ -115,7 +143,10 @@ def named(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def test_batches_are_in_order_and_a_single_last_example_joins_one(points, mlp) -> None:
     data = points(9)
     assert reestimate_statistics(mlp(), data, batch_size=4)["1"].count == 9
-    assert data.asked[-2:] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]], "BatchNorm1d cannot take one example: it joins"
+    assert data.asked[-2:] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7, 8],
+    ], "BatchNorm1d cannot take one example: it joins"
     conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).double()
     images = points(5, shape=(1, 6, 6))
     assert reestimate_statistics(conv, images, batch_size=4)["1"].count == 5 * 16
@@ -125,27 +156,43 @@ def test_batches_are_in_order_and_a_single_last_example_joins_one(points, mlp) -
 
 
 def test_dropout_draws_from_its_own_seed(points) -> None:
-    model, data = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)).double(), points(9, 1)
-    first, same, other = (reestimate_statistics(model, data, batch_size=4, seed=seed)["1"] for seed in (1, 1, 2))
+    model, data = (
+        nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)).double(),
+        points(9, 1),
+    )
+    first, same, other = (
+        reestimate_statistics(model, data, batch_size=4, seed=seed)["1"]
+        for seed in (1, 1, 2)
+    )
     assert torch.equal(first.mean, same.mean)
     assert not torch.equal(first.mean, other.mean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 3), (5, 3, 4), (5, 3, 4, 2), (5, 3, 2, 2, 2)])
-def test_moments_in_blocks_are_those_of_all_values(monkeypatch, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_moments_in_blocks_are_those_of_all_values(
+    monkeypatch, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """For each dimension and memory format; the input stays as it is."""
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)
-    formats = {2: [], 3: [], 4: [torch.channels_last], 5: [torch.channels_last_3d]}[x.dim()]
+    formats = {2: [], 3: [], 4: [torch.channels_last], 5: [torch.channels_last_3d]}[
+        x.dim()
+    ]
     channels = x.double().transpose(0, 1).flatten(1)
-    for values in (x, *(x.contiguous(memory_format=memory_format) for memory_format in formats)):
-        for block in (1 << 18, x[:2].numel(), 1):  # all at once, two examples, less than one
+    for values in (
+        x,
+        *(x.contiguous(memory_format=memory_format) for memory_format in formats),
+    ):
+        # all at once, two examples, less than one
+        for block in (1 << 18, x[:2].numel(), 1):
             monkeypatch.setattr(reestimation, "_BLOCK", block)
             before, found = values.clone(), moments_of(values)
             assert torch.equal(values, before)
             assert found.count == channels.shape[1]
             torch.testing.assert_close(found.mean, channels.mean(1), rtol=1e-14, atol=0)
-            torch.testing.assert_close(found.m2, channels.var(1) * (found.count - 1), rtol=1e-13, atol=0)
+            torch.testing.assert_close(
+                found.m2, channels.var(1) * (found.count - 1), rtol=1e-13, atol=0
+            )
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,19 +201,31 @@ def test_moments_in_blocks_are_those_of_all_values(monkeypatch, shape: tuple[int
     offset=st.sampled_from([0.0, 1e4, 1e8]),
     seed=st.integers(0, 9),
 )
-def test_merged_moments_are_those_of_all_values(sizes: list[int], offset: float, seed: int) -> None:
-    """Without cancellation: at an offset of 1e8 the naive E[x^2] - E[x]^2 would lose all digits."""
+def test_merged_moments_are_those_of_all_values(
+    sizes: list[int], offset: float, seed: int
+) -> None:
+    """Without cancellation: at an offset of 1e8 the naive E[x^2] - E[x]^2 would lose
+    all digits.
+    """
     values = np.random.default_rng(seed).normal(size=(sum(sizes), 3)) + offset
     parts = np.split(values, np.cumsum(sizes)[:-1])
     total = merge([moments_of(torch.from_numpy(part)) for part in parts])
     assert total.count == len(values)
     centred = (values - offset).astype(np.longdouble)
-    np.testing.assert_allclose(total.mean - offset, centred.mean(0).astype(float), atol=1e-15 * max(offset, 1) * 8)
+    np.testing.assert_allclose(
+        total.mean - offset,
+        centred.mean(0).astype(float),
+        atol=1e-15 * max(offset, 1) * 8,
+    )
     m2 = ((centred - centred.mean(0)) ** 2).sum(0).astype(float)
-    np.testing.assert_allclose(total.m2, m2, rtol=1e-6 if offset > 1e6 else 1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        total.m2, m2, rtol=1e-6 if offset > 1e6 else 1e-9, atol=1e-12
+    )
 
 
 def test_one_example_at_a_time_is_two_where_a_layer_needs_two(points, mlp) -> None:
-    one, two = (reestimate_statistics(mlp(), points(7), batch_size=size)["1"] for size in (1, 2))
+    one, two = (
+        reestimate_statistics(mlp(), points(7), batch_size=size)["1"] for size in (1, 2)
+    )
     assert one.count == 7
     assert torch.equal(one.m2, two.m2)

@@ -1,4 +1,6 @@
-"""A forward pass taken over: BatchNorm's own where it computes the same; moments of all batches, merged and pooled."""
+"""A forward pass taken over: BatchNorm's own where it computes the same; moments of all
+batches, merged and pooled.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm import reestimation
-from fedbn_flwr.batchnorm.reestimation import MomentSums, batch_statistics, moments_of, pool, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import (
+    MomentSums,
+    batch_statistics,
+    moments_of,
+    pool,
+    reestimate_statistics,
+)
 from fedbn_flwr.batchnorm.taken_forward import (
     layers_in_training,
     normalise,
@@ -22,20 +30,31 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies.fbn import GlobalStatistics
 from tests.support.many_layers import Many
 
-KINDS = {"1d": (nn.BatchNorm1d, (6, 5)), "2d": (nn.BatchNorm2d, (4, 5, 3, 2)), "3d": (nn.BatchNorm3d, (4, 5, 1, 2, 2))}
+KINDS = {
+    "1d": (nn.BatchNorm1d, (6, 5)),
+    "2d": (nn.BatchNorm2d, (4, 5, 3, 2)),
+    "3d": (nn.BatchNorm3d, (4, 5, 1, 2, 2)),
+}
 
 
 def by_batch(layer: _BatchNorm, x: Tensor) -> Tensor:
     return normalise(layer, x, *batch_statistics(x))
 
 
-def gradients(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The output, and the gradients of the input and the parameters; under amp of a dtype."""
+def gradients(
+    model: nn.Module, x: Tensor, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The output, and the gradients of the input and the parameters; under amp of a
+    dtype.
+    """
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         out = model(x)
     wanted = [x, *model.parameters()]
-    return [out.detach(), *torch.autograd.grad((out.float() * out.float().detach().sin()).sum(), wanted)]
+    return [
+        out.detach(),
+        *torch.autograd.grad((out.float() * out.float().detach().sin()).sum(), wanted),
+    ]
 
 
 class Net(nn.Module):
@@ -69,7 +88,12 @@ def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> N
     counts = []
     for _ in range(4):
         share = nn.Parameter(torch.ones(4))  # a round's own, as HBN's alpha
-        undo = take_forward(model, lambda layer, x, share=share: normalise(layer, x, *batch_statistics(x)) * share)
+        undo = take_forward(
+            model,
+            lambda layer, x, share=share: (
+                normalise(layer, x, *batch_statistics(x)) * share
+            ),
+        )
         torch.testing.assert_close(fast(x := torch.randn(8, 4)), model(x))
         undo()
         counts.append(len(graphs))
@@ -78,8 +102,12 @@ def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> N
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_a_compiled_model_whose_inputs_are_measured_is_compiled_once(compiled: Any, warm_up: bool) -> None:
-    """In each of more steps than torch's compiler bears new graphs; the measured sums change with every step."""
+def test_a_compiled_model_whose_inputs_are_measured_is_compiled_once(
+    compiled: Any, warm_up: bool
+) -> None:
+    """In each of more steps than torch's compiler bears new graphs; the measured sums
+    change with every step.
+    """
     model, fast, graphs = compiled
     counts = []
     for _ in range(2):
@@ -96,7 +124,9 @@ def test_a_compiled_model_whose_inputs_are_measured_is_compiled_once(compiled: A
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(kind: str, affine: bool) -> None:
+def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(
+    kind: str, affine: bool
+) -> None:
     make, shape = KINDS[kind]
     torch.manual_seed(0)
     model = nn.Sequential(make(5, eps=1e-3, affine=affine)).double()
@@ -107,8 +137,12 @@ def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(kind:
     undo = take_forward(model, by_batch)
     for own, want in zip(gradients(model, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(own, want, rtol=1e-10, atol=1e-12)
-    assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
-    assert torch.equal(model.eval()(x), plain.load_state_dict(start) and plain.eval()(x))
+    assert all(
+        torch.equal(start[name], value) for name, value in model.state_dict().items()
+    )
+    assert torch.equal(
+        model.eval()(x), plain.load_state_dict(start) and plain.eval()(x)
+    )
     undo()
     assert "forward" not in vars(model[0])
     model.train()(x)
@@ -117,7 +151,9 @@ def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(kind:
 
 @pytest.mark.parametrize("amp", [True, False], ids=["amp", "bfloat16 model"])
 def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
-    """Far from zero, where statistics in bfloat16 are wrong by a tenth; here only input and output are rounded."""
+    """Far from zero, where statistics in bfloat16 are wrong by a tenth; here only input
+    and output are rounded.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
     x = torch.randn(4, 2, 6, 6) + 50
@@ -132,33 +168,59 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
     take_forward(model, compute)
     out, *found = gradients(model, x, torch.bfloat16 if amp else None)
     y, mean, var = seen
-    assert (y.dtype, mean.dtype, var.dtype, out.dtype) == (torch.bfloat16, torch.float32, torch.float32, y.dtype)
-    torch.testing.assert_close(out.double(), nn.BatchNorm2d(5).double()(y.double()), rtol=0, atol=0.02)
+    assert (y.dtype, mean.dtype, var.dtype, out.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+        y.dtype,
+    )
+    torch.testing.assert_close(
+        out.double(), nn.BatchNorm2d(5).double()(y.double()), rtol=0, atol=0.02
+    )
     assert [g.dtype for g in found] == [x.dtype, *(p.dtype for p in model.parameters())]
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_gradients_are_those_of_differences(affine: bool, memory_format: torch.memory_format) -> None:
-    """Of every argument on its own, and of gradients again: no statistic is taken for a constant."""
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
+def test_gradients_are_those_of_differences(
+    affine: bool, memory_format: torch.memory_format
+) -> None:
+    """Of every argument on its own, and of gradients again: no statistic is taken for a
+    constant.
+    """
     generator = torch.Generator().manual_seed(0)
     layer = nn.BatchNorm2d(3, affine=affine).double()
-    x, mean, var = (torch.rand(shape, generator=generator).double() for shape in ((4, 3, 2, 2), (3,), (3,)))
+    x, mean, var = (
+        torch.rand(shape, generator=generator).double()
+        for shape in ((4, 3, 2, 2), (3,), (3,))
+    )
     x = x.contiguous(memory_format=memory_format)
-    own = tuple(parameter.data.uniform_(0.5, 1.5, generator=generator) for parameter in layer.parameters())
+    own = tuple(
+        parameter.data.uniform_(0.5, 1.5, generator=generator)
+        for parameter in layer.parameters()
+    )
 
     def out(x: Tensor, mean: Tensor, var: Tensor, *parameters: Tensor) -> Tensor:
-        given = SimpleNamespace(eps=layer.eps, **dict(zip(("weight", "bias"), parameters or (None, None), strict=True)))
+        given = SimpleNamespace(
+            eps=layer.eps,
+            **dict(zip(("weight", "bias"), parameters or (None, None), strict=True)),
+        )
         return normalise(given, x, mean, var)  # type: ignore[arg-type]
 
     arguments = tuple(values.requires_grad_() for values in (x, mean, var, *own))
-    expected = nn.functional.batch_norm(x, mean.detach(), var.detach(), *own, training=False, eps=layer.eps)
+    expected = nn.functional.batch_norm(
+        x, mean.detach(), var.detach(), *own, training=False, eps=layer.eps
+    )
     assert torch.equal(out(*arguments), expected)
     for function, given in ((out, arguments), (batch_statistics, (x,))):
         assert torch.autograd.gradcheck(function, given)
         assert torch.autograd.gradgradcheck(function, given)
     by_function = torch.func.grad(lambda x: batch_statistics(x)[1].sum())(x.detach())
-    torch.testing.assert_close(by_function, 2 * (x - x.mean((0, 2, 3), keepdim=True)).detach() / 16)
+    torch.testing.assert_close(
+        by_function, 2 * (x - x.mean((0, 2, 3), keepdim=True)).detach() / 16
+    )
 
 
 def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
@@ -183,7 +245,9 @@ def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
     for path, own in found.items():
         assert own.count == plain[path].count == again[path].count
         for leaf in ("mean", "m2"):
-            torch.testing.assert_close(getattr(own, leaf), getattr(plain[path], leaf), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                getattr(own, leaf), getattr(plain[path], leaf), rtol=1e-12, atol=1e-12
+            )
             assert torch.equal(getattr(again[path], leaf), getattr(plain[path], leaf))
 
 
@@ -194,13 +258,18 @@ class Renormalised(nn.BatchNorm1d):
 
 def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Sequential(Renormalised(5)))
-    with pytest.raises(NormLayerError, match=r"'1\.0' is a Renormalised, which has a forward pass of its own"):
+    with pytest.raises(
+        NormLayerError,
+        match=r"'1\.0' is a Renormalised, which has a forward pass of its own",
+    ):
         take_forward(model, by_batch)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_sums_over_batches_are_the_moments_of_all_values(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_over_batches_are_the_moments_of_all_values(
+    offset: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of more calls than are kept: those of many are merged together."""
     monkeypatch.setattr(reestimation, "_KEPT", 2)
     layer, sums = nn.BatchNorm2d(3), MomentSums()
@@ -215,18 +284,33 @@ def test_sums_over_batches_are_the_moments_of_all_values(offset: float, monkeypa
 
 
 def test_pooling_by_counts_is_the_union_and_by_weights_the_weighted_mixture() -> None:
-    """Equal counts of unequal clients: the two ways differ, and each equals its own oracle."""
+    """Equal counts of unequal clients: the two ways differ, and each equals its own
+    oracle.
+    """
     torch.manual_seed(0)
     clients = [torch.randn(8, 3, dtype=torch.float64) * (1 + i) + i for i in range(3)]
     own, weights = [moments_of(values) for values in clients], [2, 5, 13]
     union, by_count = moments_of(torch.cat(clients)), pool(own)
-    repeated = torch.cat([values for values, times in zip(clients, weights, strict=True) for _ in range(times)])
+    repeated = torch.cat(
+        [
+            values
+            for values, times in zip(clients, weights, strict=True)
+            for _ in range(times)
+        ]
+    )
     by_weight: Any = pool(own, weights)
     assert by_count.count == by_weight.count == union.count == 24
     for leaf in ("mean", "m2"):
-        torch.testing.assert_close(getattr(by_count, leaf), getattr(union, leaf), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            getattr(by_count, leaf), getattr(union, leaf), rtol=1e-13, atol=1e-13
+        )
     torch.testing.assert_close(by_weight.mean, repeated.mean(0), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(by_weight.variance, repeated.var(0, correction=0) * 24 / 23, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        by_weight.variance,
+        repeated.var(0, correction=0) * 24 / 23,
+        rtol=1e-13,
+        atol=1e-13,
+    )
     assert (by_weight.mean - by_count.mean).abs().min() > 0.1
     equal = pool(own, [1.0] * 3)
     torch.testing.assert_close(equal.m2, union.m2, rtol=1e-13, atol=1e-13)

@@ -29,10 +29,12 @@ def datasets(points) -> list[Any]:
 
 @pytest.fixture
 def user_app(mlp, datasets) -> Callable[..., ClientApp]:
-    """``user_app(loop, mods, query=False, model=mlp)``: Flower's PyTorch quickstart, with local data and fixed order.
+    """``user_app(loop, mods, query=False, model=mlp)``: Flower's PyTorch quickstart,
+    with local data and fixed order.
 
-    ``train_mods``: mods of the training function alone. ``query``: the app also answers queries, as FedTAN and
-    re-estimated statistics need it, and FedTAN's exchanges unless ``exchange`` is false.
+    ``train_mods``: mods of the training function alone. ``query``: the app also answers
+    queries, as FedTAN and re-estimated statistics need it, and FedTAN's exchanges
+    unless ``exchange`` is false.
     """
 
     def make(
@@ -54,7 +56,12 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
             net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
             loss = loop(net, data, msg, context)
             metrics = MetricRecord({"train_loss": loss, "num-examples": len(data)})
-            return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=msg)
+            return Message(
+                RecordDict(
+                    {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
+                ),
+                reply_to=msg,
+            )
 
         if query and exchange:
             app.query("exchange")(train)
@@ -73,12 +80,18 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
             @app.query("statistics")
             def statistics(msg: Message, context: Context) -> Message:
                 data = local_data(context)
-                loader = DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True)
+                loader = DataLoader(
+                    TensorDataset(data.inputs, data.targets), BATCH, shuffle=True
+                )
                 return answer_statistics(msg, context, model(), loader)
 
             @app.query()
             def answer(msg: Message, context: Context) -> Message:
-                return answer_query(msg, context, SimpleNamespace(dataset=local_data(context), batch_size=BATCH))
+                return answer_query(
+                    msg,
+                    context,
+                    SimpleNamespace(dataset=local_data(context), batch_size=BATCH),
+                )
 
         return app
 
@@ -87,7 +100,8 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
 
 @pytest.fixture
 def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
-    """``run_app(strategy, app, rounds=3, ...)``: run a strategy over an app; all clients compute at the same time.
+    """``run_app(strategy, app, rounds=3, ...)``: run a strategy over an app; all
+    clients compute at the same time.
 
     ``barrier=False``: FedTAN's exchanges travel by messages.
     """
@@ -102,14 +116,17 @@ def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
         **options: Any,
     ) -> Outcome:
         start = model().state_dict() if start is None else start
-        return run_strategy(strategy, app, start, len(SIZES), barrier=barrier, **options)
+        return run_strategy(
+            strategy, app, start, len(SIZES), barrier=barrier, **options
+        )
 
     return run
 
 
 @pytest.fixture
 def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
-    """``on_disk(strategy, rounds, ...)``: run a user's loop with the mod over nodes with state folders.
+    """``on_disk(strategy, rounds, ...)``: run a user's loop with the mod over nodes
+    with state folders.
 
     Always of the same experiment.
     """
@@ -126,7 +143,10 @@ def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
         start: Any = None,
     ) -> Outcome:
         strategy.continuity = Continuity("experiment", run_id, tuple(committed))
-        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES), "threads": 1}
+        nodes = {
+            "node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES),
+            "threads": 1,
+        }
         app = user_app(loop, mods=(*mods, local_bn), query=query)
         return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
 

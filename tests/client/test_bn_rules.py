@@ -1,4 +1,6 @@
-"""The block ``with bn_rules(...)``: what the optimizer sees, and which wrong uses are refused with advice."""
+"""The block ``with bn_rules(...)``: what the optimizer sees, and which wrong uses are
+refused with advice.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.taken_forward import take_forward, watch_inputs
 from fedbn_flwr.client.hooks import Hooks
-from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
+from fedbn_flwr.errors import (
+    ConfigError,
+    DataError,
+    NormLayerError,
+    NothingTrainedError,
+)
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedProx, FedTAN, FixBN, StaticBN
+from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
+    BNScaffold,
+    FedAvg,
+    FedProx,
+    FedTAN,
+    FixBN,
+    StaticBN,
+)
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
@@ -33,8 +49,12 @@ PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
 def test_an_optimizer_of_a_copy_is_refused() -> None:
     """FedProx would be FedAvg, bit for bit."""
     model = nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match="give both the same model, and no copy of it"):
-        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1))
+    with pytest.raises(
+        ConfigError, match="give both the same model, and no copy of it"
+    ):
+        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(
+            torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
+        )
 
 
 LOADED = r"2 parameters \('weight', ...\) have changed"
@@ -56,7 +76,9 @@ def test_a_state_that_is_loaded_inside_the_block_is_refused(assign: bool) -> Non
 
 
 @pytest.mark.parametrize("hook", [ProximalTerm(5.0), ControlVariates()])
-def test_a_state_that_is_loaded_before_the_first_step_is_refused(hook: ClientHook) -> None:
+def test_a_state_that_is_loaded_before_the_first_step_is_refused(
+    hook: ClientHook,
+) -> None:
     """SCAFFOLD's variates had the difference of the two states in them."""
     model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
     hook.receive({}, {})
@@ -74,8 +96,12 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(hook: ClientHoo
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(inside: bool) -> None:
-    """The difference of the two states would be taken for what training did to the statistics."""
+def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(
+    inside: bool,
+) -> None:
+    """The difference of the two states would be taken for what training did to the
+    statistics.
+    """
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
     received = {name: entry + 1 for name, entry in model.state_dict().items()}
 
@@ -89,7 +115,9 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
         return rules.metrics
 
     if inside:
-        with pytest.raises(ConfigError, match=r"4 parameters \('0.weight', ...\) have changed"):
+        with pytest.raises(
+            ConfigError, match=r"4 parameters \('0.weight', ...\) have changed"
+        ):
             train()
     else:
         assert train()["statistics-delta"] > 0
@@ -97,7 +125,9 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
 
 @pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])
 def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
-    """An average of the weights is such a copy, made in mid-training; it must leave the original alone."""
+    """An average of the weights is such a copy, made in mid-training; it must leave the
+    original alone.
+    """
     model, noted = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), []
     if forward == "take_forward":
         undo = take_forward(model, lambda layer, x: noted.append(layer) or x)
@@ -116,19 +146,26 @@ def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
 
 
 def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
-    """A second one of the same parameters would begin with the momentum of the round's start, or act twice."""
+    """A second one of the same parameters would begin with the momentum of the round's
+    start, or act twice.
+    """
     model = mlp()
     for hooks in ({}, PROXIMAL):
         with bn_rules(model, hooks) as rules:
             optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
             for again in (optimizer, torch.optim.SGD(model[3].parameters(), 0.1)):
-                with pytest.raises(ConfigError, match=r"wrap was called twice .*make and wrap one optimizer"):
+                with pytest.raises(
+                    ConfigError,
+                    match=r"wrap was called twice .*make and wrap one optimizer",
+                ):
                     rules.wrap(again)
             if hooks:
                 optimizer.step()
 
 
-def scaled_steps(told: dict[str, Any], *, unscale: bool = True, inputs: float = 1.0) -> None:
+def scaled_steps(
+    told: dict[str, Any], *, unscale: bool = True, inputs: float = 1.0
+) -> None:
     """Take two steps of a fused SGD under a gradient scaler."""
     model, scaler = nn.Linear(3, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     with bn_rules(model, told) as rules:
@@ -143,7 +180,9 @@ def scaled_steps(told: dict[str, Any], *, unscale: bool = True, inputs: float = 
 
 
 def test_scaled_gradients_of_a_fused_optimizer_are_refused() -> None:
-    """Such an optimizer unscales them inside its step: a term added before would be a thousand times too small."""
+    """Such an optimizer unscales them inside its step: a term added before would be a
+    thousand times too small.
+    """
     with pytest.raises(ConfigError, match=r"scaler.unscale_\(optimizer\)"):
         scaled_steps(PROXIMAL, unscale=False)
     scaled_steps({}, unscale=False)  # a method without a term takes them as they are
@@ -151,17 +190,25 @@ def test_scaled_gradients_of_a_fused_optimizer_are_refused() -> None:
 
 
 def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> None:
-    """An infinite gradient: the fused optimizer leaves the parameters as they are, so SCAFFOLD must not count it."""
+    """An infinite gradient: the fused optimizer leaves the parameters as they are, so
+    SCAFFOLD must not count it.
+    """
     acted: list[bool] = []
     act = Hooks._act
-    monkeypatch.setattr(Hooks, "_act", lambda self, optimizer: acted.append(True) or act(self, optimizer))
+    monkeypatch.setattr(
+        Hooks,
+        "_act",
+        lambda self, optimizer: acted.append(True) or act(self, optimizer),
+    )
     scaled_steps(PROXIMAL, inputs=float("inf"))
     assert len(acted) == 1
 
 
 @pytest.mark.parametrize("after_wrap", [False, True])
 def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> None:
-    """What FedProx stores at the start, and SCAFFOLD in ``wrap``, is on the device of then."""
+    """What FedProx stores at the start, and SCAFFOLD in ``wrap``, is on the device of
+    then.
+    """
 
     def move(told: dict[str, Any]) -> None:
         model = nn.Linear(3, 1)
@@ -180,7 +227,9 @@ def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> Non
 
 
 def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
-    """FedProx would take another anchor in the second, and SCAFFOLD lose the gradients of the first."""
+    """FedProx would take another anchor in the second, and SCAFFOLD lose the gradients
+    of the first.
+    """
 
     def twice(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         hooked_loop(model, data, msg, context)
@@ -194,7 +243,9 @@ def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
     """All clients leave it out, so the run ends with the error in its first round."""
     strategy = FedProx()
-    with pytest.raises(ConfigError, match=r"Write: optimizer = rules\.wrap\(optimizer\)"):
+    with pytest.raises(
+        ConfigError, match=r"Write: optimizer = rules\.wrap\(optimizer\)"
+    ):
         run_app(strategy, user_app(functools.partial(loop_without_step, wrap=False)))
     fedtan = FedTAN()
     with pytest.raises(ConfigError, match=r"Write: with rules\.step\(len\(inputs\)\)"):
@@ -215,22 +266,38 @@ def test_a_model_that_cannot_be_synchronised_ends_the_run_at_the_first_exchange(
     """A NormLayerError of all clients is a ConfigError of the run."""
 
     def model() -> nn.Module:
-        return Checkpointed(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3)).double()
+        return Checkpointed(
+            nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3)
+        ).double()
 
     strategy = FedTAN()
-    with pytest.raises(ConfigError, match=r"^BatchNorm layer '0\.1' runs inside torch\.utils\.checkpoint"):
-        run_app(strategy, user_app(hooked_loop, query=True, model=model), model=model, barrier=barrier)
+    with pytest.raises(
+        ConfigError,
+        match=r"^BatchNorm layer '0\.1' runs inside torch\.utils\.checkpoint",
+    ):
+        run_app(
+            strategy,
+            user_app(hooked_loop, query=True, model=model),
+            model=model,
+            barrier=barrier,
+        )
     assert len(strategy.reports) == 1
 
 
 def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
     with pytest.raises(
-        ConfigError, match=r"client hook 'variates' sends or keeps arrays: write `with bn_rules\(model, msg"
+        ConfigError,
+        match=(
+            r"client hook 'variates' sends or keeps arrays: write `with"
+            r" bn_rules\(model, msg"
+        ),
     ):
         bn_rules(mlp(), {"fedbn-flwr.hooks": "variates"}).__enter__()
 
 
-def test_a_first_batch_that_changes_between_exchanges_is_refused(run_app, user_app, datasets) -> None:
+def test_a_first_batch_that_changes_between_exchanges_is_refused(
+    run_app, user_app, datasets
+) -> None:
     """By messages the training function is called again for every exchange."""
     calls = iter(range(1000))
 
@@ -243,8 +310,17 @@ def test_a_first_batch_that_changes_between_exchanges_is_refused(run_app, user_a
         return 0.0
 
     strategy = FedTAN()
-    run_app(strategy, user_app(restless, query=True), rounds=1, barrier=False, fails=NothingTrainedError)
-    assert all("the first batch must be the same each time" in why for why in strategy.reports[0].rejected.values())
+    run_app(
+        strategy,
+        user_app(restless, query=True),
+        rounds=1,
+        barrier=False,
+        fails=NothingTrainedError,
+    )
+    assert all(
+        "the first batch must be the same each time" in why
+        for why in strategy.reports[0].rejected.values()
+    )
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
@@ -255,7 +331,13 @@ def test_a_first_batch_of_another_size_is_refused(run_app, user_app) -> None:
         return 0.0
 
     strategy = FedTAN()
-    run_app(strategy, user_app(short, query=True), rounds=1, barrier=False, fails=NothingTrainedError)
+    run_app(
+        strategy,
+        user_app(short, query=True),
+        rounds=1,
+        barrier=False,
+        fails=NothingTrainedError,
+    )
     said = "has 3 examples; this client's answer to the query said batch-size 4"
     assert all(said in why for why in strategy.reports[0].rejected.values())
 
@@ -266,12 +348,16 @@ class Surveying(ClientHook):
     batches: list[torch.Tensor]
 
     def survey(self, model: nn.Module, data: Any, batch_size: int, seed: int) -> None:
-        self.batches = [data.batch(p)[0] for p in torch.arange(len(data)).split(batch_size)]
+        self.batches = [
+            data.batch(p)[0] for p in torch.arange(len(data)).split(batch_size)
+        ]
 
 
 def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> None:
     """One step, with the survey before or after it."""
-    loader = DataLoader(TensorDataset(data.inputs, data.targets), 4, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        TensorDataset(data.inputs, data.targets), 4, shuffle=True, drop_last=True
+    )
     if first:
         rules.survey(loader)
     optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
@@ -284,27 +370,40 @@ def surveyed_loop(model: nn.Module, rules: Hooks, data: Any, first: bool) -> Non
 def test_a_survey_passes_all_data_before_the_first_step(mlp, points) -> None:
     data, hook = points(10), Surveying()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {"count": hook}), data, first=True)
-    assert torch.equal(torch.cat(hook.batches), data.inputs), "in order, and with the batch that the loader drops"
+    assert torch.equal(torch.cat(hook.batches), data.inputs), (
+        "in order, and with the batch that the loader drops"
+    )
     rules._check()
     with pytest.raises(ConfigError, match=r"rules\.survey\(loader\) came after a step"):
         surveyed_loop(model := mlp(), Hooks(model, {"count": hook}), data, first=False)
-    with pytest.raises(ConfigError, match=r"client hook 'count' .*Write before the first step: rules\.survey\(loader"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"client hook 'count' .*Write before the first step: rules\.survey\(loader"
+        ),
+    ):
         Hooks(mlp(), {"count": hook})._check()
     surveyed_loop(mlp(), rules := Hooks(mlp(), {}), data, first=True)
     rules._check()
 
 
-def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it_cannot_use(points) -> None:
+def test_a_survey_takes_the_batch_size_of_a_batch_sampler_and_names_data_that_it_cannot_use(
+    points,
+) -> None:
     data = TensorDataset(points(10).inputs, points(10).targets)
     rules = Hooks(nn.Linear(2, 2), {"count": (hook := Surveying())})
-    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), 4, drop_last=False)
+    sampler = torch.utils.data.BatchSampler(
+        torch.utils.data.SequentialSampler(data), 4, drop_last=False
+    )
     rules.survey(DataLoader(data, batch_sampler=sampler))
     assert [len(batch) for batch in hook.batches] == [4, 4, 2]
 
     def as_dict(rows: list[Any]) -> dict[str, Any]:
         return {"img": rows, "label": rows}
 
-    with pytest.raises(DataError, match=r"batches are dict of img, label; .*collate_fn"):
+    with pytest.raises(
+        DataError, match=r"batches are dict of img, label; .*collate_fn"
+    ):
         rules.survey(DataLoader(data, 4, collate_fn=as_dict))
     with pytest.raises(DataError, match="data set, Stream, has no length"):
         rules.survey(DataLoader(Stream(), 4))
@@ -318,7 +417,12 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def changed(model: nn.Module) -> list[str]:
-    return [name for module in model.modules() for name in vars(module) if name in ("forward", "train")]
+    return [
+        name
+        for module in model.modules()
+        for name in vars(module)
+        if name in ("forward", "train")
+    ]
 
 
 def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
@@ -337,11 +441,23 @@ def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
 def settings_of(model: nn.Module) -> list[Any]:
     """What hooks change of a model beside its values."""
     modules = [
-        (path, module.training, getattr(module, "track_running_stats", None), sorted(vars(module)), *counts)
+        (
+            path,
+            module.training,
+            getattr(module, "track_running_stats", None),
+            sorted(vars(module)),
+            *counts,
+        )
         for path, module in model.named_modules()
         for counts in [(len(module._forward_pre_hooks), len(module._forward_hooks))]
     ]
-    return [*modules, *((name, parameter.requires_grad) for name, parameter in model.named_parameters())]
+    return [
+        *modules,
+        *(
+            (name, parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        ),
+    ]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -349,8 +465,19 @@ def settings_of(model: nn.Module) -> list[Any]:
     "make",
     [
         functools.partial(FixBN, freeze_at=0, freeze_affine=True),
-        *(StaticBN, FBN, functools.partial(FBN, statistics_warm_up=0), functools.partial(FBN, fbn_measure="pass")),
-        *(HBN, functools.partial(HBN, statistics_warm_up=0), BNScaffold, FedTAN, FedProx),
+        *(
+            StaticBN,
+            FBN,
+            functools.partial(FBN, statistics_warm_up=0),
+            functools.partial(FBN, fbn_measure="pass"),
+        ),
+        *(
+            HBN,
+            functools.partial(HBN, statistics_warm_up=0),
+            BNScaffold,
+            FedTAN,
+            FedProx,
+        ),
     ],
 )
 def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
@@ -372,7 +499,9 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
                 raise error
         finally:
             found.append((before, settings_of(model)))
-            assert [len(group["params"]) for group in optimizer.param_groups] == [len(groups[0]["params"])]
+            assert [len(group["params"]) for group in optimizer.param_groups] == [
+                len(groups[0]["params"])
+            ]
             assert not optimizer._optimizer_step_pre_hooks
             assert not optimizer._optimizer_step_post_hooks
             assert not any("forward" in vars(module) for module in model.modules())
@@ -392,7 +521,9 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
         lambda: HybridStatistics(False, share=False),
     ],
 )
-def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(make, mlp, points) -> None:
+def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
+    make, mlp, points
+) -> None:
     """Whatever the hook does with BN's forward pass; a test in between is no step."""
     model, data, hook = mlp(), points(10), make()
     loader = DataLoader(TensorDataset(data.inputs, data.targets), 4)
@@ -425,7 +556,10 @@ def test_a_survey_after_a_step_of_a_compiled_model_is_refused(mlp, points) -> No
         hook.begin(model)
         rules = Hooks(model, {"hook": hook})
         F.cross_entropy(model(data.inputs), data.targets).backward()
-        with pytest.raises(ConfigError, match=r"came after a step, or after a forward pass in train mode"):
+        with pytest.raises(
+            ConfigError,
+            match=r"came after a step, or after a forward pass in train mode",
+        ):
             rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
         with rules._exit:
             hook.end(model)
@@ -443,17 +577,26 @@ def test_alpha_learns_with_the_users_own_optimizer(mlp, points) -> None:
     assert (hook.keep()["1.alpha"] != 0).all()
 
 
-def test_alpha_has_the_largest_rate_and_an_optimizer_of_one_group_is_refused_by_name(mlp) -> None:
+def test_alpha_has_the_largest_rate_and_an_optimizer_of_one_group_is_refused_by_name(
+    mlp,
+) -> None:
     model = mlp()
     for warm_up in (True, False):
-        frozen_first = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters(), "lr": 0.3}]
+        frozen_first = [
+            {"params": model[0].parameters(), "lr": 0.0},
+            {"params": model[1].parameters(), "lr": 0.3},
+        ]
         hook = HybridStatistics(warm_up, share=False)
         hook.begin(model)
         rules = Hooks(model, {"hybrid-statistics": hook})
         with pytest.raises(ConfigError, match=r"hbn: LBFGS .* one group of parameters"):
             rules.wrap(torch.optim.LBFGS(model.parameters()))
         optimizer = rules.wrap(torch.optim.SGD(frozen_first, 0.1))
-        assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.3, *[0.3] * (not warm_up)]
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            0.0,
+            0.3,
+            *[0.3] * (not warm_up),
+        ]
         hook.end(model)
 
 
@@ -463,6 +606,9 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> No
             return super().forward(input).relu()
 
     model = nn.Sequential(nn.Linear(2, 3), Own(3))
-    with pytest.raises(NormLayerError, match="BatchNorm layer '1' is a Own, which has a forward pass of its own"):
+    with pytest.raises(
+        NormLayerError,
+        match="BatchNorm layer '1' is a Own, which has a forward pass of its own",
+    ):
         HybridStatistics(True, share=False).begin(model)
     assert not changed(model)

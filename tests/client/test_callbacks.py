@@ -1,8 +1,11 @@
-"""The callbacks of docs/guides/own-training-loop.md, Lightning's in the real library where it is installed.
+"""The callbacks of docs/guides/own-training-loop.md, Lightning's in the real library
+where it is installed.
 
-Else in loops that call in the same order: Lightning's ``on_train_start``, ``on_train_batch_start``, and
-``optimizer.step(closure)`` with forward pass, ``zero_grad``, backward pass and ``on_after_backward`` inside; fastai's
-``before_fit``, ``before_batch``, forward and backward pass, ``after_backward``, step, and the batches of a validation.
+Else in loops that call in the same order: Lightning's ``on_train_start``,
+``on_train_batch_start``, and ``optimizer.step(closure)`` with forward pass,
+``zero_grad``, backward pass and ``on_after_backward`` inside; fastai's ``before_fit``,
+``before_batch``, forward and backward pass, ``after_backward``, step, and the batches
+of a validation.
 """
 
 from __future__ import annotations
@@ -30,18 +33,24 @@ BATCH, RATE = 8, 0.1
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
+    )
 
 
 def callback_of_the_page(library: str) -> Any:
     """Return the class of the page's program that imports ``library``."""
-    (program,) = (text for text in re.findall(r"^```python.*\n((?:.*\n)*?)```$", PAGE, re.M) if f" {library}" in text)
+    (program,) = (
+        text
+        for text in re.findall(r"^```python.*\n((?:.*\n)*?)```$", PAGE, re.M)
+        if f" {library}" in text
+    )
     names: dict[str, Any] = {}
     exec(program, names)
     return names["BNRules"]
 
 
-# --- Lightning -------------------------------------------------------------------------------------------------------
+# --- Lightning ------------------------------------------------------------------------
 
 
 class LightningsOrder:
@@ -67,14 +76,18 @@ class LightningsOrder:
             optimizer.step(closure)
 
 
-LIGHTNING = SimpleNamespace(Callback=object, LightningModule=nn.Module, Trainer=LightningsOrder)
+LIGHTNING = SimpleNamespace(
+    Callback=object, LightningModule=nn.Module, Trainer=LightningsOrder
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("library", ["in its order", "lightning", "pytorch_lightning"])
 def test_lightning(library: str, method: str, same_bits, monkeypatch) -> None:
     """Its gradients are computed inside ``optimizer.step(closure)``."""
-    lightning: Any = LIGHTNING if library == "in its order" else pytest.importorskip(library)
+    lightning: Any = (
+        LIGHTNING if library == "in its order" else pytest.importorskip(library)
+    )
     monkeypatch.setitem(sys.modules, "pytorch_lightning", lightning)
 
     class Module(lightning.LightningModule):
@@ -94,13 +107,23 @@ def test_lightning(library: str, method: str, same_bits, monkeypatch) -> None:
     rules_of = callback_of_the_page("pytorch_lightning")
 
     def loop(net: Module, loader: Any, rules: Any) -> None:
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[rules_of(rules)], **quiet).fit(net, loader)
+        quiet = dict.fromkeys(
+            (
+                "logger",
+                "enable_checkpointing",
+                "enable_progress_bar",
+                "enable_model_summary",
+            ),
+            False,
+        )
+        lightning.Trainer(
+            max_epochs=1, accelerator="cpu", callbacks=[rules_of(rules)], **quiet
+        ).fit(net, loader)
 
     compare_with_ours(method, Module, Module, loop, same_bits)
 
 
-# --- fastai ----------------------------------------------------------------------------------------------------------
+# --- fastai ---------------------------------------------------------------------------
 
 
 class OfALearner:
@@ -114,7 +137,9 @@ class OfALearner:
 
 
 class FastaisOrder:
-    """A Learner of fastai 2.8: training batches, then those of the validation, which have no backward pass."""
+    """A Learner of fastai 2.8: training batches, then those of the validation, which
+    have no backward pass.
+    """
 
     def __init__(self, dls: Any, model: nn.Module, opt_func: Any) -> None:
         self.dls, self.model, self.opt_func = dls, model, opt_func
@@ -160,8 +185,12 @@ class OwnOptimizer:
     def zero_grad(self) -> None: ...
 
 
-@pytest.mark.parametrize("own", [OwnOptimizer(), None, [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)]])
-def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps(own: Any) -> None:
+@pytest.mark.parametrize(
+    "own", [OwnOptimizer(), None, [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)]]
+)
+def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps(
+    own: Any,
+) -> None:
     model = network()
     with pytest.raises(ConfigError, match="has none of the step hooks"):
         Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(own)
@@ -169,7 +198,7 @@ def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps
         assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]
 
 
-# --- a step in two calls ---------------------------------------------------------------------------------------------
+# --- a step in two calls --------------------------------------------------------------
 
 
 class Around(ClientHook):
@@ -194,7 +223,9 @@ class Left(BaseException):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_an_exception_between_the_two_calls_ends_the_step(by_hand: bool) -> None:
-    """Else BatchNorm would stay synchronised for what the process does next, until the step is collected."""
+    """Else BatchNorm would stay synchronised for what the process does next, until the
+    step is collected.
+    """
     hook = Around()
     rules = Hooks(network(), {"hook": hook})
     entered = []  # as callbacks keep what they have entered
@@ -244,7 +275,11 @@ def test_calls_out_of_order_are_refused(calls: list[str], why: str) -> None:
     def train() -> None:
         with rules._block():
             for call in calls:
-                {"begin": lambda: rules.begin_step(4), "end": rules.end_step, "block": rules.step(4).__enter__}[call]()
+                {
+                    "begin": lambda: rules.begin_step(4),
+                    "end": rules.end_step,
+                    "block": rules.step(4).__enter__,
+                }[call]()
 
     with pytest.raises(ConfigError, match=why):
         train()

@@ -1,4 +1,6 @@
-"""The client in Flower's ClientApps: in its legacy one under Flower's FedAvg, and in ours on the Message API."""
+"""The client in Flower's ClientApps: in its legacy one under Flower's FedAvg, and in
+ours on the Message API.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    RecordDict,
+)
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
@@ -32,7 +41,10 @@ MakeClient = Callable[[Context], TorchClient]
 @pytest.fixture
 def client_fn(points, mlp) -> MakeClient:
     def make(context: Context) -> TorchClient:
-        data = points(SIZES[int(context.node_config["partition-id"])], int(context.node_config["partition-id"]))
+        data = points(
+            SIZES[int(context.node_config["partition-id"])],
+            int(context.node_config["partition-id"]),
+        )
         return TorchClient(mlp(dropout=0.3), data, data, SETTINGS, context=context)
 
     return make
@@ -43,8 +55,12 @@ def state_of(model) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("inplace", [True, False])
-def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(client_fn, mlp, open_grid, inplace: bool) -> None:
-    """Flower averages the counters as floats, or in place as zeros: either must load in the next round, rounded."""
+def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(
+    client_fn, mlp, open_grid, inplace: bool
+) -> None:
+    """Flower averages the counters as floats, or in place as zeros: either must load in
+    the next round, rounded.
+    """
     counters: list[float] = []
 
     class Watched(LegacyFedAvg):
@@ -55,7 +71,9 @@ def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(client_fn, ml
             return parameters, metrics
 
     strategy = Watched(
-        initial_parameters=ndarrays_to_parameters(list(state_of(mlp(dropout=0.3)).values())),
+        initial_parameters=ndarrays_to_parameters(
+            list(state_of(mlp(dropout=0.3)).values())
+        ),
         min_fit_clients=3,
         min_evaluate_clients=3,
         min_available_clients=3,
@@ -63,36 +81,68 @@ def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(client_fn, ml
         on_fit_config_fn=lambda server_round: {"server-round": server_round},
     )
     server = Server(client_manager=SimpleClientManager(), strategy=strategy)
-    grid = open_grid(ClientApp(client_fn=lambda context: client_fn(context).to_client()))
+    grid = open_grid(
+        ClientApp(client_fn=lambda context: client_fn(context).to_client())
+    )
     history = start_grid(grid=grid, server=server, config=ServerConfig(num_rounds=2))
     assert len(history.losses_distributed) == 2
     first = np.average([2, 3, 5], weights=SIZES)
     second = np.average([4 + 2, 4 + 3, 4 + 5], weights=SIZES)
-    assert counters == (pytest.approx([0, 0]) if inplace else pytest.approx([first, second])), "3.8 loads as 4"
+    assert counters == (
+        pytest.approx([0, 0]) if inplace else pytest.approx([first, second])
+    ), "3.8 loads as 4"
 
 
-def ask(grid: InProcessGrid, content: RecordDict, kind: str, partition: int = 0) -> Message:
-    (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[partition], kind)])
+def ask(
+    grid: InProcessGrid, content: RecordDict, kind: str, partition: int = 0
+) -> Message:
+    (reply,) = grid.send_and_receive(
+        [Message(content, grid.get_node_ids()[partition], kind)]
+    )
     return reply
 
 
-def test_train_over_the_message_api_equals_fit(client_fn, mlp, open_grid, same_bits) -> None:
+def test_train_over_the_message_api_equals_fit(
+    client_fn, mlp, open_grid, same_bits
+) -> None:
     grid = open_grid(client_app(client_fn))
     start = state_of(mlp(dropout=0.3, seed=2))
     config = ConfigRecord({"server-round": 3})
-    reply = ask(grid, RecordDict({"model": to_record(start), "any": config}), MessageType.TRAIN, 1)
-    arrays, num_examples, metrics = client_fn(grid.context(1)).fit(list(start.values()), {"server-round": 3})
-    same_bits(from_record(reply.content["model"]), dict(zip(start, arrays, strict=True)))
+    reply = ask(
+        grid,
+        RecordDict({"model": to_record(start), "any": config}),
+        MessageType.TRAIN,
+        1,
+    )
+    arrays, num_examples, metrics = client_fn(grid.context(1)).fit(
+        list(start.values()), {"server-round": 3}
+    )
+    same_bits(
+        from_record(reply.content["model"]), dict(zip(start, arrays, strict=True))
+    )
     assert dict(reply.content["metrics"]) == {"num-examples": num_examples, **metrics}
     assert list(reply.content.config_records) == []
 
 
-def test_evaluate_over_the_message_api_equals_evaluate(client_fn, mlp, open_grid) -> None:
+def test_evaluate_over_the_message_api_equals_evaluate(
+    client_fn, mlp, open_grid
+) -> None:
     grid = open_grid(client_app(client_fn))
     start = state_of(mlp(dropout=0.3, seed=2))
-    reply = ask(grid, RecordDict({"model": to_record(start), "any": ConfigRecord()}), MessageType.EVALUATE, 2)
-    loss, num_examples, metrics = client_fn(grid.context(2)).evaluate(list(start.values()), {})
-    assert dict(reply.content["metrics"]) == {"num-examples": num_examples, **metrics, "loss": loss}
+    reply = ask(
+        grid,
+        RecordDict({"model": to_record(start), "any": ConfigRecord()}),
+        MessageType.EVALUATE,
+        2,
+    )
+    loss, num_examples, metrics = client_fn(grid.context(2)).evaluate(
+        list(start.values()), {}
+    )
+    assert dict(reply.content["metrics"]) == {
+        "num-examples": num_examples,
+        **metrics,
+        "loss": loss,
+    }
     assert list(reply.content.array_records) == []
 
 
@@ -107,13 +157,19 @@ def test_a_query_returns_partition_and_size(client_fn, open_grid) -> None:
 class Plain(NumPyClient):
     """Somebody's own client."""
 
-    def __init__(self, answer: Callable[[list[Array], dict], tuple] | None = None) -> None:
+    def __init__(
+        self, answer: Callable[[list[Array], dict], tuple] | None = None
+    ) -> None:
         self.answer = answer
 
     def fit(self, parameters, config):
         if self.answer:
             return self.answer(parameters, config)
-        return [a + 1 for a in parameters], 4, {"loss": 0.5, "note": "fine", "blob": b"x"}
+        return (
+            [a + 1 for a in parameters],
+            4,
+            {"loss": 0.5, "note": "fine", "blob": b"x"},
+        )
 
     def evaluate(self, parameters, config):
         return 0.25, 5, {"accuracy": 0.75}
@@ -122,7 +178,9 @@ class Plain(NumPyClient):
 @pytest.mark.parametrize("wrap", [lambda c: c, lambda c: c.to_client()])
 def test_any_numpy_client_works(open_grid, wrap) -> None:
     grid = open_grid(client_app(lambda _: wrap(Plain())))
-    content = RecordDict({"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()})
+    content = RecordDict(
+        {"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()}
+    )
     reply = ask(grid, content, MessageType.TRAIN)
     assert from_record(reply.content["arrays"])["x"].tolist() == [1, 1]
     assert dict(reply.content["metrics"]) == {"num-examples": 4, "loss": 0.5}
@@ -140,7 +198,10 @@ def test_further_records_follow_the_model_in_the_list_of_arrays(open_grid) -> No
     seen: dict[str, list] = {}
 
     def answer(parameters, config):
-        seen["names"], seen["values"] = json.loads(config["fedbn-flwr.array-names"]), [a.tolist() for a in parameters]
+        seen["names"], seen["values"] = (
+            json.loads(config["fedbn-flwr.array-names"]),
+            [a.tolist() for a in parameters],
+        )
         return [a * 2 for a in parameters], 1, {}
 
     grid = open_grid(client_app(lambda _: Plain(answer)))
@@ -153,21 +214,40 @@ def test_further_records_follow_the_model_in_the_list_of_arrays(open_grid) -> No
     )
     reply = ask(grid, content, MessageType.TRAIN)
     assert seen == {"names": ["x", "y", "momentum/x"], "values": [[1], [1, 1], [3]]}
-    assert {k: v.tolist() for k, v in from_record(reply.content["arrays"]).items()} == {"x": [2], "y": [2, 2]}
-    assert {k: v.tolist() for k, v in from_record(reply.content["momentum"]).items()} == {"x": [6]}
+    assert {k: v.tolist() for k, v in from_record(reply.content["arrays"]).items()} == {
+        "x": [2],
+        "y": [2, 2],
+    }
+    assert {
+        k: v.tolist() for k, v in from_record(reply.content["momentum"]).items()
+    } == {"x": [6]}
 
 
 def test_arrays_other_than_those_received_need_names(open_grid) -> None:
-    content = RecordDict({"arrays": to_record({"x": np.ones(1), "y": np.ones(2)}), "config": ConfigRecord()})
+    content = RecordDict(
+        {
+            "arrays": to_record({"x": np.ones(1), "y": np.ones(2)}),
+            "config": ConfigRecord(),
+        }
+    )
 
     def named(parameters, config):
         return [parameters[1]], 1, {"fedbn-flwr.array-names": json.dumps(["y"])}
 
-    reply = ask(open_grid(client_app(lambda _: Plain(named))), content, MessageType.TRAIN)
+    reply = ask(
+        open_grid(client_app(lambda _: Plain(named))), content, MessageType.TRAIN
+    )
     assert list(reply.content["arrays"]) == ["y"]
     assert list(reply.content.config_records) == []
-    reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))), content, MessageType.TRAIN)
-    assert "fit returned 1 arrays for 2 names; if they differ from those received" in reply.error.reason
+    reply = ask(
+        open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))),
+        content,
+        MessageType.TRAIN,
+    )
+    assert (
+        "fit returned 1 arrays for 2 names; if they differ from those received"
+        in reply.error.reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +260,9 @@ def test_arrays_other_than_those_received_need_names(open_grid) -> None:
     ],
 )
 def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) -> None:
-    content = RecordDict({"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()})
+    content = RecordDict(
+        {"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()}
+    )
     client = Plain(lambda p, _: returned)
     client.evaluate = lambda p, _: returned  # type: ignore[method-assign]
     grid = open_grid(client_app(lambda _: client))
@@ -192,10 +274,18 @@ def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) 
 
 @pytest.mark.parametrize("name", ["mods", "train_mods"])
 def test_a_mod_in_place_of_a_list_is_refused(client_fn, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name}=<function local_bn .* is one mod, .* write {name}=\[\.\.\.\]$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{name}=<function local_bn .* is one mod, .* write {name}=\[\.\.\.\]$",
+    ):
         client_app(client_fn, **{name: local_bn})
 
 
 def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
-    reply = ask(open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY)
-    assert "client_fn returned str; client_app needs a flwr.client.NumPyClient" in reply.error.reason
+    reply = ask(
+        open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY
+    )
+    assert (
+        "client_fn returned str; client_app needs a flwr.client.NumPyClient"
+        in reply.error.reason
+    )

@@ -1,4 +1,6 @@
-"""What a ``collate_fn`` puts together is a batch. Inputs in parts are in the table of test_user_loops.py."""
+"""What a ``collate_fn`` puts together is a batch. Inputs in parts are in the table of
+test_user_loops.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Sequences(Dataset[Any]):
     def __init__(self, number: int) -> None:
         draw = torch.Generator().manual_seed(number)
         lengths = torch.randint(2, 7, (number,), generator=draw)
-        self.x = [torch.randn(int(length), 3, generator=draw).double() for length in lengths]
+        self.x = [
+            torch.randn(int(length), 3, generator=draw).double() for length in lengths
+        ]
         self.y = torch.randint(2, (number,), generator=draw)
 
     def __len__(self) -> int:
@@ -34,13 +38,16 @@ class Sequences(Dataset[Any]):
         return self.x[number], self.y[number]
 
 
-def padded(examples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def padded(
+    examples: list[tuple[Tensor, Tensor]],
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """((tokens, lengths), labels)."""
     lengths = torch.tensor([len(x) for x, _ in examples])
     longest = int(lengths.max())
-    return (torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x, _ in examples]), lengths), torch.stack(
-        [y for _, y in examples]
-    )
+    return (
+        torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x, _ in examples]),
+        lengths,
+    ), torch.stack([y for _, y in examples])
 
 
 class LastState(nn.Module):
@@ -48,7 +55,11 @@ class LastState(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells, self.norm, self.head = nn.GRU(3, 4, batch_first=True), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.cells, self.norm, self.head = (
+            nn.GRU(3, 4, batch_first=True),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 2),
+        )
         self.double()
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
@@ -64,8 +75,12 @@ def recurrent() -> nn.Module:
 
 
 @pytest.mark.parametrize("strategy", [FedBN, StaticBN, FedTAN])
-def test_a_loaders_collate_fn_puts_the_batches_of_a_client_together(strategy, federate) -> None:
-    sets = [batches_of(DataLoader(Sequences(size), collate_fn=padded)) for size in SIZES]
+def test_a_loaders_collate_fn_puts_the_batches_of_a_client_together(
+    strategy, federate
+) -> None:
+    sets = [
+        batches_of(DataLoader(Sequences(size), collate_fn=padded)) for size in SIZES
+    ]
     result = federate(strategy(), recurrent, sets, rounds=2, batch_size=4)
     assert len(result.history) == 3
     assert all(entry.isfinite().all() for entry in result.tensors.values())
@@ -73,7 +88,9 @@ def test_a_loaders_collate_fn_puts_the_batches_of_a_client_together(strategy, fe
 
 def test_a_batch_is_that_of_the_collate_fn_at_the_positions() -> None:
     data = Sequences(6)
-    chosen = batches_of(DataLoader(data, 2, sampler=SubsetRandomSampler([5, 1, 3]), collate_fn=padded))
+    chosen = batches_of(
+        DataLoader(data, 2, sampler=SubsetRandomSampler([5, 1, 3]), collate_fn=padded)
+    )
     (tokens, lengths), labels = chosen.batch(torch.tensor([2, 0]))
     (wanted, of_each), classes = padded([data[5], data[1]])
     assert torch.equal(tokens, wanted)
@@ -87,5 +104,9 @@ def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
     def without_short(examples: Any) -> Any:
         return padded([pair for pair in examples if len(pair[0]) > 3])
 
-    with pytest.raises(DataError, match=r"makes targets of shape \(\d,\) of 6 examples"):
-        batches_of(DataLoader(Sequences(6), collate_fn=without_short)).batch(torch.arange(6))
+    with pytest.raises(
+        DataError, match=r"makes targets of shape \(\d,\) of 6 examples"
+    ):
+        batches_of(DataLoader(Sequences(6), collate_fn=without_short)).batch(
+            torch.arange(6)
+        )

@@ -1,4 +1,6 @@
-"""What an app draws from the default generators: anew in each round, client, kind of work and seed, and repeatably."""
+"""What an app draws from the default generators: anew in each round, client, kind of
+work and seed, and repeatably.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,34 @@ def draw(message: Message, context: Context) -> Message:
     """Draw from the default generators of torch, NumPy and Python."""
     drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
     metrics = MetricRecord({"num-examples": 1, "drawn": drawn})
-    return Message(RecordDict({**message.content.array_records, "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({**message.content.array_records, "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 def app_with(mods: Any) -> ClientApp:
     app = ClientApp(mods=list(mods))
-    for register in (app.train(), app.evaluate(), app.query("statistics"), app.query("exchange")):
+    for register in (
+        app.train(),
+        app.evaluate(),
+        app.query("statistics"),
+        app.query("exchange"),
+    ):
         register(draw)
     return app
 
 
-def drawn(grid: InProcessGrid, kind: str, server_round: int, partition: int, seed: int) -> list[float]:
-    config = ConfigRecord({"server-round": server_round, **({"fedbn-flwr.seed": seed} if seed else {})})
+def drawn(
+    grid: InProcessGrid, kind: str, server_round: int, partition: int, seed: int
+) -> list[float]:
+    config = ConfigRecord(
+        {"server-round": server_round, **({"fedbn-flwr.seed": seed} if seed else {})}
+    )
     content = RecordDict({"arrays": to_record({"w": np.zeros(1)}), "config": config})
-    (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[partition], kind)])
+    (reply,) = grid.send_and_receive(
+        [Message(content, grid.get_node_ids()[partition], kind)]
+    )
     return list(reply.content["metrics"]["drawn"])
 
 
@@ -50,8 +66,12 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
         state = torch.get_rng_state()
         with InProcessGrid(app_with(mods), 2, workers=workers) as grid:
             runs.append([drawn(grid, *case) for case in cases])
-            exchange, training = (drawn(grid, kind, 2, 1, 5) for kind in ("query.exchange", "train"))
-            assert exchange == training, "the training repeats the exchanges of its first step"
+            exchange, training = (
+                drawn(grid, kind, 2, 1, 5) for kind in ("query.exchange", "train")
+            )
+            assert exchange == training, (
+                "the training repeats the exchanges of its first step"
+            )
         assert torch.equal(torch.get_rng_state(), state), "outside they are as before"
     assert runs[0] == runs[1]
     assert len({number for found in runs[0] for number in found}) == 3 * len(cases)
@@ -67,7 +87,15 @@ class Drawing(TorchClient):
 def test_clients_of_a_run_draw_anew_in_each_round(federate, mlp, points) -> None:
     found = []
     for seed in (0, 0, 1):
-        run = federate(FedAvg(seed=seed), mlp, [points(8), points(12, 1)], rounds=3, client=Drawing)
-        found.append([report.clients[label]["drawn"] for report in run.strategy.reports for label in ("0", "1")])
+        run = federate(
+            FedAvg(seed=seed), mlp, [points(8), points(12, 1)], rounds=3, client=Drawing
+        )
+        found.append(
+            [
+                report.clients[label]["drawn"]
+                for report in run.strategy.reports
+                for label in ("0", "1")
+            ]
+        )
     assert found[0] == found[1]
     assert len({*found[0], *found[2]}) == 12

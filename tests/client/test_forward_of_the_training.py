@@ -1,4 +1,6 @@
-"""A model whose ``forward`` reaches a part of its BatchNorm, as an autoencoder of Lightning whose forward encodes."""
+"""A model whose ``forward`` reaches a part of its BatchNorm, as an autoencoder of
+Lightning whose forward encodes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.encoder = nn.Sequential(nn.Linear(5, HIDDEN), nn.BatchNorm1d(HIDDEN)).double()
+        self.encoder = nn.Sequential(
+            nn.Linear(5, HIDDEN), nn.BatchNorm1d(HIDDEN)
+        ).double()
         self.decoder = nn.Sequential(nn.Linear(HIDDEN, 5), nn.BatchNorm1d(5)).double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +42,9 @@ class Autoencoder(nn.Module):
 
 @pytest.fixture
 def app(datasets) -> Any:
-    """``app(whole)``: an app that trains the autoencoder; ``whole`` = its passes over the data decode, too."""
+    """``app(whole)``: an app that trains the autoencoder; ``whole`` = its passes over
+    the data decode, too.
+    """
 
     def make(whole: bool) -> ClientApp:
         app = ClientApp(mods=[local_bn])
@@ -70,7 +76,12 @@ def app(datasets) -> Any:
                     (net.decoded(inputs) - inputs).square().mean().backward()
                     optimizer.step()
             metrics = MetricRecord({"num-examples": len(data.dataset)})
-            return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=msg)
+            return Message(
+                RecordDict(
+                    {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
+                ),
+                reply_to=msg,
+            )
 
         return app
 
@@ -86,17 +97,27 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_layers_that_the_pass_does_not_reach_are_named_once(app, run_app, caplog, name: str) -> None:
-    run_app(METHODS[name](fraction_evaluate=0.0), app(False), model=Autoencoder, rounds=2)
+def test_layers_that_the_pass_does_not_reach_are_named_once(
+    app, run_app, caplog, name: str
+) -> None:
+    run_app(
+        METHODS[name](fraction_evaluate=0.0), app(False), model=Autoencoder, rounds=2
+    )
     (told,) = [text for text in caplog.messages if "no reply has moments" in text]
     assert "of decoder.1, " in told
     assert "forward=f" in told
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_with_the_forward_of_the_training_they_are_measured(app, run_app, datasets, caplog, name: str) -> None:
-    """After round 1, under the weights of which the method measures: before the training, or after it."""
-    run = run_app(METHODS[name](fraction_evaluate=0.0), app(True), model=Autoencoder, rounds=1)
+def test_with_the_forward_of_the_training_they_are_measured(
+    app, run_app, datasets, caplog, name: str
+) -> None:
+    """After round 1, under the weights of which the method measures: before the
+    training, or after it.
+    """
+    run = run_app(
+        METHODS[name](fraction_evaluate=0.0), app(True), model=Autoencoder, rounds=1
+    )
     assert "no reply has moments" not in caplog.text
     net = Autoencoder()
     if name in ("staticbn", "recalibrate"):

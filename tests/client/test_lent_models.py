@@ -33,43 +33,66 @@ class Builds:
 
 def app(build, datasets, fresh: bool = False):
     """The clients' app; ``fresh``: each message has a model of its own."""
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_steps=2, batch_size=4
+    )
 
     def client_fn(context: Context) -> TorchClient:
         own = datasets[context.node_config["partition-id"]]
-        return TorchClient(build() if fresh else build, own, own, settings, context=context)
+        return TorchClient(
+            build() if fresh else build, own, own, settings, context=context
+        )
 
     return client_app(client_fn)
 
 
 @pytest.mark.parametrize("method", [FedBN, lambda: FixBN(freeze_at=1), FedAvg])
-def test_one_model_serves_all_messages_with_the_same_bits(points, mlp, same_bits, method) -> None:
+def test_one_model_serves_all_messages_with_the_same_bits(
+    points, mlp, same_bits, method
+) -> None:
     """Also when hooks have frozen layers of it, and when clients keep a part."""
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
     build = Builds(functools.partial(mlp, dropout=0.4))
     found = []
     for fresh in (False, True):
-        made = app(functools.partial(mlp, dropout=0.4), datasets, fresh=True) if fresh else app(build, datasets)
+        made = (
+            app(functools.partial(mlp, dropout=0.4), datasets, fresh=True)
+            if fresh
+            else app(build, datasets)
+        )
         with InProcessGrid(made, 4) as grid:
             start = to_record(mlp(dropout=0.4).state_dict())
-            found.append(method().start(grid=grid, initial_arrays=start, num_rounds=3).arrays)
+            found.append(
+                method().start(grid=grid, initial_arrays=start, num_rounds=3).arrays
+            )
     assert build.count == 1, "queries, trainings and evaluations of four clients"
     same_bits(*[{n: a.numpy() for n, a in arrays.items()} for arrays in found])
 
 
 @pytest.mark.parametrize("given", ["model", "function"])
-@pytest.mark.parametrize("first", [nn.LazyConv2d(3, 3), nn.Sequential(nn.Conv2d(1, 1, 1), nn.LazyBatchNorm2d())])
-def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(given: str, first: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "first",
+    [nn.LazyConv2d(3, 3), nn.Sequential(nn.Conv2d(1, 1, 1), nn.LazyBatchNorm2d())],
+)
+def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(
+    given: str, first: nn.Module
+) -> None:
     model = nn.Sequential(first, nn.Flatten())
     name = "0.weight" if isinstance(first, nn.LazyConv2d) else "0.1.weight"
-    with pytest.raises(StateError, match=f"'{name}' .* Run one batch through the model first"):
+    with pytest.raises(
+        StateError, match=f"'{name}' .* Run one batch through the model first"
+    ):
         lender(model if given == "model" else lambda: model)().__enter__()
 
 
 def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
     build = Builds(mlp)
-    with InProcessGrid(app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4) as grid:
-        FedTAN().start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=3)
+    with InProcessGrid(
+        app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4
+    ) as grid:
+        FedTAN().start(
+            grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=3
+        )
     assert build.count == 4
 
 
@@ -78,8 +101,13 @@ def test_a_query_takes_no_model(points, mlp) -> None:
         raise AssertionError("built for a query")
 
     made = app(build, [points(n, i) for i, n in enumerate(SIZES)])
-    with InProcessGrid(made, 4) as grid, pytest.raises(NothingTrainedError, match="built for a query"):
-        FedAvg().start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=1)
+    with (
+        InProcessGrid(made, 4) as grid,
+        pytest.raises(NothingTrainedError, match="built for a query"),
+    ):
+        FedAvg().start(
+            grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=1
+        )
 
 
 def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
@@ -94,7 +122,9 @@ def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
 
 
 class Running(nn.Module):
-    """A layer that replaces its buffers in the forward pass, one of which is not in the state dict."""
+    """A layer that replaces its buffers in the forward pass, one of which is not in the
+    state dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,13 +139,20 @@ class Running(nn.Module):
         return self.linear(x)
 
 
-def test_buffers_that_a_layer_replaces_are_sent_and_do_not_pass_to_other_clients(points, same_bits) -> None:
-    datasets, start = [points(n, i) for i, n in enumerate(SIZES)], to_record(Running().state_dict())
+def test_buffers_that_a_layer_replaces_are_sent_and_do_not_pass_to_other_clients(
+    points, same_bits
+) -> None:
+    datasets, start = (
+        [points(n, i) for i, n in enumerate(SIZES)],
+        to_record(Running().state_dict()),
+    )
     found = []
     for lend in (True, False):
         made = app(Running, datasets) if lend else app(Running, datasets, fresh=True)
         with InProcessGrid(made, 4) as grid:
-            result = FedAvg(fraction_evaluate=0.0).start(grid=grid, initial_arrays=start, num_rounds=2)
+            result = FedAvg(fraction_evaluate=0.0).start(
+                grid=grid, initial_arrays=start, num_rounds=2
+            )
         found.append({name: array.numpy() for name, array in result.arrays.items()})
     same_bits(*found)
     assert found[0]["mean"].any()
@@ -140,7 +177,9 @@ def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
 
 
 @pytest.mark.parametrize("given", ["model", "function"])
-def test_layers_that_the_clients_code_adds_between_messages_are_read_anew(mlp, given: str) -> None:
+def test_layers_that_the_clients_code_adds_between_messages_are_read_anew(
+    mlp, given: str
+) -> None:
     model = mlp()
     lend = lender(model if given == "model" else lambda: model)
     with lend() as lent:
@@ -149,7 +188,9 @@ def test_layers_that_the_clients_code_adds_between_messages_are_read_anew(mlp, g
         assert again is lent
     model.append(nn.BatchNorm1d(3))
     with lend() as changed:
-        assert list(changed.state) == list(changed.parts.names) == list(model.state_dict())
+        assert (
+            list(changed.state) == list(changed.parts.names) == list(model.state_dict())
+        )
         assert changed.parts.names != tuple(names)
         assert changed.fingerprint != lent.fingerprint
         assert changed.layout.parameters() == list(model.parameters())

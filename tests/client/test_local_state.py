@@ -17,17 +17,29 @@ NAMES = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
 
 
 def empty_context() -> Context:
-    return Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    return Context(
+        run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={}
+    )
 
 
 def store(context: Context | None, model: nn.Module) -> LocalState:
     parts = split_state(model)
-    return LocalState(context, parts, parts.fingerprint({n: tuple(e.shape) for n, e in model.state_dict().items()}))
+    return LocalState(
+        context,
+        parts,
+        parts.fingerprint({n: tuple(e.shape) for n, e in model.state_dict().items()}),
+    )
 
 
-def keep(context: Context | None, model: nn.Module, server_round: int = 4) -> dict[str, np.ndarray]:
+def keep(
+    context: Context | None, model: nn.Module, server_round: int = 4
+) -> dict[str, np.ndarray]:
     parts = split_state(model)
-    kept = {name: array for name, array in to_state(model.state_dict()).items() if parts.part_of[name] in STATISTICS}
+    kept = {
+        name: array
+        for name, array in to_state(model.state_dict()).items()
+        if parts.part_of[name] in STATISTICS
+    }
     store(context, model).keep(kept, server_round)
     return kept
 
@@ -37,13 +49,17 @@ def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
     kept = {name: array.copy() for name, array in keep(context, model).items()}
     model[1].running_mean += 1
     same_bits(store(context, model).load(NAMES), kept)
-    assert store(context, model).load(["1.weight"]) == {}, "nothing of this part was kept"
+    assert store(context, model).load(["1.weight"]) == {}, (
+        "nothing of this part was kept"
+    )
 
 
 KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
 OTHERS = {
     "another shape": nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm2d(4)),
-    "another layer type": nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4)),
+    "another layer type": nn.Sequential(
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4)
+    ),
     "another version": KEPT,
 }
 

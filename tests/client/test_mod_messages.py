@@ -1,4 +1,6 @@
-"""What the mod does to messages: what the app sees, what the server receives, and what the client keeps."""
+"""What the mod does to messages: what the app sees, what the server receives, and what
+the client keeps.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
@@ -23,19 +32,33 @@ from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, local_bn
-from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, Strategy
+from fedbn_flwr.strategies import (
+    HBN,
+    FedAvg,
+    FedBN,
+    FedProx,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    Strategy,
+)
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 from tests.support.versioned import Versioned
 
 
 def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
-    """By name an InstanceNorm with statistics is a BatchNorm; the server, which has the model, knows better."""
+    """By name an InstanceNorm with statistics is a BatchNorm; the server, which has the
+    model, knows better.
+    """
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.looks = nn.Linear(5, 4), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+            self.first, self.looks = (
+                nn.Linear(5, 4),
+                nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+            )
             self.bn, self.last = nn.BatchNorm1d(4), nn.Linear(4, 3)
             self.double()
 
@@ -49,9 +72,13 @@ def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
     assert {name.split(".")[0] for name in run.local_state(0)} == {"bn"}
 
 
-def test_layer_names_may_contain_slashes_in_exchanges_too(run_app, user_app, mlp) -> None:
+def test_layer_names_may_contain_slashes_in_exchanges_too(
+    run_app, user_app, mlp
+) -> None:
     def slashed() -> nn.Module:
-        return nn.Sequential(OrderedDict((f"a/{name}", child) for name, child in mlp().named_children()))
+        return nn.Sequential(
+            OrderedDict((f"a/{name}", child) for name, child in mlp().named_children())
+        )
 
     app = user_app(hooked_loop, query=True, model=slashed)
     run = run_app(FedTAN(), app, rounds=2, barrier=False, model=slashed)
@@ -61,26 +88,48 @@ def test_layer_names_may_contain_slashes_in_exchanges_too(run_app, user_app, mlp
 def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> None:
     model = nn.Sequential(nn.BatchNorm1d(5), Versioned()).double()
     identify_process(1)
-    message = Message(RecordDict({"arrays": to_record(model.state_dict())}), 1, "query.statistics")
+    message = Message(
+        RecordDict({"arrays": to_record(model.state_dict())}), 1, "query.statistics"
+    )
     loader = DataLoader(TensorDataset(datasets[0].inputs, datasets[0].targets), 4)
-    reply = answer_statistics(message, Context(1, 2, {}, RecordDict(), {}), model, loader)
-    np.testing.assert_allclose(from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0))
+    reply = answer_statistics(
+        message, Context(1, 2, {}, RecordDict(), {}), model, loader
+    )
+    np.testing.assert_allclose(
+        from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0)
+    )
 
 
 @pytest.mark.parametrize("loses", [True, False])
-def test_a_client_that_lost_what_a_hook_kept_is_named(run_app, user_app, caplog, loses: bool) -> None:
-    """SCAFFOLD's variate is kept by the client hook in training, not by the mod that answers."""
+def test_a_client_that_lost_what_a_hook_kept_is_named(
+    run_app, user_app, caplog, loses: bool
+) -> None:
+    """SCAFFOLD's variate is kept by the client hook in training, not by the mod that
+    answers.
+    """
 
     def forget(message: Message, context: Context, call_next: Any) -> Message:
         config = next(iter(message.content.config_records.values()), {})
-        asked = message.metadata.message_type, config.get("server-round"), context.node_config["partition-id"]
+        asked = (
+            message.metadata.message_type,
+            config.get("server-round"),
+            context.node_config["partition-id"],
+        )
         if loses and asked == ("train", 3, 1):
             context.state = RecordDict()
         return call_next(message, context)
 
     with caplog.at_level("WARNING", "flwr"):
-        run_app(Scaffold(), user_app(hooked_loop, mods=(forget, local_bn), query=True), rounds=4)
-    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
+        run_app(
+            Scaffold(),
+            user_app(hooked_loop, mods=(forget, local_bn), query=True),
+            rounds=4,
+        )
+    lost = [
+        text
+        for text in caplog.messages
+        if "had lost what it kept between rounds" in text
+    ]
     assert ["(partition 1)" in text for text in lost] == [True] * loses
 
 
@@ -95,9 +144,15 @@ def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
     assert [names for names in seen if names] == [list(mlp().state_dict())] * 12
 
 
-@pytest.mark.parametrize("method", [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN])
-def test_a_record_of_the_users_own_stays_in_the_message(run_app, user_app, method: Any) -> None:
-    """A teacher beside the model, say, also under methods that have further records or exchange by messages."""
+@pytest.mark.parametrize(
+    "method", [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN]
+)
+def test_a_record_of_the_users_own_stays_in_the_message(
+    run_app, user_app, method: Any
+) -> None:
+    """A teacher beside the model, say, also under methods that have further records or
+    exchange by messages.
+    """
     seen: list[list[str]] = []
     strategy = method()
     configure = strategy.configure_train
@@ -122,48 +177,99 @@ def test_a_record_of_the_users_own_stays_in_the_message(run_app, user_app, metho
 
 # What the keys that a method adds were called when they had no prefix.
 TAKEN = (
-    *("rules", "local-parts", "local-entries", "local-sha256", "series", "run", "committed", "frozen", "client-mod"),
-    *("array-names", "proximal-mu", "momentum-scope", "freeze-affine", "agc", "fedtan-exchanges", "fedtan-attempt"),
+    *(
+        "rules",
+        "local-parts",
+        "local-entries",
+        "local-sha256",
+        "series",
+        "run",
+        "committed",
+        "frozen",
+        "client-mod",
+    ),
+    *(
+        "array-names",
+        "proximal-mu",
+        "momentum-scope",
+        "freeze-affine",
+        "agc",
+        "fedtan-exchanges",
+        "fedtan-attempt",
+    ),
 )
 
 
 @pytest.mark.parametrize("method", [FedBN, FixBN, FedProx, FedTAN])
-def test_a_users_keys_reach_the_app_as_they_were_given(run_app, user_app, method: type[Strategy]) -> None:
-    """Under a method that adds keys of its own, and with a state folder's run beside them."""
+def test_a_users_keys_reach_the_app_as_they_were_given(
+    run_app, user_app, method: type[Strategy]
+) -> None:
+    """Under a method that adds keys of its own, and with a state folder's run beside
+    them.
+    """
     seen: list[dict[str, Any]] = []
 
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        seen.append({name: value for name, value in msg.content["config"].items() if name in TAKEN})
+        seen.append(
+            {
+                name: value
+                for name, value in msg.content["config"].items()
+                if name in TAKEN
+            }
+        )
         return hooked_loop(model, data, msg, context)
 
     own = {name: f"the user's {name}" for name in TAKEN}
     strategy = method()
     strategy.continuity = Continuity("a", "b")
-    run_app(strategy, user_app(loop, query=True), rounds=2, barrier=method is not FedTAN, train_config=own)
+    run_app(
+        strategy,
+        user_app(loop, query=True),
+        rounds=2,
+        barrier=method is not FedTAN,
+        train_config=own,
+    )
     assert [report.rejected for report in strategy.reports] == [{}, {}]
     assert seen == [own] * len(seen)
 
 
 def test_a_users_key_with_the_prefix_is_refused_by_name(run_app, user_app, mlp) -> None:
     config = ConfigRecord({"lr": 0.1, "fedbn-flwr.hooks": "", "fedbn-flwr.mine": 1})
-    expected = re.escape("train_config['fedbn-flwr.hooks'], train_config['fedbn-flwr.mine']: keys that begin with 'fed")
+    expected = re.escape(
+        "train_config['fedbn-flwr.hooks'], train_config['fedbn-flwr.mine']: keys that"
+        " begin with 'fed"
+    )
     with pytest.raises(ConfigError, match=expected):
         run_app(FedAvg(), user_app(), train_config=config)
     arrays = to_record(mlp().state_dict())
-    for configure in (FedAvg().configure_train, FedAvg().configure_evaluate):  # in Flower's own loops
-        with pytest.raises(ConfigError, match=r"^config\['fedbn-flwr.hooks'\], config\['fedbn-flwr.mine'\]: keys"):
+    # in Flower's own loops
+    for configure in (FedAvg().configure_train, FedAvg().configure_evaluate):
+        with pytest.raises(
+            ConfigError,
+            match=r"^config\['fedbn-flwr.hooks'\], config\['fedbn-flwr.mine'\]: keys",
+        ):
             configure(1, arrays, config, None)
 
 
 def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None:
     run = run_app(FedAvg(), user_app(query=False), rounds=1)
     assert run.strategy.reports[0].participants == [0, 1, 2]
-    assert run_app(FedAvg(), user_app(mods=(), query=False), rounds=1).strategy.reports[0].participants == [None] * 3
+    assert (
+        run_app(FedAvg(), user_app(mods=(), query=False), rounds=1)
+        .strategy.reports[0]
+        .participants
+        == [None] * 3
+    )
 
 
-@pytest.mark.parametrize("make", [FedBN, HBN, Scaffold], ids=["fedbn", "hbn", "scaffold"])
-def test_a_second_start_begins_with_its_initial_arrays(user_app, mlp, same_bits, make: Any) -> None:
-    """Two strategies compared in one run of a ServerApp: the second would have gone on with the parts of the first.
+@pytest.mark.parametrize(
+    "make", [FedBN, HBN, Scaffold], ids=["fedbn", "hbn", "scaffold"]
+)
+def test_a_second_start_begins_with_its_initial_arrays(
+    user_app, mlp, same_bits, make: Any
+) -> None:
+    """Two strategies compared in one run of a ServerApp: the second would have gone on
+    with the parts of the first.
 
     So it would in another loop than our ``start``.
     """
@@ -172,7 +278,10 @@ def test_a_second_start_begins_with_its_initial_arrays(user_app, mlp, same_bits,
     with InProcessGrid(user_app(hooked_loop, query=True), len(SIZES)) as grid:
         for strategy in (make(), once := make(), once, elsewhere(), elsewhere()):
             result = strategy.start(grid, to_record(mlp().state_dict()), 2)
-            local = [grid.context(i).state.array_records.get("fedbn-flwr.local", {}) for i in range(len(SIZES))]
+            local = [
+                grid.context(i).state.array_records.get("fedbn-flwr.local", {})
+                for i in range(len(SIZES))
+            ]
             states.append([from_record(result.arrays), *map(from_record, local)])
     for state in states[1:]:
         for one, other in zip(states[0], state, strict=True):
@@ -180,11 +289,17 @@ def test_a_second_start_begins_with_its_initial_arrays(user_app, mlp, same_bits,
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_what_an_app_writes_into_its_state_is_written_once_a_round(run_app, user_app, same_bits, barrier: bool) -> None:
-    """By messages FedTAN calls the training function once for each exchange; also if the app catches its errors."""
+def test_what_an_app_writes_into_its_state_is_written_once_a_round(
+    run_app, user_app, same_bits, barrier: bool
+) -> None:
+    """By messages FedTAN calls the training function once for each exchange; also if
+    the app catches its errors.
+    """
 
     def counting(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        count = context.state.metric_records.setdefault("user", MetricRecord({"rounds": 0}))
+        count = context.state.metric_records.setdefault(
+            "user", MetricRecord({"rounds": 0})
+        )
         count["rounds"] += 1
         try:
             return hooked_loop(model, data, msg, context)
@@ -194,13 +309,18 @@ def test_what_an_app_writes_into_its_state_is_written_once_a_round(run_app, user
     run = run_app(FedTAN(), user_app(counting, query=True), rounds=2, barrier=barrier)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert [run.context(i).state["user"]["rounds"] for i in range(3)] == [2, 2, 2]
-    same_bits(run.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2).state)
+    same_bits(
+        run.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2).state
+    )
 
 
 def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
     def diverge(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         loss = plain_loop(model, data, msg, context)
-        if context.node_config["partition-id"] == 0 and msg.content["config"]["server-round"] == 2:
+        if (
+            context.node_config["partition-id"] == 0
+            and msg.content["config"]["server-round"] == 2
+        ):
             model[1].running_mean[0] = torch.nan
         return loss
 
@@ -212,15 +332,25 @@ def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
 
 
 def test_a_partition_id_that_is_no_number_is_named() -> None:
-    InProcessGrid(ClientApp(), 1).close()  # Flower makes messages only in a process of a run
+    # Flower makes messages only in a process of a run
+    InProcessGrid(ClientApp(), 1).close()
     message = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
     context = Context(1, 2, {"partition-id": "berlin"}, RecordDict(), {})
-    with pytest.raises(ConfigError, match="partition-id='berlin' of the node's config must be a whole number from 0"):
-        local_bn(message, context, lambda message, _: Message(RecordDict(), reply_to=message))
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "partition-id='berlin' of the node's config must be a whole number from 0"
+        ),
+    ):
+        local_bn(
+            message, context, lambda message, _: Message(RecordDict(), reply_to=message)
+        )
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_an_app_that_replaces_its_state_does_not_lose_the_part(run_app, user_app, same_bits, kind: str) -> None:
+def test_an_app_that_replaces_its_state_does_not_lose_the_part(
+    run_app, user_app, same_bits, kind: str
+) -> None:
     def replacing(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
         if message.metadata.message_type == kind:
@@ -237,7 +367,9 @@ def test_an_app_that_replaces_its_state_does_not_lose_the_part(run_app, user_app
 
 def without_batchnorm(content: RecordDict) -> None:
     state = from_record(content["arrays"])
-    content["arrays"] = to_record({name: array for name, array in state.items() if not name.startswith("1.")})
+    content["arrays"] = to_record(
+        {name: array for name, array in state.items() if not name.startswith("1.")}
+    )
 
 
 def under_another_key(content: RecordDict) -> None:
@@ -250,9 +382,16 @@ def empty(content: RecordDict) -> None:
 
 @pytest.mark.parametrize("method", [FedBN, FedAvg])  # the mod refuses it, or the server
 @pytest.mark.parametrize(
-    ("spoil", "named"), [(without_batchnorm, "1.weight"), (under_another_key, "'arrays'"), (empty, "arrays")]
+    ("spoil", "named"),
+    [
+        (without_batchnorm, "1.weight"),
+        (under_another_key, "'arrays'"),
+        (empty, "arrays"),
+    ],
 )
-def test_a_reply_without_the_whole_model_is_refused(run_app, user_app, method: Any, spoil: Any, named: str) -> None:
+def test_a_reply_without_the_whole_model_is_refused(
+    run_app, user_app, method: Any, spoil: Any, named: str
+) -> None:
     def change(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
         if "arrays" in reply.content:
@@ -260,7 +399,9 @@ def test_a_reply_without_the_whole_model_is_refused(run_app, user_app, method: A
         return reply
 
     strategy = method()
-    run_app(strategy, user_app(mods=(local_bn, change)), rounds=1, fails=NothingTrainedError)
+    run_app(
+        strategy, user_app(mods=(local_bn, change)), rounds=1, fails=NothingTrainedError
+    )
     found = list(strategy.reports[0].rejected.values())
     assert len(found) == len(SIZES)
     assert all(named in reason for reason in found)

@@ -1,4 +1,6 @@
-"""An app that lacks the mod or a client hook: the error names what is missing and the line to write."""
+"""An app that lacks the mod or a client hook: the error names what is missing and the
+line to write.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,14 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
     "fedprox": (FedProx, "'proximal'"),
     "scaffold": (Scaffold, "'variates'"),
     "momentum": (functools.partial(FedAvg, momentum_scope="local"), "'momentum'"),
-    "fixbn": (functools.partial(FixBN, freeze_at=1), "with bn_rules(model, msg, context):"),
-    "fixbn auto": (functools.partial(FixBN, freeze_at="auto", freeze_window=2), "'report-drift'"),
+    "fixbn": (
+        functools.partial(FixBN, freeze_at=1),
+        "with bn_rules(model, msg, context):",
+    ),
+    "fixbn auto": (
+        functools.partial(FixBN, freeze_at="auto", freeze_window=2),
+        "'report-drift'",
+    ),
     "staticbn": (StaticBN, "with bn_rules(model, msg, context):"),
     "fbn": (FBN, "'global-statistics'"),
     "hbn": (HBN, "'hybrid-statistics'"),
@@ -54,14 +62,19 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
     "fedtan": (FedTAN, "'synchronise-first-step'"),
     "fedtan by messages": (FedTAN, "'synchronise-first-step'"),
     "feddna": (FedDNA, "'synchronise-first-step'"),
-    "fedtan2": (functools.partial(FedTAN2, fedtan_rounds=1), "'synchronise-first-step'"),
+    "fedtan2": (
+        functools.partial(FedTAN2, fedtan_rounds=1),
+        "'synchronise-first-step'",
+    ),
 }
-WITH_MOD = [case for case in MISSING if MISSING[case][1] != MOD]  # the mod is not all that they need
+# the mod is not all that they need
+WITH_MOD = [case for case in MISSING if MISSING[case][1] != MOD]
 BARE = [case for case in MISSING if "by messages" not in case]
 
 
 @pytest.mark.parametrize(
-    ("case", "mods"), [*((case, ()) for case in BARE), *((case, (local_bn,)) for case in WITH_MOD)]
+    ("case", "mods"),
+    [*((case, ()) for case in BARE), *((case, (local_bn,)) for case in WITH_MOD)],
 )
 def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
     run_app, user_app, mlp, wsconv_net, case: str, mods
@@ -77,22 +90,36 @@ def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
 
 
 def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
-    with pytest.raises(ConfigError, match=r"register `@app.query\(\)` and return answer_query"):
+    with pytest.raises(
+        ConfigError, match=r"register `@app.query\(\)` and return answer_query"
+    ):
         run_app(FedTAN(), user_app(hooked_loop))
 
 
-@pytest.mark.parametrize("strategy", [StaticBN, functools.partial(FedAvg, recalibrate=True)])
-def test_an_app_that_measures_no_statistics_is_told_the_handler(run_app, user_app, strategy) -> None:
-    """Else the model would be tested, and returned, with the statistics that it had at the start."""
+@pytest.mark.parametrize(
+    "strategy", [StaticBN, functools.partial(FedAvg, recalibrate=True)]
+)
+def test_an_app_that_measures_no_statistics_is_told_the_handler(
+    run_app, user_app, strategy
+) -> None:
+    """Else the model would be tested, and returned, with the statistics that it had at
+    the start.
+    """
     app = user_app(hooked_loop)
-    with pytest.raises(ClientPartError, match=r"Add to it a function with @app.query\('statistics'\) that"):
+    with pytest.raises(
+        ClientPartError,
+        match=r"Add to it a function with @app.query\('statistics'\) that",
+    ):
         run_app(strategy(), app)
 
     @app.query("statistics")
     def broken(msg, context):
         raise FileNotFoundError("/data/train.csv")
 
-    with pytest.raises(ClientPartError, match=r"no client could measure its statistics: (?s:.*)/data/train.csv"):
+    with pytest.raises(
+        ClientPartError,
+        match=r"no client could measure its statistics: (?s:.*)/data/train.csv",
+    ):
         run_app(strategy(), app)
 
 
@@ -103,8 +130,12 @@ def without_arrays(message: Message, context: Context, call_next: Any) -> Messag
     return call_next(message, context)
 
 
-@pytest.mark.parametrize("mods", [[local_bn], [local_bn, without_arrays], [without_arrays, local_bn]])
-def test_the_error_of_a_query_handler_or_of_a_mod_is_told(run_app, user_app, caplog, mods: Any) -> None:
+@pytest.mark.parametrize(
+    "mods", [[local_bn], [local_bn, without_arrays], [without_arrays, local_bn]]
+)
+def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
+    run_app, user_app, caplog, mods: Any
+) -> None:
     app = user_app(hooked_loop, mods, query=without_arrays in mods)
 
     if without_arrays not in mods:
@@ -115,19 +146,34 @@ def test_the_error_of_a_query_handler_or_of_a_mod_is_told(run_app, user_app, cap
 
     logging.getLogger("flwr").propagate = True
     with pytest.raises(
-        ConfigError, match=r"(?s)training examples .* its answer to the query failed: .*/data/train.csv"
+        ConfigError,
+        match=(
+            r"(?s)training examples .* its answer to the query failed:"
+            r" .*/data/train.csv"
+        ),
     ):
         run_app(FedTAN(), app)
-    assert any("its answer to the query failed" in text and "/data/train.csv" in text for text in caplog.messages)
+    assert any(
+        "its answer to the query failed" in text and "/data/train.csv" in text
+        for text in caplog.messages
+    )
 
 
-def test_one_client_without_the_mod_is_left_out_and_the_round_continues(run_app, user_app) -> None:
+def test_one_client_without_the_mod_is_left_out_and_the_round_continues(
+    run_app, user_app
+) -> None:
     with_mod, without = user_app(), user_app(mods=())
 
     mixed = ClientApp()
     for register in (mixed.train(), mixed.evaluate(), mixed.query()):
-        register(lambda msg, ctx: (without if ctx.node_config["partition-id"] == 1 else with_mod)(msg, ctx))
+        register(
+            lambda msg, ctx: (
+                without if ctx.node_config["partition-id"] == 1 else with_mod
+            )(msg, ctx)
+        )
     strategy = FedBN()
     run_app(strategy, mixed, rounds=2)
     assert [report.participants for report in strategy.reports] == [[0, 2]] * 2
-    assert all(MOD in why for report in strategy.reports for why in report.rejected.values())
+    assert all(
+        MOD in why for report in strategy.reports for why in report.rejected.values()
+    )

@@ -1,6 +1,7 @@
 """Mods of other people beside ours: which order works, and what is said of the others.
 
-Flower's mods for differential privacy expect one record each way, with the same names, in every message that they see.
+Flower's mods for differential privacy expect one record each way, with the same names,
+in every message that they see.
 """
 
 from __future__ import annotations
@@ -33,16 +34,21 @@ from tests.support.user_loops import SIZES, hooked_loop
 ADVICE = "Put local_bn first, ClientApp(mods=[local_bn])"
 local_dp_mod = LocalDpMod(clipping_norm=100.0, sensitivity=0.0, epsilon=1.0, delta=0.5)
 PRIVATE = pytest.mark.parametrize(
-    ("mod", "name"), [(fixedclipping_mod, "fixedclipping_mod"), (local_dp_mod, "LocalDpMod")]
+    ("mod", "name"),
+    [(fixedclipping_mod, "fixedclipping_mod"), (local_dp_mod, "LocalDpMod")],
 )
 
 
 @pytest.fixture
 def run_private(mlp) -> Callable[[Strategy, ClientApp], Strategy]:
-    """``run_private(strategy, app)``: two rounds within Flower's wrapper, which sends the norm to clip to."""
+    """``run_private(strategy, app)``: two rounds within Flower's wrapper, which sends
+    the norm to clip to.
+    """
 
     def run(strategy: Strategy, app: ClientApp) -> Strategy:
-        private = DifferentialPrivacyClientSideFixedClipping(strategy, 0.0, 100.0, len(SIZES))
+        private = DifferentialPrivacyClientSideFixedClipping(
+            strategy, 0.0, 100.0, len(SIZES)
+        )
         with InProcessGrid(app, len(SIZES)) as grid:
             private.start(grid, to_record(mlp().state_dict()), num_rounds=2, timeout=30)
         return strategy
@@ -51,14 +57,22 @@ def run_private(mlp) -> Callable[[Strategy, ClientApp], Strategy]:
 
 
 @PRIVATE
-def test_with_local_bn_first_and_the_mod_on_training_everything_passes(run_private, user_app, mod, name) -> None:
+def test_with_local_bn_first_and_the_mod_on_training_everything_passes(
+    run_private, user_app, mod, name
+) -> None:
     strategy = run_private(FedBN(), user_app(query=True, train_mods=[mod]))
-    assert [(r.participants, r.rejected) for r in strategy.reports] == [([0, 1, 2], {})] * 2
-    assert [list(report.evaluations) for report in strategy.reports] == [["0", "1", "2"]] * 2
+    assert [(r.participants, r.rejected) for r in strategy.reports] == [
+        ([0, 1, 2], {})
+    ] * 2
+    assert [list(report.evaluations) for report in strategy.reports] == [
+        ["0", "1", "2"]
+    ] * 2
 
 
 @PRIVATE
-def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(run_private, user_app, mod, name, caplog) -> None:
+def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(
+    run_private, user_app, mod, name, caplog
+) -> None:
     """It refuses the query and the evaluations; the first is no reason not to train."""
     strategy = run_private(FedAvg(), user_app(mods=[mod], query=True))
     assert [report.participants for report in strategy.reports] == [[None] * 3] * 2
@@ -69,31 +83,47 @@ def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(run_private, u
 
 
 @PRIVATE
-def test_before_local_bn_such_a_mod_ends_the_run_with_its_name(run_private, user_app, mod, name) -> None:
-    """The reply lacks what stays with the client, and the mod would refuse it, with a reply to a wrong message."""
+def test_before_local_bn_such_a_mod_ends_the_run_with_its_name(
+    run_private, user_app, mod, name
+) -> None:
+    """The reply lacks what stays with the client, and the mod would refuse it, with a
+    reply to a wrong message.
+    """
     with pytest.raises(ClientPartError, match=rf"{name} .*{re.escape(ADVICE)}"):
         run_private(FedBN(), user_app(mods=[mod, local_bn], query=True))
 
 
 @pytest.mark.parametrize("mods", [[local_dp_mod], [local_bn, local_dp_mod]])
-def test_fedtan_names_the_mod_that_hides_the_data(run_app, user_app, mods: Sequence[Any]) -> None:
+def test_fedtan_names_the_mod_that_hides_the_data(
+    run_app, user_app, mods: Sequence[Any]
+) -> None:
     with pytest.raises(ConfigError, match=rf"LocalDpMod .*{re.escape(ADVICE)}"):
         run_app(FedTAN(), user_app(hooked_loop, mods, query=True), rounds=1)
 
 
-def test_behind_local_bn_the_mod_hides_the_amount_of_data_only(run_app, user_app) -> None:
+def test_behind_local_bn_the_mod_hides_the_amount_of_data_only(
+    run_app, user_app
+) -> None:
     strategy = FedBN()
     run_app(strategy, user_app(mods=[local_bn, local_dp_mod], query=True), rounds=1)
     assert strategy.reports[0].participants == [0, 1, 2]
 
 
-def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(run_app, user_app) -> None:
+def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(
+    run_app, user_app
+) -> None:
     """``LocalDpMod`` answers its own reply where the names differ."""
     strategy = FedBN()
     with pytest.raises(ClientPartError, match="LocalDpMod"):
-        run_app(strategy, user_app(mods=[], query=True, train_mods=[local_dp_mod, local_bn]), rounds=1)
+        run_app(
+            strategy,
+            user_app(mods=[], query=True, train_mods=[local_dp_mod, local_bn]),
+            rounds=1,
+        )
     reasons = list(strategy.reports[0].rejected.values())
-    assert [f"(partition {i}): error 6: LocalDpMod" in why for i, why in enumerate(reasons)] == [True] * 3
+    assert [
+        f"(partition {i}): error 6: LocalDpMod" in why for i, why in enumerate(reasons)
+    ] == [True] * 3
 
 
 def reads(key: str) -> Any:
@@ -110,27 +140,45 @@ NAMED = "the mod 'reading' of the app raised KeyError: 'server-round'.* of type 
 
 
 @pytest.mark.parametrize(
-    ("mods", "named"), [([local_bn, reads("server-round")], NAMED), ([reads("server-round"), local_bn], "server-round")]
+    ("mods", "named"),
+    [
+        ([local_bn, reads("server-round")], NAMED),
+        ([reads("server-round"), local_bn], "server-round"),
+    ],
 )
-def test_a_mod_that_raises_on_the_query_is_told_what_to_do(run_app, user_app, mods: Any, named: str) -> None:
+def test_a_mod_that_raises_on_the_query_is_told_what_to_do(
+    run_app, user_app, mods: Any, named: str
+) -> None:
     """Behind a mod of this package it is named, too."""
     with pytest.raises(ConfigError, match=f"(?s){named}.*train_mods="):
         run_app(FedTAN(), user_app(hooked_loop, mods, query=True))
 
 
-def test_a_mod_of_a_client_app_that_raises_on_the_query_is_named(federate, mlp, datasets) -> None:
+def test_a_mod_of_a_client_app_that_raises_on_the_query_is_named(
+    federate, mlp, datasets
+) -> None:
     with pytest.raises(ConfigError, match=f"(?s){NAMED}.*train_mods="):
-        federate(FedTAN(), mlp, datasets, wrap=functools.partial(client_app, mods=[reads("server-round")]))
+        federate(
+            FedTAN(),
+            mlp,
+            datasets,
+            wrap=functools.partial(client_app, mods=[reads("server-round")]),
+        )
 
 
 def test_a_mod_that_raises_on_a_later_query_is_named(run_app, user_app) -> None:
     app = user_app(hooked_loop, [local_bn, reads("fedbn-flwr.hooks")], query=True)
-    with pytest.raises(ClientPartError, match=r"the mod 'reading' .* of type 'query.statistics'"):
+    with pytest.raises(
+        ClientPartError, match=r"the mod 'reading' .* of type 'query.statistics'"
+    ):
         run_app(StaticBN(), app)
 
 
 def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app, caplog) -> None:
-    app = user_app(hooked_loop, [local_bn, lambda message, context, call_next: call_next(message, context)])
+    app = user_app(
+        hooked_loop,
+        [local_bn, lambda message, context, call_next: call_next(message, context)],
+    )
 
     @app.query()
     def broken(message: Message, context: Context) -> Message:
@@ -142,7 +190,9 @@ def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app, caplog) -> 
 
 
 LOOKING = [getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mod")]
-"""Flower's mods that only look: they count the bytes of each record, and fail for an empty text or list."""
+"""Flower's mods that only look: they count the bytes of each record, and fail for an
+empty text or list.
+"""
 METHODS: dict[str, Callable[[], Strategy]] = {
     "fedavg": FedAvg,
     "fedbn": lambda: FedBN(eval_on="personal-own,averaged-bn"),
@@ -158,30 +208,50 @@ def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) ->
     """Each of them before and after ours, and at the training alone."""
     strategy = METHODS[name]()
     strategy.continuity = Continuity("site", "run-1")  # no checkpoint yet
-    app = user_app(hooked_loop, [*LOOKING, local_bn, *LOOKING], query=True, train_mods=LOOKING)
+    app = user_app(
+        hooked_loop, [*LOOKING, local_bn, *LOOKING], query=True, train_mods=LOOKING
+    )
     by_channel = {"grid_options": {"threads": len(SIZES)}} if "channel" in name else {}
     run_app(strategy, app, rounds=2, barrier=False, **by_channel)
-    assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
-    assert [list(report.evaluations) for report in strategy.reports] == [["0", "1", "2"]] * 2
+    assert [(report.participants, report.rejected) for report in strategy.reports] == [
+        ([0, 1, 2], {})
+    ] * 2
+    assert [list(report.evaluations) for report in strategy.reports] == [
+        ["0", "1", "2"]
+    ] * 2
 
 
-def test_mods_that_only_look_may_stand_in_the_legacy_loop(datasets, mlp, run_legacy_loop) -> None:
-    app = ClientApp(client_fn=numpy_clients(mlp, datasets), mods=[*LOOKING, local_bn, *LOOKING])
+def test_mods_that_only_look_may_stand_in_the_legacy_loop(
+    datasets, mlp, run_legacy_loop
+) -> None:
+    app = ClientApp(
+        client_fn=numpy_clients(mlp, datasets), mods=[*LOOKING, local_bn, *LOOKING]
+    )
     strategy = FedBN()
     run_legacy_loop(strategy, app, mlp().state_dict(), len(SIZES), 2)
-    assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
+    assert [(report.participants, report.rejected) for report in strategy.reports] == [
+        ([0, 1, 2], {})
+    ] * 2
 
 
 Seen = list[tuple[int, str, list[int]]]
 
 
 def watching(seen: Seen) -> Any:
-    """A mod that notes partition, message type and the sizes of the ArrayRecords of all messages with arrays."""
+    """A mod that notes partition, message type and the sizes of the ArrayRecords of all
+    messages with arrays.
+    """
 
     def watch(message: Message, context: Context, call_next: Any) -> Message:
         if message.content.array_records:
             sizes = [len(record) for record in message.content.array_records.values()]
-            seen.append((context.node_config["partition-id"], message.metadata.message_type, sizes))
+            seen.append(
+                (
+                    context.node_config["partition-id"],
+                    message.metadata.message_type,
+                    sizes,
+                )
+            )
         return call_next(message, context)
 
     return watch
@@ -191,35 +261,62 @@ EXCHANGES = 4  # one BN layer, 3L+1: the model and three tensors
 
 
 def test_mods_see_each_training_message_once(run_app, user_app, mlp) -> None:
-    """FedTAN's exchanges are queries. A mod of the training sees one message with the whole model, as under FedAvg."""
+    """FedTAN's exchanges are queries. A mod of the training sees one message with the
+    whole model, as under FedAvg.
+    """
     outside, inside = list[Any](), list[Any]()
     training = [watching(inside), local_dp_mod]
-    app = user_app(hooked_loop, [watching(outside), local_bn], query=True, train_mods=training)
+    app = user_app(
+        hooked_loop, [watching(outside), local_bn], query=True, train_mods=training
+    )
     run = run_app(FedTAN(), app, rounds=2, barrier=False)
     whole = [len(mlp().state_dict())]
     assert sorted(inside) == [(i, "train", whole) for i in range(3) for _ in range(2)]
     trained = [message for message in outside if message[1] == "train"]
     assert sorted(trained) == [(i, "train", [0]) for i in range(3) for _ in range(2)]
-    assert [message[1] for message in outside].count("query.exchange") == 2 * 3 * EXCHANGES
-    assert [report.train.exchanges for report in run.strategy.reports] == [EXCHANGES] * 2
+    assert [message[1] for message in outside].count(
+        "query.exchange"
+    ) == 2 * 3 * EXCHANGES
+    assert [report.train.exchanges for report in run.strategy.reports] == [
+        EXCHANGES
+    ] * 2
 
 
 def test_a_numpy_client_sees_them_once_too(federate, datasets, mlp) -> None:
     seen: Seen = []
-    federate(FedTAN(), mlp, datasets, rounds=2, wrap=functools.partial(client_app, train_mods=[watching(seen)]))
-    assert sorted(message[:2] for message in seen) == [(i, "train") for i in range(3) for _ in range(2)]
+    federate(
+        FedTAN(),
+        mlp,
+        datasets,
+        rounds=2,
+        wrap=functools.partial(client_app, train_mods=[watching(seen)]),
+    )
+    assert sorted(message[:2] for message in seen) == [
+        (i, "train") for i in range(3) for _ in range(2)
+    ]
 
 
-def test_without_a_function_for_exchanges_they_go_as_training_messages(run_app, user_app, same_bits, caplog) -> None:
-    """As apps were written before there was one: the same bits, and a warning that names the line to add."""
+def test_without_a_function_for_exchanges_they_go_as_training_messages(
+    run_app, user_app, same_bits, caplog
+) -> None:
+    """As apps were written before there was one: the same bits, and a warning that
+    names the line to add.
+    """
     seen: Seen = []
     app = user_app(hooked_loop, [watching(seen), local_bn], query=True, exchange=False)
     done = run_app(FedTAN(), app, rounds=2, barrier=False)
     assert [report.rejected for report in done.strategy.reports] == [{}, {}]
     assert caplog.text.count("Write @app.query('exchange') above @app.train()") == 1
-    assert len([message for message in seen if message[1] == "train"]) == 2 * 3 * EXCHANGES
+    assert (
+        len([message for message in seen if message[1] == "train"]) == 2 * 3 * EXCHANGES
+    )
     assert "query.exchange" not in {message[1] for message in seen}
-    same_bits(done.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2, barrier=False).state)
+    same_bits(
+        done.state,
+        run_app(
+            FedTAN(), user_app(hooked_loop, query=True), rounds=2, barrier=False
+        ).state,
+    )
 
 
 class Noisy:
@@ -259,7 +356,9 @@ def with_own_mods() -> ClientApp:
 
 
 def of_clients() -> ClientApp:
-    return client_app(lambda _: OwnDraws(), mods=[Noisy("inner")], train_mods=[Noisy("innermost")])
+    return client_app(
+        lambda _: OwnDraws(), mods=[Noisy("inner")], train_mods=[Noisy("innermost")]
+    )
 
 
 @pytest.mark.parametrize("make", [with_own_mods, of_clients])
@@ -267,13 +366,22 @@ def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make: Any) -> N
     """Noise that follows the seed, which the server knows, can be subtracted again."""
     runs = []
     for _ in range(2):
-        content = {"arrays": to_record({"w": np.zeros(1)}), "config": ConfigRecord({SERVER_ROUND: 1})}
+        content = {
+            "arrays": to_record({"w": np.zeros(1)}),
+            "config": ConfigRecord({SERVER_ROUND: 1}),
+        }
         with InProcessGrid(make(), 1) as grid:
-            (reply,) = grid.send_and_receive([Message(RecordDict(content), grid.get_node_ids()[0], "train")])
+            (reply,) = grid.send_and_receive(
+                [Message(RecordDict(content), grid.get_node_ids()[0], "train")]
+            )
         runs.append(dict(reply.content.metric_records["metrics"]))
     first, second = runs
     assert first.pop("own") == second.pop("own")
-    noises = [noise for place in ("inner", "innermost") for noise in zip(first[place], second[place], strict=True)]
+    noises = [
+        noise
+        for place in ("inner", "innermost")
+        for noise in zip(first[place], second[place], strict=True)
+    ]
     assert len(noises) == 12
     assert all(one != other for one, other in noises)
     after = slice(3, None)  # what a mod draws before ours has begun is the engine's

@@ -18,7 +18,9 @@ from tests.support.user_loops import SIZES, hooked_loop
 
 def restarted(message: Message, context: Context, call_next: Any) -> Message:
     """A node whose process is new in round 2: its context is empty."""
-    if (config := message.content.config_records.get("config")) and config["server-round"] == 2:
+    if (config := message.content.config_records.get("config")) and config[
+        "server-round"
+    ] == 2:
         for key in list(context.state):
             del context.state[key]
     return call_next(message, context)
@@ -28,8 +30,13 @@ KEEPING = [FedBN, SiloBN, Standalone, Scaffold]
 
 
 @pytest.mark.parametrize("method", KEEPING)
-def test_a_restarted_node_continues_with_its_part(on_disk, run_app, user_app, same_bits, method: Any) -> None:
-    plain, strategy = run_app(method(), user_app(hooked_loop, query=True)), method(fraction_evaluate=0.0)
+def test_a_restarted_node_continues_with_its_part(
+    on_disk, run_app, user_app, same_bits, method: Any
+) -> None:
+    plain, strategy = (
+        run_app(method(), user_app(hooked_loop, query=True)),
+        method(fraction_evaluate=0.0),
+    )
     same_bits(on_disk(strategy, 3, mods=(restarted,)).state, plain.state)
     assert strategy.run.kept.hashes == plain.strategy.run.kept.hashes != {}
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
@@ -38,8 +45,14 @@ def test_a_restarted_node_continues_with_its_part(on_disk, run_app, user_app, sa
 
 
 @pytest.mark.parametrize("method", KEEPING)
-def test_a_resumed_run_continues_on_new_nodes(on_disk, run_app, user_app, same_bits, method: Any) -> None:
-    whole, before, after = run_app(method(), user_app(hooked_loop, query=True), rounds=3), method(), method()
+def test_a_resumed_run_continues_on_new_nodes(
+    on_disk, run_app, user_app, same_bits, method: Any
+) -> None:
+    whole, before, after = (
+        run_app(method(), user_app(hooked_loop, query=True), rounds=3),
+        method(),
+        method(),
+    )
     first = on_disk(before, 1)
     after.load_state_dict(before.state_dict(), 1)
     same_bits(on_disk(after, 3, start=first.state).state, whole.state)
@@ -47,12 +60,16 @@ def test_a_resumed_run_continues_on_new_nodes(on_disk, run_app, user_app, same_b
     assert [report.rejected for report in after.reports] == [{}] * 2
 
 
-def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(on_disk, same_bits) -> None:
+def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(
+    on_disk, same_bits
+) -> None:
     first = on_disk(FedBN(), 2)
     seen: dict[int, dict[str, Any]] = {}
 
     def look(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        seen[int(context.node_config["partition-id"])] = from_record(msg.content["arrays"])
+        seen[int(context.node_config["partition-id"])] = from_record(
+            msg.content["arrays"]
+        )
         return 0.0
 
     on_disk(FedBN(), 1, run_id="second", loop=look)
@@ -62,11 +79,18 @@ def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(on_
 
 
 def test_a_state_folder_needs_a_partition_id_and_an_absolute_path(tmp_path) -> None:
-    def location(node: Any, run: Any = None, continuity: Any = Continuity("experiment", "run")) -> Any:  # noqa: B008
-        return StateLocation.of(Context(1, 1, node, RecordDict(), run or {}), continuity)
+    experiment = Continuity("experiment", "run")
+
+    def location(node: Any, run: Any = None, continuity: Any = experiment) -> Any:
+        return StateLocation.of(
+            Context(1, 1, node, RecordDict(), run or {}), continuity
+        )
 
     own = {"partition-id": 3, "state-dir": str(tmp_path)}
-    assert location(own, {"state-dir": "/other"}).path.parent == tmp_path / "experiment/partition-3"
+    assert (
+        location(own, {"state-dir": "/other"}).path.parent
+        == tmp_path / "experiment/partition-3"
+    )
     assert location(own, continuity=None) is None
     assert location({"partition-id": 3}) is None
     with pytest.raises(StateError, match="needs a partition id"):

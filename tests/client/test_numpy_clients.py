@@ -1,4 +1,6 @@
-"""A user's NumPyClient with the mod, by messages and in Flower's legacy loop; its bits are in test_user_loops.py."""
+"""A user's NumPyClient with the mod, by messages and in Flower's legacy loop; its bits
+are in test_user_loops.py.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,32 @@ ROUNDS = 3
 @pytest.fixture
 def client_fn(mlp, datasets) -> Callable[..., Any]:
     """``client_fn(kind=TheirClient, ...)``: a project's function of that name."""
-    return lambda kind=TheirClient, **attributes: numpy_clients(mlp, datasets, kind, **attributes)
+    return lambda kind=TheirClient, **attributes: numpy_clients(
+        mlp, datasets, kind, **attributes
+    )
 
 
 @pytest.fixture
 def by_the_loop(run_legacy_loop, mlp) -> Callable[..., Any]:
-    """``by_the_loop(strategy, client_fn, mods=[local_bn], start=mlp())``: run in Flower's legacy loop."""
+    """``by_the_loop(strategy, client_fn, mods=[local_bn], start=mlp())``: run in
+    Flower's legacy loop.
+    """
 
-    def run(strategy: Any, client_fn: Any, mods: Any = (local_bn,), start: Any = None, **options: Any) -> Any:
-        app = client_fn if isinstance(client_fn, ClientApp) else ClientApp(client_fn=client_fn, mods=list(mods))
-        return run_legacy_loop(strategy, app, (start or mlp()).state_dict(), len(SIZES), ROUNDS, **options)
+    def run(
+        strategy: Any,
+        client_fn: Any,
+        mods: Any = (local_bn,),
+        start: Any = None,
+        **options: Any,
+    ) -> Any:
+        app = (
+            client_fn
+            if isinstance(client_fn, ClientApp)
+            else ClientApp(client_fn=client_fn, mods=list(mods))
+        )
+        return run_legacy_loop(
+            strategy, app, (start or mlp()).state_dict(), len(SIZES), ROUNDS, **options
+        )
 
     return run
 
@@ -50,7 +68,9 @@ def all_refused(strategy: Any, said: str) -> None:
     assert all(said in reason for reason in reasons)
 
 
-def test_metrics_of_a_client_are_reported_without_those_of_the_mod(run_app, client_fn) -> None:
+def test_metrics_of_a_client_are_reported_without_those_of_the_mod(
+    run_app, client_fn
+) -> None:
     strategy = FedBN()
     run_app(strategy, client_app(client_fn(), mods=[local_bn]))
     for report in strategy.reports:
@@ -58,7 +78,9 @@ def test_metrics_of_a_client_are_reported_without_those_of_the_mod(run_app, clie
         assert "partition-id" not in report.metrics
 
 
-def test_the_mod_does_nothing_under_a_strategy_of_flower(by_the_loop, client_fn) -> None:
+def test_the_mod_does_nothing_under_a_strategy_of_flower(
+    by_the_loop, client_fn
+) -> None:
     rounds: list[dict[str, Any]] = []
 
     class Told(TheirClient):
@@ -80,24 +102,36 @@ class Worded(TheirClient):
 
 
 @pytest.mark.parametrize("kind", [Silent, Worded])
-def test_a_client_without_properties_is_known_by_its_partition(by_the_loop, client_fn, kind: Any) -> None:
+def test_a_client_without_properties_is_known_by_its_partition(
+    by_the_loop, client_fn, kind: Any
+) -> None:
     """Node ids change from run to run: by them a sum of the loop would, too."""
     strategy = FedAvg(fraction_evaluate=0.0)
     by_the_loop(strategy, client_fn(kind))
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
 
 
-@pytest.mark.parametrize("make", [FedBN, lambda: Scaffold(fraction_evaluate=0.0)], ids=["fedbn", "scaffold"])
-def test_a_layer_may_have_a_slash_in_its_name(by_the_loop, client_fn, datasets, mlp, make: Any) -> None:
+@pytest.mark.parametrize(
+    "make", [FedBN, lambda: Scaffold(fraction_evaluate=0.0)], ids=["fedbn", "scaffold"]
+)
+def test_a_layer_may_have_a_slash_in_its_name(
+    by_the_loop, client_fn, datasets, mlp, make: Any
+) -> None:
     """It was taken for a further record of the message."""
 
     def slashed() -> nn.Module:
-        return nn.Sequential(OrderedDict((f"part/{name}", child) for name, child in mlp().named_children()))
+        return nn.Sequential(
+            OrderedDict(
+                (f"part/{name}", child) for name, child in mlp().named_children()
+            )
+        )
 
     got = by_the_loop(make(), numpy_clients(slashed, datasets), start=slashed())
     want = by_the_loop(make(), client_fn())
     assert [report.rejected for report in got.strategy.reports] == [{}] * ROUNDS
-    assert [array.tobytes() for array in got.history[-1]] == [array.tobytes() for array in want.history[-1]]
+    assert [array.tobytes() for array in got.history[-1]] == [
+        array.tobytes() for array in want.history[-1]
+    ]
 
 
 class Short(TheirClient):
@@ -109,15 +143,21 @@ class Unwritten(TheirClient):
     fit = NumPyClient.fit
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Short, "fit returned 8 arrays"), (Unwritten, "`fit`")])
-def test_a_client_whose_fit_cannot_be_used_is_refused_with_the_cause(by_the_loop, client_fn, kind, said) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Short, "fit returned 8 arrays"), (Unwritten, "`fit`")]
+)
+def test_a_client_whose_fit_cannot_be_used_is_refused_with_the_cause(
+    by_the_loop, client_fn, kind, said
+) -> None:
     strategy = FedBN(fraction_evaluate=0.0)
     with pytest.raises(NothingTrainedError):
         by_the_loop(strategy, client_fn(kind))
     all_refused(strategy, said)
 
 
-def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(by_the_loop, client_fn) -> None:
+def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
+    by_the_loop, client_fn
+) -> None:
     seen: list[dict[str, Any]] = []
 
     class Counting(TheirClient):
@@ -129,8 +169,14 @@ def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(by_the_loop, c
         seen.extend(metrics for _, metrics in results)
         return {}
 
-    by_the_loop(FedBN(fraction_evaluate=0.0), client_fn(Counting), fit_metrics_aggregation_fn=aggregate)
-    assert seen == [{"score": 0.5, "word": "fine", "partition-id": 7, "done": True}] * ROUNDS * len(SIZES)
+    by_the_loop(
+        FedBN(fraction_evaluate=0.0),
+        client_fn(Counting),
+        fit_metrics_aggregation_fn=aggregate,
+    )
+    assert seen == [
+        {"score": 0.5, "word": "fine", "partition-id": 7, "done": True}
+    ] * ROUNDS * len(SIZES)
 
 
 class Backwards(nn.Module):
@@ -147,7 +193,9 @@ class Backwards(nn.Module):
 
 
 def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> None:
-    """A client that goes by the names it receives; what SCAFFOLD keeps has the server's order."""
+    """A client that goes by the names it receives; what SCAFFOLD keeps has the server's
+    order.
+    """
     start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     names = list(start.state_dict())
 
@@ -157,7 +205,12 @@ def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> No
             return [own[name] for name in names]
 
         def set(self, parameters: Any) -> None:
-            self.model.load_state_dict({n: torch.tensor(array) for n, array in zip(names, parameters, strict=True)})
+            self.model.load_state_dict(
+                {
+                    n: torch.tensor(array)
+                    for n, array in zip(names, parameters, strict=True)
+                }
+            )
 
     strategy = Scaffold(fraction_evaluate=0.0)
     app = client_app(numpy_clients(Backwards, datasets, Ordered), mods=[local_bn])
@@ -165,23 +218,34 @@ def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> No
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
 
-def test_arrays_without_names_need_none_where_no_hook_does(run_app, client_fn, mlp) -> None:
+def test_arrays_without_names_need_none_where_no_hook_does(
+    run_app, client_fn, mlp
+) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
-    run_app(strategy, client_app(client_fn(), mods=[local_bn]), start=numbered, rounds=1)
+    run_app(
+        strategy, client_app(client_fn(), mods=[local_bn]), start=numbered, rounds=1
+    )
     assert strategy.reports[0].participants == [0, 1, 2]
 
 
 @pytest.mark.parametrize("way", ["messages", "loop"])
-def test_client_hooks_work_in_each_round_without_the_mod(run_app, by_the_loop, client_fn, way: str) -> None:
-    """The client itself returns what the block reports. From round 2 on it was refused as a second block."""
+def test_client_hooks_work_in_each_round_without_the_mod(
+    run_app, by_the_loop, client_fn, way: str
+) -> None:
+    """The client itself returns what the block reports. From round 2 on it was refused
+    as a second block.
+    """
 
     class Reporting(TheirClient):
         def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
             arrays, count, _ = super().fit(parameters, config)
             return arrays, count, {"fedbn-flwr.hooks-applied": "proximal"}
 
-    strategy, function = FedProx(proximal_mu=0.3, fraction_evaluate=0.0), client_fn(Reporting)
+    strategy, function = (
+        FedProx(proximal_mu=0.3, fraction_evaluate=0.0),
+        client_fn(Reporting),
+    )
     if way == "messages":
         run_app(strategy, client_app(function))
     else:
@@ -189,7 +253,9 @@ def test_client_hooks_work_in_each_round_without_the_mod(run_app, by_the_loop, c
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
 
-def test_an_app_for_the_message_api_is_refused_with_advice(by_the_loop, client_fn) -> None:
+def test_an_app_for_the_message_api_is_refused_with_advice(
+    by_the_loop, client_fn
+) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     with pytest.raises(NothingTrainedError):
         by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]))
@@ -197,7 +263,9 @@ def test_an_app_for_the_message_api_is_refused_with_advice(by_the_loop, client_f
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold])
-def test_our_own_client_with_the_mod_is_refused_with_advice(run_app, make: Any, mlp, datasets) -> None:
+def test_our_own_client_with_the_mod_is_refused_with_advice(
+    run_app, make: Any, mlp, datasets
+) -> None:
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     strategy = make(fraction_evaluate=0.0)
     app = client_app(torch_clients(mlp, datasets, training), mods=[local_bn])

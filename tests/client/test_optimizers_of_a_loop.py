@@ -1,4 +1,5 @@
-"""Optimizers in a user's own loop: several of them, those around another one, and weights that are loaded after a step.
+"""Optimizers in a user's own loop: several of them, those around another one, and
+weights that are loaded after a step.
 
 The oracles write the method's term into the loss, or the gradients, in plain torch.
 """
@@ -33,9 +34,17 @@ MU, RATE = 2.0, 0.1
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation around a base optimizer, in its two usual forms: two steps, and a closure."""
+    """Sharpness-aware minimisation around a base optimizer, in its two usual forms: two
+    steps, and a closure.
+    """
 
-    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **settings: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        base: type[torch.optim.Optimizer],
+        rho: float = 0.05,
+        **settings: Any,
+    ) -> None:
         super().__init__(params, {"rho": rho, **settings})
         self.base_optimizer = base(self.param_groups, **settings)
         self.param_groups = self.base_optimizer.param_groups
@@ -43,16 +52,29 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         for p in parameters:
-            self.state[p]["old"], self.state[p]["change"] = p.detach().clone(), p.grad * (0.05 / norm)
+            self.state[p]["old"], self.state[p]["change"] = (
+                p.detach().clone(),
+                p.grad * (0.05 / norm),
+            )
             p.add_(self.state[p]["change"])
         self.zero_grad()
 
     @torch.no_grad()
     def second_step(self) -> None:
-        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+        for p in [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]:
             if self.subtracts:
                 p.sub_(self.state[p]["change"])
             else:
@@ -76,18 +98,21 @@ def small_batches(data: Any) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data.inputs.split(4), data.targets.split(4), strict=True))
 
 
-# --- several optimizers -----------------------------------------------------------------------------------------------
+# --- several optimizers ---------------------------------------------------------------
 def alternating(
     model: nn.Module, data: Any, hook: ClientHook | None, wrapped: int = 2
 ) -> Iterator[torch.optim.Optimizer]:
-    """Train body and head with an optimizer each, the head first; yield the optimizer before each step.
+    """Train body and head with an optimizer each, the head first; yield the optimizer
+    before each step.
 
     The gradients that one step does not use stay for the next, as in a GAN.
     """
     rules = Hooks(model, {} if hook is None else {"hook": hook})
     settings = {"momentum": 0.9} if isinstance(hook, MomentumBuffers) else {}
     with rules._block():
-        body = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], RATE, **settings)
+        body = torch.optim.SGD(
+            [*model[0].parameters(), *model[1].parameters()], RATE, **settings
+        )
         head = torch.optim.SGD(model[3].parameters(), RATE / 2, **settings)
         for optimizer in (body, head)[:wrapped]:
             rules.wrap(optimizer)
@@ -111,16 +136,31 @@ def test_each_of_several_wrapped_optimizers_has_the_proximal_term(mlp, points) -
     torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-12, atol=1e-14)
 
 
-def test_variates_of_several_optimizers_are_the_mean_gradients_of_each_parameter(mlp, points) -> None:
+def test_variates_of_several_optimizers_are_the_mean_gradients_of_each_parameter(
+    mlp, points
+) -> None:
     model, hook = mlp(), ControlVariates()
-    hook.receive({"variates": {name: torch.full_like(p, 0.3) for name, p in model.named_parameters()}}, {})
+    hook.receive(
+        {
+            "variates": {
+                name: torch.full_like(p, 0.3) for name, p in model.named_parameters()
+            }
+        },
+        {},
+    )
     seen = {name: [] for name, _ in model.named_parameters()}
     for optimizer in alternating(model, points(12, 1), hook):
         for name, p in model.named_parameters():
             if p in parameters_of(optimizer):
                 seen[name].append(p.grad.clone())
     for name, gradients in seen.items():
-        torch.testing.assert_close(hook.keep()[name], torch.stack(gradients).mean(0), rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            hook.keep()[name],
+            torch.stack(gradients).mean(0),
+            rtol=1e-9,
+            atol=1e-12,
+            msg=name,
+        )
 
 
 def test_several_optimizers_keep_the_momentum_of_their_parameters(mlp, points) -> None:
@@ -133,7 +173,9 @@ def test_several_optimizers_keep_the_momentum_of_their_parameters(mlp, points) -
     for half in (slice(12), slice(12, 24)):
         hook = MomentumBuffers("local", frozenset())
         hook.receive({}, {name: buffer.clone() for name, buffer in kept.items()})
-        part = type("Data", (), {"inputs": data.inputs[half], "targets": data.targets[half]})
+        part = type(
+            "Data", (), {"inputs": data.inputs[half], "targets": data.targets[half]}
+        )
         for _ in alternating(model, part, hook):
             pass
         kept = dict(hook.keep())
@@ -141,7 +183,9 @@ def test_several_optimizers_keep_the_momentum_of_their_parameters(mlp, points) -
     torch.testing.assert_close(weights(model), weights(whole), rtol=1e-12, atol=1e-14)
 
 
-def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(mlp, points) -> None:
+def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(
+    mlp, points
+) -> None:
     data, ours, plain = points(12, 1), mlp(), mlp()
     for _ in alternating(ours, data, ClipGradients(0.01)):
         pass
@@ -152,12 +196,23 @@ def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(mlp, point
 
 
 @pytest.mark.parametrize(
-    "hook", [ProximalTerm(MU), ControlVariates(), ClipGradients(0.1), MomentumBuffers("local", frozenset())]
+    "hook",
+    [
+        ProximalTerm(MU),
+        ControlVariates(),
+        ClipGradients(0.1),
+        MomentumBuffers("local", frozenset()),
+    ],
 )
-def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(hook: ClientHook, mlp, points) -> None:
+def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
+    hook: ClientHook, mlp, points
+) -> None:
     """Its parameters would train without the method's term."""
     hook.receive({}, {})
-    with pytest.raises(ConfigError, match=r"SGD steps 2 parameters \('3\.weight', \.\.\.\) and was not wrapped"):
+    with pytest.raises(
+        ConfigError,
+        match=r"SGD steps 2 parameters \('3\.weight', \.\.\.\) and was not wrapped",
+    ):
         list(alternating(mlp(), points(12, 1), hook, wrapped=1))
     list(alternating(mlp(), points(12, 1), None, wrapped=1))  # FedAvg needs none
 
@@ -167,7 +222,7 @@ def test_alpha_learns_in_one_optimizer(mlp, points) -> None:
         list(alternating(mlp(), points(12, 1), HybridStatistics(True, share=False)))
 
 
-# --- optimizers around another one ------------------------------------------------------------------------------------
+# --- optimizers around another one ----------------------------------------------------
 def add_term(model: nn.Module, start: list[Tensor], *_: Any) -> None:
     for p, received in zip(model.parameters(), start, strict=True):
         p.grad += MU * (p.detach() - received)
@@ -177,8 +232,16 @@ def pass_both_ways(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     F.cross_entropy(model(inputs), targets).backward()
 
 
-def sam_round(model: nn.Module, data: Any, hook: ClientHook | None, form: str, subtracts: bool = False) -> nn.Module:
-    """Train with SAM; without a hook with the proximal term written out, at the weights that the step changes."""
+def sam_round(
+    model: nn.Module,
+    data: Any,
+    hook: ClientHook | None,
+    form: str,
+    subtracts: bool = False,
+) -> nn.Module:
+    """Train with SAM; without a hook with the proximal term written out, at the weights
+    that the step changes.
+    """
     start = [p.detach().clone() for p in model.parameters()]
     rules = Hooks(model, {"hook": hook} if hook else {})
     with rules._block():
@@ -189,7 +252,9 @@ def sam_round(model: nn.Module, data: Any, hook: ClientHook | None, form: str, s
         else:
             sam = rules.wrap(sam)
         if hook is None:
-            sam.base_optimizer.register_step_pre_hook(functools.partial(add_term, model, start))
+            sam.base_optimizer.register_step_pre_hook(
+                functools.partial(add_term, model, start)
+            )
         for batch in small_batches(data):
             compute = functools.partial(pass_both_ways, model, *batch)
             if form == "closure":
@@ -204,13 +269,20 @@ def sam_round(model: nn.Module, data: Any, hook: ClientHook | None, form: str, s
 
 @pytest.mark.parametrize("subtracts", [False, True])
 @pytest.mark.parametrize("form", ["two steps", "base", "closure"])
-def test_the_proximal_term_acts_once_in_a_step_of_sam(form: str, subtracts: bool, mlp, points) -> None:
+def test_the_proximal_term_acts_once_in_a_step_of_sam(
+    form: str, subtracts: bool, mlp, points
+) -> None:
     data = points(12, 1)
     ours = sam_round(mlp(), data, ProximalTerm(MU), form, subtracts)
-    torch.testing.assert_close(weights(ours), weights(sam_round(mlp(), data, None, form)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        weights(ours),
+        weights(sam_round(mlp(), data, None, form)),
+        rtol=1e-10,
+        atol=1e-12,
+    )
 
 
-# --- weights that are loaded after a step -----------------------------------------------------------------------------
+# --- weights that are loaded after a step ---------------------------------------------
 def load(model: nn.Module, state: Any) -> None:
     model.load_state_dict(state)
 
@@ -221,9 +293,17 @@ def copy_data(model: nn.Module, state: Any) -> None:
 
 
 def epochs(
-    model: nn.Module, data: Any, hook: ClientHook, put: Callable[..., None] | None, *, wrap: bool, when: int
+    model: nn.Module,
+    data: Any,
+    hook: ClientHook,
+    put: Callable[..., None] | None,
+    *,
+    wrap: bool,
+    when: int,
 ) -> None:
-    """Three epochs; at the end of epoch ``when`` put the weights of the first one back, inside the block."""
+    """Three epochs; at the end of epoch ``when`` put the weights of the first one back,
+    inside the block.
+    """
     hook.receive({}, {})
     rules = Hooks(model, {"hook": hook})
     with rules._block():
@@ -260,24 +340,41 @@ def epochs(
 def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_steps(
     make, wrap: bool, put, when: int, mlp, points
 ) -> None:
-    """SCAFFOLD's variates would be as many times too small as there are epochs after the best one."""
+    """SCAFFOLD's variates would be as many times too small as there are epochs after
+    the best one.
+    """
     data = points(12, 1)
-    with pytest.raises(ConfigError, match=r"parameters \('0.weight', ...\) have changed .* after a step"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parameters \('0.weight', ...\) have changed .* after a step",
+    ):
         epochs(mlp(), data, make(), put, wrap=wrap, when=when)
     epochs(mlp(), data, make(), put, wrap=wrap, when=-1)  # put back after each test
     epochs(mlp(), data, make(), None, wrap=wrap, when=-1)
 
 
-@pytest.mark.parametrize("make", [lambda: ProximalTerm(MU), lambda: SurveyedStatistics(False), ClientHook])
-def test_weights_of_an_earlier_step_are_taken_where_a_method_does_not_depend_on_the_steps(make, mlp, points) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: ProximalTerm(MU), lambda: SurveyedStatistics(False), ClientHook]
+)
+def test_weights_of_an_earlier_step_are_taken_where_a_method_does_not_depend_on_the_steps(
+    make, mlp, points
+) -> None:
     epochs(mlp(), points(12, 1), make(), load, wrap=True, when=2)
 
 
-def test_variates_belong_to_all_steps_where_the_best_epoch_is_loaded_after_the_block(mlp, points) -> None:
+def test_variates_belong_to_all_steps_where_the_best_epoch_is_loaded_after_the_block(
+    mlp, points
+) -> None:
     model, hook, data = mlp(), ControlVariates(), points(12, 1)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     epochs(model, data, hook, None, wrap=True, when=-1)
     end = {name: p.detach().clone() for name, p in model.named_parameters()}
     load(model, mlp().state_dict())
     for name, variate in hook.keep().items():
-        torch.testing.assert_close(variate, (start[name] - end[name]) / (9 * RATE), rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            variate,
+            (start[name] - end[name]) / (9 * RATE),
+            rtol=1e-9,
+            atol=1e-12,
+            msg=name,
+        )

@@ -1,4 +1,6 @@
-"""The mod ``packed``: other mods and the app see ordinary records, and the server hears of it where it is the first."""
+"""The mod ``packed``: other mods and the app see ordinary records, and the server hears
+of it where it is the first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import message_size_mod
@@ -23,7 +32,9 @@ MODEL = {"w": np.float32([1, 2]), "n": np.array(3)}
 
 
 def message(kind: str = "train", pack: bool = True) -> Message:
-    content = RecordDict({"arrays": to_record(MODEL), "config": ConfigRecord({"server-round": 1})})
+    content = RecordDict(
+        {"arrays": to_record(MODEL), "config": ConfigRecord({"server-round": 1})}
+    )
     return Message(in_one_piece(content) if pack else content, 5, kind)
 
 
@@ -36,7 +47,12 @@ def app(*mods: Any) -> ClientApp:
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"arrays": message.content["arrays"], "m": MetricRecord({"n": 1})}), reply_to=message)
+        return Message(
+            RecordDict(
+                {"arrays": message.content["arrays"], "m": MetricRecord({"n": 1})}
+            ),
+            reply_to=message,
+        )
 
     @made.query()
     def query(message: Message, context: Context) -> Message:
@@ -74,19 +90,31 @@ def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -
     assert (said(packed), said(packed, local_bn), said()) == (1, 1, None)
     assert not caplog.records
     assert said(local_bn, packed) is None is said(message_size_mod, local_bn, packed)
-    warnings = [record.args for record in caplog.records if record.args and record.levelname == "WARNING"]
+    warnings = [
+        record.args
+        for record in caplog.records
+        if record.args and record.levelname == "WARNING"
+    ]
     assert warnings == [(1,), (2,)]
 
 
 @pytest.mark.parametrize("on_node", [True, False])
-def test_client_app_has_it_as_its_first_mod_at_a_supernode(on_node: bool, monkeypatch) -> None:
+def test_client_app_has_it_as_its_first_mod_at_a_supernode(
+    on_node: bool, monkeypatch
+) -> None:
     monkeypatch.setattr("fedbn_flwr.client.app.on_network_node", lambda: on_node)
     app = client_app(lambda context: NumPyClient(), [local_bn])
-    assert NodeProperties.read(app(Message(RecordDict(), 5, "query"), context())).packs == (1 if on_node else None)
+    assert NodeProperties.read(
+        app(Message(RecordDict(), 5, "query"), context())
+    ).packs == (1 if on_node else None)
 
 
 def test_a_damaged_message_is_an_error_of_its_own() -> None:
     damaged = message()
-    damaged.content["fedbn-flwr.packed"] = ArrayRecord({"a": encode(np.zeros(9, np.uint8))})
+    damaged.content["fedbn-flwr.packed"] = ArrayRecord(
+        {"a": encode(np.zeros(9, np.uint8))}
+    )
     with pytest.raises(PackingError):
-        packed(damaged, context(), lambda message, context: pytest.fail("it was called"))
+        packed(
+            damaged, context(), lambda message, context: pytest.fail("it was called")
+        )

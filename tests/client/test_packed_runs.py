@@ -1,4 +1,6 @@
-"""Runs with arrays in one piece: bits and traffic are those of arrays one by one, and a bad piece is refused."""
+"""Runs with arrays in one piece: bits and traffic are those of arrays one by one, and a
+bad piece is refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ ROUNDS = 2
 
 
 class Line(InProcessGrid):
-    """Nodes of this process; ``travelled`` has the messages and replies as they are on the line."""
+    """Nodes of this process; ``travelled`` has the messages and replies as they are on
+    the line.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -46,7 +50,11 @@ class Line(InProcessGrid):
 
     def pull_messages(self, *args: Any, **options: Any) -> list[Message]:
         replies = super().pull_messages(*args, **options)
-        self.travelled += [SimpleNamespace(content=r.content, metadata=r.metadata) for r in replies if r.has_content()]
+        self.travelled += [
+            SimpleNamespace(content=r.content, metadata=r.metadata)
+            for r in replies
+            if r.has_content()
+        ]
         return replies
 
 
@@ -58,24 +66,51 @@ def _on_a_node(monkeypatch) -> None:
 
 @pytest.fixture
 def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
-    """``run(strategy, packs=True, wrap=client_app)``: a run of ``ROUNDS`` rounds over the line."""
+    """``run(strategy, packs=True, wrap=client_app)``: a run of ``ROUNDS`` rounds over
+    the line.
+    """
     with ExitStack() as grids:
 
-        def do(strategy: Any, packs: bool | None = True, wrap: Callable[[Any], Any] = client_app) -> Any:
-            clients = torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4))
+        def do(
+            strategy: Any,
+            packs: bool | None = True,
+            wrap: Callable[[Any], Any] = client_app,
+        ) -> Any:
+            clients = torch_clients(
+                mlp,
+                datasets,
+                LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
+            )
             line = grids.enter_context(Line(wrap(clients), len(datasets)))
-            result = strategy.start(PollingGrid(line, packs), to_record(mlp().state_dict()), num_rounds=ROUNDS)
-            return SimpleNamespace(state=from_record(result.arrays), line=line, strategy=strategy, result=result)
+            result = strategy.start(
+                PollingGrid(line, packs),
+                to_record(mlp().state_dict()),
+                num_rounds=ROUNDS,
+            )
+            return SimpleNamespace(
+                state=from_record(result.arrays),
+                line=line,
+                strategy=strategy,
+                result=result,
+            )
 
         yield do
 
 
 def with_arrays(line: Line) -> list[Message]:
-    return [m for m in line.travelled if is_packed(m.content) or of_kind(m.content, ArrayRecord)]
+    return [
+        m
+        for m in line.travelled
+        if is_packed(m.content) or of_kind(m.content, ArrayRecord)
+    ]
 
 
 def kept(line: Line) -> list[Any]:
-    return [dict(record) for i in range(len(SIZES)) for record in line.context(i).state.array_records.values()]
+    return [
+        dict(record)
+        for i in range(len(SIZES))
+        for record in line.context(i).state.array_records.values()
+    ]
 
 
 def masked(strategy: Any) -> Any:
@@ -93,7 +128,9 @@ RUNS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_bits_and_traffic_are_those_of_arrays_one_by_one(method: str, run, same_bits) -> None:
+def test_bits_and_traffic_are_those_of_arrays_one_by_one(
+    method: str, run, same_bits
+) -> None:
     ours, plain = run(RUNS[method]()), run(RUNS[method](), packs=False)
     same_bits(ours.state, plain.state)
     assert vars(ours.result).keys() == vars(plain.result).keys()
@@ -105,23 +142,38 @@ def test_bits_and_traffic_are_those_of_arrays_one_by_one(method: str, run, same_
     assert all(is_packed(message.content) for message in with_arrays(ours.line))
     assert not any(is_packed(message.content) for message in with_arrays(plain.line))
     if method == "fedtan":
-        assert EXCHANGE_QUERY in {message.metadata.message_type for message in with_arrays(ours.line)}
+        assert EXCHANGE_QUERY in {
+            message.metadata.message_type for message in with_arrays(ours.line)
+        }
 
 
 @pytest.mark.parametrize("network", [True, False])
-def test_it_is_the_way_over_a_network_and_nowhere_else(network: bool, run, monkeypatch, caplog) -> None:
+def test_it_is_the_way_over_a_network_and_nowhere_else(
+    network: bool, run, monkeypatch, caplog
+) -> None:
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="flwr"):
-        lines = [run(FedAvg(), None).line, run(FedAvg(), None, only_at(BAD, older)).line]
-    forms = [{is_packed(message.content) for message in with_arrays(line)} for line in lines]
+        lines = [
+            run(FedAvg(), None).line,
+            run(FedAvg(), None, only_at(BAD, older)).line,
+        ]
+    forms = [
+        {is_packed(message.content) for message in with_arrays(line)} for line in lines
+    ]
     assert forms == [{network}, {False, network}]
-    advice = [record.args for record in caplog.records if record.funcName == "_advise_packing"]
+    advice = [
+        record.args for record in caplog.records if record.funcName == "_advise_packing"
+    ]
     assert advice == [(1, len(SIZES))] * network, "of the second run"
 
 
-def only_at(node: int, change: Callable[[ClientApp, Message, Context], Message]) -> Callable[[Any], ClientApp]:
-    """Return what makes an app whose node of this partition answers with ``change(app, message, context)``."""
+def only_at(
+    node: int, change: Callable[[ClientApp, Message, Context], Message]
+) -> Callable[[Any], ClientApp]:
+    """Return what makes an app whose node of this partition answers with
+    ``change(app, message, context)``.
+    """
 
     def wrap(client_fn: Any) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()
@@ -147,7 +199,9 @@ def older(whole: ClientApp, message: Message, context: Context) -> Message:
     return reply
 
 
-def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(run, same_bits) -> None:
+def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(
+    run, same_bits
+) -> None:
     mixed, plain = run(FedBN(), wrap=only_at(BAD, older)), run(FedBN(), packs=False)
     same_bits(mixed.state, plain.state)
     assert [report.rejected for report in mixed.strategy.reports] == [{}] * ROUNDS
@@ -156,11 +210,15 @@ def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(run, same_bits
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(kind: str, run) -> None:
+def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(
+    kind: str, run
+) -> None:
     def damaging(whole: ClientApp, message: Message, context: Context) -> Message:
         reply = whole(message, context)
         if message.metadata.message_type == kind:
-            reply.content["fedbn-flwr.packed"] = ArrayRecord({"a": encode(np.full(99, 7, np.uint8))})
+            reply.content["fedbn-flwr.packed"] = ArrayRecord(
+                {"a": encode(np.full(99, 7, np.uint8))}
+            )
         return reply
 
     done = run(FedAvg(), wrap=only_at(BAD, damaging))
@@ -173,10 +231,20 @@ def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(kind: st
 
 def test_an_app_of_the_message_api_with_the_mod_first(run, user_app, same_bits) -> None:
     def trained(*mods: Any) -> Any:
-        return run(FedTAN(fedtan_transport="messages"), wrap=lambda _: user_app(hooked_loop, mods, query=True))
+        return run(
+            FedTAN(fedtan_transport="messages"),
+            wrap=lambda _: user_app(hooked_loop, mods, query=True),
+        )
 
-    ours, plain, wrong = trained(packed, masked_update, local_bn), trained(local_bn), trained(local_bn, packed)
+    ours, plain, wrong = (
+        trained(packed, masked_update, local_bn),
+        trained(local_bn),
+        trained(local_bn, packed),
+    )
     same_bits(ours.state, plain.state)
     same_bits(wrong.state, plain.state)
-    forms = [{is_packed(message.content) for message in with_arrays(of.line)} for of in (ours, plain, wrong)]
+    forms = [
+        {is_packed(message.content) for message in with_arrays(of.line)}
+        for of in (ours, plain, wrong)
+    ]
     assert forms == [{True}, {False}, {False}]

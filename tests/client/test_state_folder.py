@@ -1,4 +1,6 @@
-"""What a client keeps on disk: which file is loaded, which files stay, and what is refused."""
+"""What a client keeps on disk: which file is loaded, which files stay, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,34 @@ from fedbn_flwr.client.state_folder import Continuity, StateFolder
 from fedbn_flwr.errors import StateError
 
 
-def folder(root: Path, run: str = "r1", committed: tuple[int, ...] = (), fingerprint: str = "f", partition: int = 2):
+def folder(
+    root: Path,
+    run: str = "r1",
+    committed: tuple[int, ...] = (),
+    fingerprint: str = "f",
+    partition: int = 2,
+):
     return StateFolder(root, Continuity("s", run, committed), partition, fingerprint)
 
 
 def write(root: Path, server_round: int, sha256: str, **options: Any) -> None:
-    folder(root, **options).write({"sha256": sha256, "kept": {"a": {"x": np.ones(2)}}}, server_round)
+    folder(root, **options).write(
+        {"sha256": sha256, "kept": {"a": {"x": np.ones(2)}}}, server_round
+    )
 
 
 def rounds(root: Path) -> list[str]:
     """Run and round of the files that stand, oldest first."""
-    return [".".join(path.name.split(".")[1:3]) for path in sorted((root / "s/partition-2").glob("*.safetensors"))]
+    return [
+        ".".join(path.name.split(".")[1:3])
+        for path in sorted((root / "s/partition-2").glob("*.safetensors"))
+    ]
 
 
 def test_the_newest_two_files_and_those_of_checkpoints_stay(tmp_path: Path) -> None:
-    """Checkpoints every 4 rounds, the last two stand; the client is not drawn in rounds 4 and 8."""
+    """Checkpoints every 4 rounds, the last two stand; the client is not drawn in rounds
+    4 and 8.
+    """
     for server_round in (1, 2, 3, 5, 6, 7, 9, 10):
         committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
         write(tmp_path, server_round, f"h{server_round}", committed=committed)
@@ -42,24 +57,36 @@ def test_a_resumed_run_finds_its_part_and_drops_later_files(tmp_path: Path) -> N
     assert rounds(tmp_path) == ["r1.3", "r1.7"], "round 9 will be repeated"
     assert folder(tmp_path).find("unknown") is None
     assert rounds(tmp_path) == ["r1.3", "r1.7"]
-    assert folder(tmp_path).find("") is None, "nothing was kept by the checkpoint's round"
+    assert folder(tmp_path).find("") is None, (
+        "nothing was kept by the checkpoint's round"
+    )
     assert rounds(tmp_path) == []
 
 
-def test_a_new_run_of_the_experiment_starts_from_the_part_of_the_last_run(tmp_path: Path) -> None:
+def test_a_new_run_of_the_experiment_starts_from_the_part_of_the_last_run(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 40, "old")
     assert folder(tmp_path, "r2").newest()["sha256"] == "old"
     write(tmp_path, 1, "h1", run="r2", committed=(0,))
     write(tmp_path, 2, "h2", run="r2", committed=(0,))
     write(tmp_path, 3, "h3", run="r2", committed=(0,))
-    assert rounds(tmp_path) == ["r1.40", "r2.2", "r2.3"], "a resume from round 0 starts from the old part again"
+    assert rounds(tmp_path) == [
+        "r1.40",
+        "r2.2",
+        "r2.3",
+    ], "a resume from round 0 starts from the old part again"
     assert folder(tmp_path, "r2").newest()["sha256"] == "h3"
     assert folder(tmp_path, "r2").find("")["sha256"] == "old"
     assert rounds(tmp_path) == ["r1.40"]
 
 
-@pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "of another client", "of another model"])
-def test_an_unusable_file_is_named_and_the_previous_one_is_loaded(tmp_path: Path, harm: str, caplog) -> None:
+@pytest.mark.parametrize(
+    "harm", ["cut", "edited", "renamed", "of another client", "of another model"]
+)
+def test_an_unusable_file_is_named_and_the_previous_one_is_loaded(
+    tmp_path: Path, harm: str, caplog
+) -> None:
     write(tmp_path, 3, "h3", committed=(3,))
     options = {"of another model": {"fingerprint": "g"}}.get(harm, {})
     write(tmp_path, 7, "h7", committed=(3,), **options)
@@ -81,12 +108,20 @@ def test_an_unusable_file_is_named_and_the_previous_one_is_loaded(tmp_path: Path
     assert "looking for an earlier file" in caplog.text
 
 
-@pytest.mark.parametrize("series", ["", "..", ".a", "a/b", "a\\b", "a b", "x" * 65, "a\n"])
+@pytest.mark.parametrize(
+    "series", ["", "..", ".a", "a/b", "a\\b", "a b", "x" * 65, "a\n"]
+)
 def test_a_server_cannot_name_another_folder(series: str) -> None:
     with pytest.raises(StateError, match="must be 1 to 64 letters"):
         Continuity(series, "r")
     with pytest.raises(StateError, match="must be 1 to 64 letters"):
-        Continuity.read({"fedbn-flwr.series": "s", "fedbn-flwr.run": series or "/", "fedbn-flwr.committed": ""})
+        Continuity.read(
+            {
+                "fedbn-flwr.series": "s",
+                "fedbn-flwr.run": series or "/",
+                "fedbn-flwr.committed": "",
+            }
+        )
 
 
 def test_continuity_survives_a_message() -> None:
@@ -98,5 +133,11 @@ def test_continuity_survives_a_message() -> None:
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("a file in the way")
-    with pytest.raises(StateError, match=r"state folder .*partition-2 cannot be written: .*Not a directory.*state-dir"):
+    with pytest.raises(
+        StateError,
+        match=(
+            r"state folder .*partition-2 cannot be written: .*Not a"
+            r" directory.*state-dir"
+        ),
+    ):
         write(tmp_path, 1, "h1")

@@ -33,19 +33,46 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.loaded import LoadedBatches, as_batches, first_batch, num_examples
+from fedbn_flwr.training.loaded import (
+    LoadedBatches,
+    as_batches,
+    first_batch,
+    num_examples,
+)
 
-SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
-BN = json.dumps([f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")])
+SETTINGS = LocalTraining(
+    learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9
+)
+BN = json.dumps(
+    [
+        f"1.{leaf}"
+        for leaf in (
+            "weight",
+            "bias",
+            "running_mean",
+            "running_var",
+            "num_batches_tracked",
+        )
+    ]
+)
 
 
 def context(partition_id: int = 3) -> Context:
-    return Context(1, 2, {"partition-id": partition_id, "num-partitions": 5}, RecordDict(), {})
+    return Context(
+        1, 2, {"partition-id": partition_id, "num-partitions": 5}, RecordDict(), {}
+    )
 
 
 @pytest.fixture
 def client(points, mlp) -> TorchClient:
-    return TorchClient(mlp(dropout=0.2), points(10, 1), points(6, 2), SETTINGS, context=context(), seed=5)
+    return TorchClient(
+        mlp(dropout=0.2),
+        points(10, 1),
+        points(6, 2),
+        SETTINGS,
+        context=context(),
+        seed=5,
+    )
 
 
 def arrays(model: nn.Module) -> list[np.ndarray]:
@@ -82,11 +109,27 @@ def test_a_model_that_views_its_memory_trains_by_default(given: str, caplog) -> 
     assert not caplog.records
 
 
-def test_the_seed_is_the_strategys_unless_the_client_has_one(points, mlp, same_bits) -> None:
+def test_the_seed_is_the_strategys_unless_the_client_has_one(
+    points, mlp, same_bits
+) -> None:
     def trained(of_client: int | None, of_strategy: int) -> dict[int, np.ndarray]:
         torch.manual_seed(0)
-        own = TorchClient(mlp(dropout=0.5), points(10, 1), points(6, 2), SETTINGS, context=context(), seed=of_client)
-        return dict(enumerate(own.fit(own.get_parameters({}), {"server-round": 1, "fedbn-flwr.seed": of_strategy})[0]))
+        own = TorchClient(
+            mlp(dropout=0.5),
+            points(10, 1),
+            points(6, 2),
+            SETTINGS,
+            context=context(),
+            seed=of_client,
+        )
+        return dict(
+            enumerate(
+                own.fit(
+                    own.get_parameters({}),
+                    {"server-round": 1, "fedbn-flwr.seed": of_strategy},
+                )[0]
+            )
+        )
 
     same_bits(trained(None, 7), trained(7, 0))
     same_bits(trained(7, 1), trained(7, 2))
@@ -94,22 +137,49 @@ def test_the_seed_is_the_strategys_unless_the_client_has_one(points, mlp, same_b
 
 
 @pytest.mark.parametrize("where", ["the argument", "the node config", "the run config"])
-def test_the_state_folder_is_that_of_the_argument_or_of_the_configs(points, mlp, tmp_path, where) -> None:
+def test_the_state_folder_is_that_of_the_argument_or_of_the_configs(
+    points, mlp, tmp_path, where
+) -> None:
     named = {"state-dir": str(tmp_path / where)}
     node = {"partition-id": 3, **(named if where == "the node config" else {})}
-    flower = Context(1, 2, node, RecordDict(), named if where == "the run config" else {})
+    flower = Context(
+        1, 2, node, RecordDict(), named if where == "the run config" else {}
+    )
     argument = tmp_path / where if where == "the argument" else None
-    own = TorchClient(mlp(), points(10, 1), points(6, 2), SETTINGS, context=flower, state_dir=argument)
-    config = {"fedbn-flwr.local-entries": BN, "server-round": 1, **Continuity("hospitals", "run-1").write()}
+    own = TorchClient(
+        mlp(), points(10, 1), points(6, 2), SETTINGS, context=flower, state_dir=argument
+    )
+    config = {
+        "fedbn-flwr.local-entries": BN,
+        "server-round": 1,
+        **Continuity("hospitals", "run-1").write(),
+    }
     own.fit(own.get_parameters({}), config)
-    assert [path.suffix for path in (tmp_path / where / "hospitals/partition-3").iterdir()] == [".safetensors"]
+    assert [
+        path.suffix for path in (tmp_path / where / "hospitals/partition-3").iterdir()
+    ] == [".safetensors"]
 
 
-def test_get_properties_returns_partition_size_and_batch_size(client, points, mlp) -> None:
-    assert client.get_properties({}) == {"partition-id": 3, "num-examples": 10, "batch-size": 4}
-    assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {"num-examples": 4, "batch-size": 4}
-    named = TorchClient(mlp(), points(4), points(1), SETTINGS, context=context(), partition_id=1)
-    assert named.get_properties({}) == {"partition-id": 1, "num-examples": 4, "batch-size": 4}
+def test_get_properties_returns_partition_size_and_batch_size(
+    client, points, mlp
+) -> None:
+    assert client.get_properties({}) == {
+        "partition-id": 3,
+        "num-examples": 10,
+        "batch-size": 4,
+    }
+    assert TorchClient(mlp(), points(4), points(1), SETTINGS).get_properties({}) == {
+        "num-examples": 4,
+        "batch-size": 4,
+    }
+    named = TorchClient(
+        mlp(), points(4), points(1), SETTINGS, context=context(), partition_id=1
+    )
+    assert named.get_properties({}) == {
+        "partition-id": 1,
+        "num-examples": 4,
+        "batch-size": 4,
+    }
 
 
 def pairs(data) -> TensorDataset:
@@ -120,10 +190,18 @@ def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
     train_data, test_data, kept = points(10, 1), points(6, 2), points(5, 3)
     named = {"own": pairs(test_data), "batches": test_data}
     other = TorchClient(
-        mlp(dropout=0.2), pairs(train_data), named, SETTINGS, context=context(), seed=5, validation_data=pairs(kept)
+        mlp(dropout=0.2),
+        pairs(train_data),
+        named,
+        SETTINGS,
+        context=context(),
+        seed=5,
+        validation_data=pairs(kept),
     )
     start = arrays(mlp(seed=9))
-    (got, *told), (expected, *expected_told) = (each.fit(start, {"server-round": 2}) for each in (other, client))
+    (got, *told), (expected, *expected_told) = (
+        each.fit(start, {"server-round": 2}) for each in (other, client)
+    )
     assert all(a.tobytes() == b.tobytes() for a, b in zip(got, expected, strict=True))
     assert told == expected_told
     metrics, single = other.evaluate(got, {})[2], client.evaluate(got, {})[2]
@@ -132,7 +210,9 @@ def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
 
 
 class Transformed(Dataset):
-    """Examples with noise of torch, NumPy and Python; its ``batch`` is something else than that of ``Batches``."""
+    """Examples with noise of torch, NumPy and Python; its ``batch`` is something else
+    than that of ``Batches``.
+    """
 
     def __init__(self, data) -> None:
         self.data = data
@@ -149,7 +229,9 @@ class Transformed(Dataset):
 
 
 def test_random_transforms_draw_from_the_clients_stream(points) -> None:
-    """With its whole state, also in NumPy and Python; what else is drawn does not move, and tests may draw, too."""
+    """With its whole state, also in NumPy and Python; what else is drawn does not move,
+    and tests may draw, too.
+    """
     data, positions = as_batches(Transformed(points(10, 1))), torch.arange(4)
     before, generator = torch.get_rng_state(), torch.Generator().manual_seed(1)
     first, second = (data.batch(positions, generator)[0] for _ in range(2))
@@ -162,8 +244,13 @@ def test_random_transforms_draw_from_the_clients_stream(points) -> None:
 
 
 def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> None:
-    """Those of the survey (HBN) and of the query (StaticBN) equal a client's that has no random transforms at all."""
-    data, settings = points(10, 1), LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
+    """Those of the survey (HBN) and of the query (StaticBN) equal a client's that has
+    no random transforms at all.
+    """
+    data, settings = (
+        points(10, 1),
+        LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4),
+    )
     net, sent = mlp(), []
 
     class Sees(ClientHook):
@@ -171,25 +258,44 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
             sent.append(data.batch(torch.arange(len(data)))[0])
 
     for client in (
-        TorchClient(net, Transformed(data), data, settings, plain_train_data=pairs(data)),
+        TorchClient(
+            net, Transformed(data), data, settings, plain_train_data=pairs(data)
+        ),
         TorchClient(net, pairs(data), data, settings),
     ):
         statistics, _, _ = client.statistics(arrays(net), {})
         sent.append(statistics)
-        train(mlp(), client.train_data, settings, learning_rate=0.1, stream=lambda _: torch.Generator(), hooks=[Sees()])
+        train(
+            mlp(),
+            client.train_data,
+            settings,
+            learning_rate=0.1,
+            stream=lambda _: torch.Generator(),
+            hooks=[Sees()],
+        )
     assert torch.equal(sent[1], sent[3])
     assert all(np.array_equal(a, b) for a, b in zip(sent[0], sent[2], strict=True))
     assert not caplog.messages
 
 
 def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
-    """Else the statistics of a client would be those of other clients' examples, or of its validation part."""
+    """Else the statistics of a client would be those of other clients' examples, or of
+    its validation part.
+    """
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
     chosen = SubsetRandomSampler([7, 2, 5])
     in_order = BatchSampler(chosen, 2, drop_last=False)
-    for loader in (DataLoader(data, 2, sampler=chosen), DataLoader(data, batch_sampler=in_order)):
+    for loader in (
+        DataLoader(data, 2, sampler=chosen),
+        DataLoader(data, batch_sampler=in_order),
+    ):
         found = LoadedBatches(loader)
-        assert (len(found), found.batch_size, num_examples(loader), first_batch(loader)) == (3, 2, 3, 2)
+        assert (
+            len(found),
+            found.batch_size,
+            num_examples(loader),
+            first_batch(loader),
+        ) == (3, 2, 3, 2)
         assert found.batch(torch.arange(3))[0].tolist() == [2.0, 5.0, 7.0]
     parts = [DistributedSampler(data, 2, rank, shuffle=False) for rank in (0, 1)]
     assert [num_examples(DataLoader(data, 2, sampler=part)) for part in parts] == [5, 5]
@@ -197,14 +303,21 @@ def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
     drawn = WeightedRandomSampler([1.0] * 10, 4), RandomSampler(data, num_samples=4)
     refused = [DataLoader(data, 2, sampler=sampler) for sampler in drawn]
     refused.append(DataLoader(data, batch_sampler=[[7, 2], [5]]))
-    for name, loader in zip(("WeightedRandomSampler", "RandomSampler", "list"), refused, strict=True):
+    for name, loader in zip(
+        ("WeightedRandomSampler", "RandomSampler", "list"), refused, strict=True
+    ):
         with pytest.raises(DataError, match=f"sampler, {name}"):
             LoadedBatches(loader)
 
 
 def test_plain_training_data_are_the_same_examples(points) -> None:
     ten = points(10)
-    refused = [(pairs(ten), pairs(points(9))), (ten, pairs(ten)), (pairs(ten), Endless()), (pairs(ten), ten)]
+    refused = [
+        (pairs(ten), pairs(points(9))),
+        (ten, pairs(ten)),
+        (pairs(ten), Endless()),
+        (pairs(ten), ten),
+    ]
     refused.append((pairs(ten), DataLoader(pairs(ten), 1)))
     for trained, plain in refused:
         with pytest.raises(DataError):
@@ -220,9 +333,13 @@ class Endless(IterableDataset):
 
 
 @pytest.mark.parametrize("server_round", [1, 2])
-def test_fit_trains_with_the_random_streams_and_rate_of_the_round(client, points, mlp, server_round: int) -> None:
+def test_fit_trains_with_the_random_streams_and_rate_of_the_round(
+    client, points, mlp, server_round: int
+) -> None:
     start = mlp(dropout=0.2, seed=9)
-    got, num_examples, metrics = client.fit(arrays(start), {"server-round": server_round})
+    got, num_examples, metrics = client.fit(
+        arrays(start), {"server-round": server_round}
+    )
     result = train(
         start,
         points(10, 1),
@@ -230,8 +347,12 @@ def test_fit_trains_with_the_random_streams_and_rate_of_the_round(client, points
         learning_rate={1: 0.1, 2: 0.05}[server_round],
         stream=lambda purpose: torch_generator(5, purpose, server_round, 3),
     )
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(got, arrays(start), strict=True))
-    assert num_examples == 10, "the size of the training set, not the examples processed"
+    assert all(
+        a.tobytes() == b.tobytes() for a, b in zip(got, arrays(start), strict=True)
+    )
+    assert num_examples == 10, (
+        "the size of the training set, not the examples processed"
+    )
     assert metrics == {
         "train-loss": result.loss,
         "train-accuracy": result.accuracy,
@@ -242,8 +363,12 @@ def test_fit_trains_with_the_random_streams_and_rate_of_the_round(client, points
 
 
 @pytest.mark.parametrize("given", ["a model", "a function"])
-def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(given: str, points, mlp, caplog) -> None:
-    """Against a step of plain torch on all examples; the model is named once, not for every message."""
+def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(
+    given: str, points, mlp, caplog
+) -> None:
+    """Against a step of plain torch on all examples; the model is named once, not for
+    every message.
+    """
 
     def build() -> nn.Module:
         model = mlp().train()
@@ -258,11 +383,18 @@ def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(given: str, points, 
     optimizer.step()
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0)
     for _ in range(2):
-        client = TorchClient(build() if given == "a model" else build, data, points(6, 2), settings)
+        client = TorchClient(
+            build() if given == "a model" else build, data, points(6, 2), settings
+        )
         got, _, _ = client.fit(start, {"server-round": 1})
-        assert all(np.allclose(a, b, rtol=1e-12) for a, b in zip(got, arrays(plain), strict=True))
+        assert all(
+            np.allclose(a, b, rtol=1e-12)
+            for a, b in zip(got, arrays(plain), strict=True)
+        )
         assert client.statistics(start, {"server-round": 1})[0] == []
-    assert len([record for record in caplog.records if "eval mode" in record.message]) <= 1
+    assert (
+        len([record for record in caplog.records if "eval mode" in record.message]) <= 1
+    )
 
 
 class Counted(nn.Linear):
@@ -277,12 +409,18 @@ class Counted(nn.Linear):
         self.kept = state
 
 
-@pytest.mark.parametrize("kept", [{"steps": 1}, b"\0", None], ids=["dict", "bytes", "None"])
-def test_entries_that_are_no_tensors_are_refused_by_name(kept: Any, points, mlp) -> None:
+@pytest.mark.parametrize(
+    "kept", [{"steps": 1}, b"\0", None], ids=["dict", "bytes", "None"]
+)
+def test_entries_that_are_no_tensors_are_refused_by_name(
+    kept: Any, points, mlp
+) -> None:
     model = nn.Sequential(mlp(), Counted(3, 3).double())
     model[1].kept = kept
     with pytest.raises(ConfigError, match=r"'1\._extra_state' \("):
-        TorchClient(lambda: model, points(10, 1), points(6, 2), SETTINGS).fit([], {"server-round": 1})
+        TorchClient(lambda: model, points(10, 1), points(6, 2), SETTINGS).fit(
+            [], {"server-round": 1}
+        )
     with pytest.raises(StateError, match=r"'1\._extra_state'"):
         to_record(model.state_dict())
 
@@ -304,16 +442,38 @@ def test_switched_off_tracking_is_told_once(points, mlp, caplog) -> None:
         return model
 
     for _ in range(2):
-        TorchClient(build(), points(10, 1), points(6, 2), SETTINGS).fit(arrays(build()), {"server-round": 1})
-    assert len([record for record in caplog.records if "track_running_stats" in record.message]) == 1
+        TorchClient(build(), points(10, 1), points(6, 2), SETTINGS).fit(
+            arrays(build()), {"server-round": 1}
+        )
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "track_running_stats" in record.message
+            ]
+        )
+        == 1
+    )
 
 
-def test_clients_without_a_partition_id_draw_from_streams_of_their_own(points, mlp) -> None:
-    """Their node ids tell them apart: they had one stream, so that equal data gave equal batches and dropout."""
+def test_clients_without_a_partition_id_draw_from_streams_of_their_own(
+    points, mlp
+) -> None:
+    """Their node ids tell them apart: they had one stream, so that equal data gave
+    equal batches and dropout.
+    """
 
     def trained(node_id: int) -> list[np.ndarray]:
         alone = Context(1, node_id, {}, RecordDict(), {})
-        client = TorchClient(mlp(dropout=0.2), points(10, 1), points(6, 2), SETTINGS, context=alone, seed=5)
+        client = TorchClient(
+            mlp(dropout=0.2),
+            points(10, 1),
+            points(6, 2),
+            SETTINGS,
+            context=alone,
+            seed=5,
+        )
         return client.fit(arrays(mlp(dropout=0.2)), {"server-round": 1})[0]
 
     one, again, other = trained(2**63 + 1), trained(2**63 + 1), trained(7)
@@ -337,7 +497,11 @@ def test_evaluate_with_one_unnamed_test_set(client, points, mlp) -> None:
     loss, num_examples, metrics = client.evaluate(arrays(model), {})
     want = evaluate(model, points(6, 2))
     assert (loss, num_examples) == (want.loss, 6)
-    assert metrics == {"loss": want.loss, "accuracy": want.accuracy, "examples-tested": 6}
+    assert metrics == {
+        "loss": want.loss,
+        "accuracy": want.accuracy,
+        "examples-tested": 6,
+    }
 
 
 def test_evaluate_with_named_test_sets(points, mlp) -> None:
@@ -348,24 +512,37 @@ def test_evaluate_with_named_test_sets(points, mlp) -> None:
     assert (loss, num_examples) == (own.loss, 6)
     assert metrics["own-accuracy"] == own.accuracy
     assert (metrics["global-loss"], metrics["global-num-examples"]) == (union.loss, 8)
-    loss, num_examples, metrics = client.evaluate(arrays(mlp()), {"test-sets": "global"})
+    loss, num_examples, metrics = client.evaluate(
+        arrays(mlp()), {"test-sets": "global"}
+    )
     assert (loss, num_examples) == (union.loss, 8)
     assert "own-loss" not in metrics
 
 
-def test_an_unknown_test_set_is_refused_before_the_others_are_tested(points, mlp, monkeypatch) -> None:
+def test_an_unknown_test_set_is_refused_before_the_others_are_tested(
+    points, mlp, monkeypatch
+) -> None:
     """Without it the server heard of `'global'` alone."""
     monkeypatch.setattr("fedbn_flwr.client.torch_client.evaluate", None)
-    for tests, known in (({"own": points(8)}, "own"), (points(8), "one without a name")):
+    for tests, known in (
+        ({"own": points(8)}, "own"),
+        (points(8), "one without a name"),
+    ):
         client = TorchClient(mlp(), points(20), tests, SETTINGS, context=context())
         with pytest.raises(ConfigError, match=f"no test set 'global'; it has {known}"):
-            client.evaluate(arrays(mlp()), {"test-sets": "own,global" if known == "own" else "global"})
+            client.evaluate(
+                arrays(mlp()),
+                {"test-sets": "own,global" if known == "own" else "global"},
+            )
 
 
 def test_evaluate_changes_no_entry(client, mlp) -> None:
     model = mlp(dropout=0.2)
     client.evaluate(arrays(model), {})
-    assert all(np.array_equal(a, b) for a, b in zip(arrays(client.model), arrays(model), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(arrays(client.model), arrays(model), strict=True)
+    )
 
 
 def test_counters_received_as_floats_are_rounded(client) -> None:
@@ -389,25 +566,58 @@ def test_local_parts_are_kept_and_not_returned(client) -> None:
     zeros = [np.zeros_like(a) for a in got]
     client.evaluate(zeros, {**config, "fedbn-flwr.array-names": json.dumps(names)})
     assert not client.model[0].weight.any()
-    assert all(torch.equal(own[name], tensor) for name, tensor in client.model[1].state_dict().items())
+    assert all(
+        torch.equal(own[name], tensor)
+        for name, tensor in client.model[1].state_dict().items()
+    )
 
 
-def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(points) -> None:
-    """A strategy that has names alone cannot find it, and would average its gamma and beta."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)).double()
+def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(
+    points,
+) -> None:
+    """A strategy that has names alone cannot find it, and would average its gamma and
+    beta.
+    """
+    model = nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)
+    ).double()
     own = TorchClient(model, points(9), points(3), SETTINGS, context=context())
-    with pytest.raises(ConfigError, match=r"but not '2.weight': .* Pass parts=split_state\(model\) to the strategy\."):
-        own.fit(own.get_parameters({}), {"fedbn-flwr.local-entries": BN, "server-round": 1})
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"but not '2.weight': .* Pass parts=split_state\(model\) to the strategy\."
+        ),
+    ):
+        own.fit(
+            own.get_parameters({}), {"fedbn-flwr.local-entries": BN, "server-round": 1}
+        )
     whole = json.dumps([*json.loads(BN), "2.weight", "2.bias"])
-    assert len(own.fit(own.get_parameters({}), {"fedbn-flwr.local-entries": whole, "server-round": 1})[0]) == 2
+    assert (
+        len(
+            own.fit(
+                own.get_parameters({}),
+                {"fedbn-flwr.local-entries": whole, "server-round": 1},
+            )[0]
+        )
+        == 2
+    )
 
 
 def test_kept_entries_win_over_received_ones(client) -> None:
     """A common start that is sent again does not undo what the client learnt."""
     start = client.get_parameters({})
-    client.fit(start, {"server-round": 1, "fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
+    client.fit(
+        start,
+        {
+            "server-round": 1,
+            "fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"]),
+        },
+    )
     mean = client.model[1].running_mean.clone()
-    client.evaluate(start, {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
+    client.evaluate(
+        start,
+        {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])},
+    )
     assert torch.equal(client.model[1].running_mean, mean)
     client.evaluate(start, {})
     assert not client.model[1].running_mean.any()
@@ -422,13 +632,22 @@ def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
 
 
 @pytest.mark.parametrize("key", ["server-round", "server_round"])
-def test_the_round_decides_which_batches_are_drawn_and_is_needed(client, key: str) -> None:
-    """Flower's legacy strategies send no round, and its own projects send it with an underscore."""
+def test_the_round_decides_which_batches_are_drawn_and_is_needed(
+    client, key: str
+) -> None:
+    """Flower's legacy strategies send no round, and its own projects send it with an
+    underscore.
+    """
     start = client.get_parameters({})
-    first, second = (client.fit(start, {key: server_round})[0][0] for server_round in (1, 2))
+    first, second = (
+        client.fit(start, {key: server_round})[0][0] for server_round in (1, 2)
+    )
     assert not np.array_equal(first, second)
     assert np.array_equal(first, client.fit(start, {"server-round": 1})[0][0])
-    said = r"no 'server-round', .* on_fit_config_fn=lambda server_round: {'server-round': server_round}$"
+    said = (
+        r"no 'server-round', .* on_fit_config_fn=lambda server_round: {'server-round':"
+        r" server_round}$"
+    )
     with pytest.raises(ConfigError, match=said):
         client.fit(start, {})
 
@@ -438,16 +657,29 @@ def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
     with pytest.raises(DataError, match="no training examples"):
         client.fit(client.get_parameters({}), {"server-round": 1})
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
-    with pytest.raises(ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"):
-        client.fit(client.get_parameters({}), {"server-round": 1, "fedbn-flwr.hooks": "proximall"})
+    with pytest.raises(
+        ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"
+    ):
+        client.fit(
+            client.get_parameters({}),
+            {"server-round": 1, "fedbn-flwr.hooks": "proximall"},
+        )
 
 
 def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
-    client = TorchClient(mlp(), points(8), {"own": points(0), "global": points(6)}, SETTINGS, context=context())
+    client = TorchClient(
+        mlp(),
+        points(8),
+        {"own": points(0), "global": points(6)},
+        SETTINGS,
+        context=context(),
+    )
     loss, count, metrics = client.evaluate(client.get_parameters({}), {})
     assert metrics["own-num-examples"] == 0
     assert (count, loss) == (6, metrics["global-loss"])
-    assert not any(name.startswith("own-") and name != "own-num-examples" for name in metrics)
+    assert not any(
+        name.startswith("own-") and name != "own-num-examples" for name in metrics
+    )
 
 
 @pytest.mark.parametrize(
@@ -470,7 +702,9 @@ def test_what_is_no_data_set_is_refused_by_its_type(data: Any, points, mlp) -> N
     ],
     ids=["dicts", "triples", "of different lengths"],
 )
-def test_examples_that_are_no_pairs_of_one_shape_are_refused(examples: Any, named: str, points, mlp) -> None:
+def test_examples_that_are_no_pairs_of_one_shape_are_refused(
+    examples: Any, named: str, points, mlp
+) -> None:
     client = TorchClient(mlp(), examples, points(2), SETTINGS, context=context())
     with pytest.raises(DataError, match=named):
         client.fit(arrays(mlp()), {"server-round": 1})
@@ -478,7 +712,11 @@ def test_examples_that_are_no_pairs_of_one_shape_are_refused(examples: Any, name
 
 def renamed(client: TorchClient, **names: str) -> dict[str, str]:
     """A config whose names of the arrays are the model's, some of them changed."""
-    return {"fedbn-flwr.array-names": json.dumps([names.get(name, name) for name in client.model.state_dict()])}
+    return {
+        "fedbn-flwr.array-names": json.dumps(
+            [names.get(name, name) for name in client.model.state_dict()]
+        )
+    }
 
 
 @pytest.mark.parametrize(
@@ -490,7 +728,9 @@ def renamed(client: TorchClient, **names: str) -> dict[str, str]:
     ],
     ids=["one less", "another shape", "another name"],
 )
-def test_arrays_that_do_not_fit_the_model_are_refused(client, change: Any, config: Any, named: str) -> None:
+def test_arrays_that_do_not_fit_the_model_are_refused(
+    client, change: Any, config: Any, named: str
+) -> None:
     start = client.get_parameters({})
     names = renamed(client, **config) if config else {}
     with pytest.raises(StateError, match=named):

@@ -1,7 +1,9 @@
-"""A client of SCAFFOLD undoes a round whose reply is not used: the server's c stays the mean of the clients' c_i.
+"""A client of SCAFFOLD undoes a round whose reply is not used: the server's c stays the
+mean of the clients' c_i.
 
-Replies are lost or refused in any round; nodes restart, with their files and under another node id; the run is killed
-and resumed; clients come and go; the client is ours, or a user's loop with the mod.
+Replies are lost or refused in any round; nodes restart, with their files and under
+another node id; the run is killed and resumed; clients come and go; the client is ours,
+or a user's loop with the mod.
 """
 
 from __future__ import annotations
@@ -31,51 +33,91 @@ CLIENTS = len(SIZES)
 def assert_mean(run: Outcome) -> None:
     """Assert that c is the mean of the c_i; a client that never trained has 0."""
     states = [run.context(i).state for i in range(CLIENTS)]
-    own = [from_record(state.array_records["fedbn-flwr.rules"]) for state in states if "fedbn-flwr.rules" in state]
+    own = [
+        from_record(state.array_records["fedbn-flwr.rules"])
+        for state in states
+        if "fedbn-flwr.rules" in state
+    ]
     assert run.strategy.variates
     for name, c in run.strategy.variates.items():
         key = next(key for key in own[0] if key.endswith(f"Variates/{name}"))
         total = np.sum([mine[key] for mine in own], axis=0)
-        np.testing.assert_allclose(c, total / CLIENTS, rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            c, total / CLIENTS, rtol=1e-9, atol=1e-12, err_msg=name
+        )
 
 
 def files(folder: Path, partition: int) -> list[str]:
     """Return the rounds of a client's files."""
-    return sorted(path.name.split(".")[2] for path in (folder / f"experiment/partition-{partition}").glob("*.first.*"))
+    return sorted(
+        path.name.split(".")[2]
+        for path in (folder / f"experiment/partition-{partition}").glob("*.first.*")
+    )
 
 
-def new_process(message: Message, context: Context, call_next: Any, rounds: Collection[int] = range(99)) -> Message:
-    """A node whose process is new at the training of these rounds: its context is empty."""
+def new_process(
+    message: Message,
+    context: Context,
+    call_next: Any,
+    rounds: Collection[int] = range(99),
+) -> Message:
+    """A node whose process is new at the training of these rounds: its context is
+    empty.
+    """
     config = message.content.config_records.get("config", {})
-    if message.metadata.message_type == "train" and config.get("server-round") in rounds:
+    if (
+        message.metadata.message_type == "train"
+        and config.get("server-round") in rounds
+    ):
         context.state.clear()
     return call_next(message, context)
 
 
-@pytest.mark.parametrize("min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"])
+@pytest.mark.parametrize(
+    "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
+)
 @pytest.mark.parametrize("method", [Scaffold, BNScaffold, combined(FedBN, Scaffold)])
-def test_replies_are_lost(method, min_replies, federate, datasets, mlp, monkeypatch, caplog) -> None:
-    """In the first round, in a later one, and twice in a row. Without tests nothing else mends a client's part."""
+def test_replies_are_lost(
+    method, min_replies, federate, datasets, mlp, monkeypatch, caplog
+) -> None:
+    """In the first round, in a later one, and twice in a row. Without tests nothing
+    else mends a client's part.
+    """
     lose_replies(monkeypatch, {1: 0, 2: 2, 3: 2, 5: 1})
-    run = federate(method(min_replies=min_replies, fraction_evaluate=0.0), mlp, datasets, rounds=6)
+    run = federate(
+        method(min_replies=min_replies, fraction_evaluate=0.0), mlp, datasets, rounds=6
+    )
     some = CLIENTS - 1 if min_replies == 1 else 0
-    used = [0 if report.kept_previous else report.replied for report in run.strategy.reports]
+    used = [
+        0 if report.kept_previous else report.replied for report in run.strategy.reports
+    ]
     assert used == [some, some, some, CLIENTS, some, CLIENTS]
     assert_mean(run)
     assert "had lost what it kept" not in caplog.text
 
 
-def test_a_refused_reply_takes_all_back_that_the_client_keeps(federate, datasets, mlp, same_bits) -> None:
-    """After the test of round 2 it is as after round 1: c_i, and the BN entries of FedBN."""
+def test_a_refused_reply_takes_all_back_that_the_client_keeps(
+    federate, datasets, mlp, same_bits
+) -> None:
+    """After the test of round 2 it is as after round 1: c_i, and the BN entries of
+    FedBN.
+    """
     spoil = spoil_state(lambda state: state.pop("0.weight"))
     bad = functools.partial(spoiling, spoil, rounds={2})
-    runs = [federate(combined(FedBN, Scaffold)(), mlp, datasets, rounds=n, wrap=bad) for n in (1, 2)]
+    runs = [
+        federate(combined(FedBN, Scaffold)(), mlp, datasets, rounds=n, wrap=bad)
+        for n in (1, 2)
+    ]
     for key in ("fedbn-flwr.local", "fedbn-flwr.rules"):
-        once, twice = (from_record(run.context(BAD).state.array_records[key]) for run in runs)
+        once, twice = (
+            from_record(run.context(BAD).state.array_records[key]) for run in runs
+        )
         same_bits(twice, once)
 
 
-@pytest.mark.parametrize("hidden", [{1: {1}, 3: {2}}, {2: {1}}, {1: {2}, 2: {1}, 3: {0}}])
+@pytest.mark.parametrize(
+    "hidden", [{1: {1}, 3: {2}}, {2: {1}}, {1: {2}, 2: {1}, 3: {0}}]
+)
 def test_clients_come_and_go(hidden, federate, datasets, mlp) -> None:
     """N is the number of clients so far, whether or not they are ever there together."""
     run = federate(Scaffold(), mlp, datasets, rounds=3, hide=hidden)
@@ -83,7 +125,9 @@ def test_clients_come_and_go(hidden, federate, datasets, mlp) -> None:
     assert_mean(run)
 
 
-def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(federate, datasets, mlp, monkeypatch) -> None:
+def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(
+    federate, datasets, mlp, monkeypatch
+) -> None:
     lose_replies(monkeypatch, {1: 2})
     run = federate(Scaffold(), mlp, datasets, rounds=3, hide={2: {2}, 3: {2}})
     assert run.strategy.num_clients == CLIENTS
@@ -92,12 +136,17 @@ def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(federa
 def test_a_client_without_its_variate_begins_with_zero_and_is_named(
     federate, datasets, mlp, monkeypatch, caplog
 ) -> None:
-    """Its process ends after a round whose reply is lost: nothing is left to go back to."""
+    """Its process ends after a round whose reply is lost: nothing is left to go back
+    to.
+    """
 
     def forgetful(client_fn):
         def client(context):
             about = context.state.config_records.get("fedbn-flwr.local.about", {})
-            if context.node_config["partition-id"] == 0 and about.get("server-round") == 2:
+            if (
+                context.node_config["partition-id"] == 0
+                and about.get("server-round") == 2
+            ):
                 context.state = RecordDict()
             return client_fn(context)
 
@@ -105,17 +154,36 @@ def test_a_client_without_its_variate_begins_with_zero_and_is_named(
 
     lose_replies(monkeypatch, {2: 0})
     with caplog.at_level(logging.WARNING, "flwr"):
-        run = federate(Scaffold(fraction_evaluate=0.0), mlp, datasets, rounds=4, wrap=forgetful)
-    assert [report.replied for report in run.strategy.reports] == [CLIENTS, CLIENTS - 1, CLIENTS, CLIENTS]
-    assert [text for text in caplog.messages if "(partition 0) had lost what it kept between rounds" in text]
+        run = federate(
+            Scaffold(fraction_evaluate=0.0), mlp, datasets, rounds=4, wrap=forgetful
+        )
+    assert [report.replied for report in run.strategy.reports] == [
+        CLIENTS,
+        CLIENTS - 1,
+        CLIENTS,
+        CLIENTS,
+    ]
+    assert [
+        text
+        for text in caplog.messages
+        if "(partition 0) had lost what it kept between rounds" in text
+    ]
 
 
 @pytest.mark.parametrize("rounds", [range(99), (4,)], ids=["always", "once"])
 def test_nodes_restart(rounds, on_disk, monkeypatch, tmp_path) -> None:
-    """The file of the last used round is there, also after two lost ones; the undone files are gone."""
+    """The file of the last used round is there, also after two lost ones; the undone
+    files are gone.
+    """
     lose_replies(monkeypatch, {1: 0, 2: 1, 3: 1})
     run = on_disk(Scaffold(), 5, mods=(functools.partial(new_process, rounds=rounds),))
-    assert [report.participants for report in run.strategy.reports] == [[1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+    assert [report.participants for report in run.strategy.reports] == [
+        [1, 2],
+        [0, 2],
+        [0, 2],
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
     assert_mean(run)
     assert files(tmp_path, 1) == ["4", "5"]
 
@@ -152,14 +220,21 @@ def test_a_resumed_run(query, on_disk, tmp_path) -> None:
     assert "2" in files(tmp_path, 1), "a second resume needs it"
 
 
-@pytest.mark.parametrize("min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"])
-def test_a_run_resumed_from_a_round_whose_reply_was_lost(min_replies, on_disk, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
+)
+def test_a_run_resumed_from_a_round_whose_reply_was_lost(
+    min_replies, on_disk, monkeypatch
+) -> None:
     """The run goes on for a round after the checkpoint before it is killed."""
     saved: dict[str, Any] = {}
 
     def checkpoint(server_round: int, *_: Any) -> None:
         if server_round == 2:
-            saved.update(state=copy.deepcopy(before.state_dict()), arrays=from_record(before.run.arrays))
+            saved.update(
+                state=copy.deepcopy(before.state_dict()),
+                arrays=from_record(before.run.arrays),
+            )
             before.continuity = Continuity("experiment", "first", (2,))
 
     before = Scaffold(min_replies=min_replies, on_round_end=checkpoint)
@@ -181,8 +256,11 @@ def test_the_next_run_of_a_series_begins_with_zero(on_disk, same_bits) -> None:
 
     def look(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)
-        if message.metadata.message_type == "evaluate":  # after no training, with what the first run has left
-            seen[int(context.node_config["partition-id"])] = [key for key in context.state if key.startswith("fedbn")]
+        # after no training, with what the first run has left
+        if message.metadata.message_type == "evaluate":
+            seen[int(context.node_config["partition-id"])] = [
+                key for key in context.state if key.startswith("fedbn")
+            ]
         return reply
 
     strategy = kind()
@@ -192,13 +270,20 @@ def test_the_next_run_of_a_series_begins_with_zero(on_disk, same_bits) -> None:
     assert strategy.run.kept.hashes.keys() == first.strategy.run.kept.hashes.keys()
 
 
-def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(on_disk) -> None:
-    """Its node starts again with one; the checkpoint names the clients with which a run cannot be resumed."""
+def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(
+    on_disk,
+) -> None:
+    """Its node starts again with one; the checkpoint names the clients with which a run
+    cannot be resumed.
+    """
     in_memory: list[list[str]] = []
 
     def bare_at_first(message: Message, context: Context, call_next: Any) -> Message:
         config = message.content.config_records.get("config", {})
-        bare = config.get("server-round") == 1 and context.node_config["partition-id"] != BAD
+        bare = (
+            config.get("server-round") == 1
+            and context.node_config["partition-id"] != BAD
+        )
         folder = context.node_config.pop("state-dir") if bare else None
         reply = call_next(message, context)
         context.node_config |= {"state-dir": folder} if bare else {}

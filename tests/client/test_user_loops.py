@@ -1,6 +1,8 @@
-"""A user's training loop with the mod ends in the bits of our own client: one table of methods and ways.
+"""A user's training loop with the mod ends in the bits of our own client: one table of
+methods and ways.
 
-The oracle of a method is ``TorchClient`` with the same data and the same batches, over the Message API.
+The oracle of a method is ``TorchClient`` with the same data and the same batches, over
+the Message API.
 """
 
 from __future__ import annotations
@@ -45,7 +47,15 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 from tests.support.in_parts import InParts, Joined
 from tests.support.their_client import numpy_clients
-from tests.support.user_loops import BATCH, SIZES, closure_loop, compiled_loop, fixbn_loop, hooked_loop, plain_loop
+from tests.support.user_loops import (
+    BATCH,
+    SIZES,
+    closure_loop,
+    compiled_loop,
+    fixbn_loop,
+    hooked_loop,
+    plain_loop,
+)
 
 ROUNDS = 3
 Make = Callable[[], Strategy]
@@ -60,7 +70,9 @@ METHODS: dict[str, Make] = {
     "bn-scaffold": BNScaffold,
     "fixbn": functools.partial(FixBN, freeze_at=1),
     "fixbn, affine too": functools.partial(FixBN, freeze_at=1, freeze_affine=True),
-    "fixbn, automatic": functools.partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e9),
+    "fixbn, automatic": functools.partial(
+        FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e9
+    ),
     "fbn": FBN,
     "fbn, pass": functools.partial(FBN, fbn_measure="pass"),
     "hbn": functools.partial(HBN, share_alpha=True),
@@ -77,8 +89,14 @@ METHODS: dict[str, Make] = {
     "silobn, recalibrated": functools.partial(SiloBN, recalibrate=True),
 }
 SERVERS: dict[str, Make] = {
-    # Nothing of these methods is in a user's loop: they run where the loop over rounds is another.
-    "sampled": lambda: FedAvg(fraction_train=0.5, fraction_evaluate=0.5, min_train_nodes=1, min_evaluate_nodes=1),
+    # Nothing of these methods is in a user's loop: they run where the loop over
+    # rounds # is another.
+    "sampled": lambda: FedAvg(
+        fraction_train=0.5,
+        fraction_evaluate=0.5,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+    ),
     "pooled": functools.partial(FedAvg, variance="pooled"),
     "fedbs": functools.partial(FedBS, fedbs_eps=10.0, fedbs_rounds=2),
     "fedavgm": functools.partial(FedAvgM, server_momentum=0.9),
@@ -90,8 +108,17 @@ ALL = METHODS | SERVERS
 WITHOUT_HOOKS = ("fedavg", "fedbn", "silobn", "mtfl", "standalone")
 SYNCHRONISED = ("fedtan", "feddna", "fedtan2")
 REESTIMATED = ("staticbn", "silobn, recalibrated")
-WITH_MOMENTUM = ("local momentum", "global momentum", "fedbn, local momentum", "fedbn, global momentum", "fbn", "hbn")
-ONLY_FIT_AND_EVALUATE = [name for name in ALL if name not in (*SYNCHRONISED, *REESTIMATED)]
+WITH_MOMENTUM = (
+    "local momentum",
+    "global momentum",
+    "fedbn, local momentum",
+    "fedbn, global momentum",
+    "fbn",
+    "hbn",
+)
+ONLY_FIT_AND_EVALUATE = [
+    name for name in ALL if name not in (*SYNCHRONISED, *REESTIMATED)
+]
 
 
 def momentum_of(name: str) -> float:
@@ -116,12 +143,19 @@ class Ways:
     def ours(self, name: str) -> Any:
         """Our own client, by messages; its clients meet at a barrier."""
         if name not in OURS:
-            options = {"sgd_momentum": momentum_of(name), "grid_options": {"threads": len(SIZES)}}
-            OURS[name] = self.federate(ALL[name](), self.model(name), self.datasets, rounds=ROUNDS, **options)
+            options = {
+                "sgd_momentum": momentum_of(name),
+                "grid_options": {"threads": len(SIZES)},
+            }
+            OURS[name] = self.federate(
+                ALL[name](), self.model(name), self.datasets, rounds=ROUNDS, **options
+            )
         return OURS[name]
 
     def app(self, name: str, loop: Any, **options: Any) -> Any:
-        """The user's app with this loop; ``barrier=False``: exchanges travel by messages."""
+        """The user's app with this loop; ``barrier=False``: exchanges travel by
+        messages.
+        """
         model = self.model(name)
         app = self.user_app(loop, query=name in SYNCHRONISED + REESTIMATED, model=model)
         return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, **options)
@@ -133,7 +167,9 @@ class Ways:
         return self.app(name, fixbn_loop)
 
     def hooked(self, name: str, **options: Any) -> Any:
-        return self.app(name, functools.partial(hooked_loop, momentum=momentum_of(name)), **options)
+        return self.app(
+            name, functools.partial(hooked_loop, momentum=momentum_of(name)), **options
+        )
 
     def by_messages(self, name: str) -> Any:
         return self.hooked(name, barrier=False)
@@ -145,37 +181,64 @@ class Ways:
         return self.app(name, functools.partial(closure_loop, as_keyword=True))
 
     def compiled(self, name: str) -> Any:
-        torch._dynamo.reset()  # what was compiled for another method must not be used here
+        # what was compiled for another method must not be used here
+        torch._dynamo.reset()
         # torch's compiler parses Python, which in 3.11 is not safe in several threads.
         loop = functools.partial(compiled_loop, momentum=momentum_of(name))
         return self.app(name, loop, barrier=False, grid_options={"threads": 1})
 
     def numpy_fn(self, name: str) -> Any:
         rules = name not in WITHOUT_HOOKS
-        return numpy_clients(self.model(name), self.datasets, has_rules=rules, momentum=momentum_of(name))
+        return numpy_clients(
+            self.model(name), self.datasets, has_rules=rules, momentum=momentum_of(name)
+        )
 
     def numpy_client(self, name: str, barrier: bool = True) -> Any:
         app = client_app(self.numpy_fn(name), mods=[local_bn])
         threads = {"threads": len(SIZES)}
         model = self.model(name)
-        return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, barrier=barrier, grid_options=threads)
+        return self.run_app(
+            ALL[name](),
+            app,
+            model=model,
+            rounds=ROUNDS,
+            barrier=barrier,
+            grid_options=threads,
+        )
 
     def numpy_client_by_messages(self, name: str) -> Any:
         return self.numpy_client(name, barrier=False)
 
     def numpy_client_in_the_legacy_loop(self, name: str) -> Any:
-        return self._legacy(name, ClientApp(client_fn=self.numpy_fn(name), mods=[local_bn]))
+        return self._legacy(
+            name, ClientApp(client_fn=self.numpy_fn(name), mods=[local_bn])
+        )
 
     def our_client_in_the_legacy_loop(self, name: str) -> Any:
-        training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=BATCH, sgd_momentum=momentum_of(name))
+        training = LocalTraining(
+            learning_rate=LearningRate(0.1),
+            batch_size=BATCH,
+            sgd_momentum=momentum_of(name),
+        )
         client_fn = torch_clients(self.model(name), self.datasets, training)
-        return self._legacy(name, ClientApp(client_fn=lambda context: client_fn(context).to_client()))
+        return self._legacy(
+            name, ClientApp(client_fn=lambda context: client_fn(context).to_client())
+        )
 
     def in_parts(self, name: str, form: str = "dict") -> Any:
         """Our own client, whose inputs are in parts that the model joins."""
         data = [InParts(own, form) for own in self.datasets]
-        options = {"sgd_momentum": momentum_of(name), "grid_options": {"threads": len(SIZES)}}
-        return self.federate(ALL[name](), lambda: Joined(*self.mlp().children()), data, rounds=ROUNDS, **options)
+        options = {
+            "sgd_momentum": momentum_of(name),
+            "grid_options": {"threads": len(SIZES)},
+        }
+        return self.federate(
+            ALL[name](),
+            lambda: Joined(*self.mlp().children()),
+            data,
+            rounds=ROUNDS,
+            **options,
+        )
 
     def in_a_pair(self, name: str) -> Any:
         return self.in_parts(name, "pair")
@@ -199,8 +262,19 @@ TABLE: dict[str, Any] = {
     "compiled": ("bn-scaffold", "fixbn", "fbn", "hbn", "fedtan"),
     "numpy_client": [name for name in METHODS if name not in REESTIMATED],
     "numpy_client_by_messages": ("fedtan", "feddna"),
-    "numpy_client_in_the_legacy_loop": [name for name in METHODS if name in ONLY_FIT_AND_EVALUATE],
-    "in_parts": ("fedbn", "fedprox", "scaffold", "hbn", "fbn, pass", "bn-scaffold", "fedtan", *REESTIMATED),
+    "numpy_client_in_the_legacy_loop": [
+        name for name in METHODS if name in ONLY_FIT_AND_EVALUATE
+    ],
+    "in_parts": (
+        "fedbn",
+        "fedprox",
+        "scaffold",
+        "hbn",
+        "fbn, pass",
+        "bn-scaffold",
+        "fedtan",
+        *REESTIMATED,
+    ),
     "in_a_pair": ("fedbn",),
     "in_a_named_tuple": ("fbn, pass",),
     "our_client_in_the_legacy_loop": ONLY_FIT_AND_EVALUATE,
@@ -208,51 +282,87 @@ TABLE: dict[str, Any] = {
 
 
 def copies_of(model: nn.Module) -> Callable[[], nn.Module]:
-    """Builds a model that draws nothing: a thread of the run before may still put the generators back."""
+    """Builds a model that draws nothing: a thread of the run before may still put the
+    generators back.
+    """
     return lambda: copy.deepcopy(model)
 
 
 @pytest.fixture
-def ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net) -> Ways:
-    return Ways(federate, run_app, run_legacy_loop, user_app, datasets, copies_of(mlp()), copies_of(wsconv_net()))
+def ways(
+    federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net
+) -> Ways:
+    return Ways(
+        federate,
+        run_app,
+        run_legacy_loop,
+        user_app,
+        datasets,
+        copies_of(mlp()),
+        copies_of(wsconv_net()),
+    )
 
 
-@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in TABLE.items() for name in names])
-def test_every_way_of_a_loop_has_the_bits_of_our_client(way: str, name: str, ways: Ways, same_bits) -> None:
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for way, names in TABLE.items() for name in names]
+)
+def test_every_way_of_a_loop_has_the_bits_of_our_client(
+    way: str, name: str, ways: Ways, same_bits
+) -> None:
     ours = ways.ours(name)
     theirs = getattr(ways, way)(name)
     if "legacy" in way:
-        history = [dict(zip(ours.state, arrays, strict=True)) for arrays in theirs.history]
+        history = [
+            dict(zip(ours.state, arrays, strict=True)) for arrays in theirs.history
+        ]
         assert len(history) == ROUNDS + 1
     else:
         history = theirs.history
     for mine, state in zip(history, ours.history, strict=True):
         same_bits(mine, state)
     assert theirs.strategy.run.kept.hashes == ours.strategy.run.kept.hashes
-    for mine, report in zip(theirs.strategy.reports, ours.strategy.reports, strict=True):
-        assert (mine.phase, mine.participants, mine.rejected) == (report.phase, report.participants, {})
+    for mine, report in zip(
+        theirs.strategy.reports, ours.strategy.reports, strict=True
+    ):
+        assert (mine.phase, mine.participants, mine.rejected) == (
+            report.phase,
+            report.participants,
+            {},
+        )
         assert mine.train == report.train or "numpy" in way or "messages" in way
         tested = {client: found["loss"] for client, found in mine.evaluations.items()}
-        assert tested == pytest.approx({client: found["loss"] for client, found in report.evaluations.items()})
+        assert tested == pytest.approx(
+            {client: found["loss"] for client, found in report.evaluations.items()}
+        )
     if way == "our_client_in_the_legacy_loop":
         same_metrics_too(theirs, ours)
     if way == "by_messages":
         no_replay_log(theirs)
-        assert theirs.strategy.reports[0].train.exchanges == 1 + (2 if name == "feddna" else 3)
+        assert theirs.strategy.reports[0].train.exchanges == 1 + (
+            2 if name == "feddna" else 3
+        )
 
 
 def same_metrics_too(legacy: Any, ours: Any) -> None:
     """Flower's legacy loop: the same traffic and metrics as by messages."""
-    for mine, report in zip(legacy.strategy.reports, ours.strategy.reports, strict=True):
+    for mine, report in zip(
+        legacy.strategy.reports, ours.strategy.reports, strict=True
+    ):
         assert mine.evaluate == report.evaluate, "the same bytes"
-        assert (mine.metrics, mine.clients, mine.evaluations) == (report.metrics, report.clients, report.evaluations)
+        assert (mine.metrics, mine.clients, mine.evaluations) == (
+            report.metrics,
+            report.clients,
+            report.evaluations,
+        )
     records = ours.result.evaluate_metrics_clientapp.values()
     for (loss, metrics), record in zip(legacy.evaluations, records, strict=True):
         assert {"loss": loss, **metrics} == dict(record)
 
 
 def no_replay_log(run: Any) -> None:
-    assert not [key for i in range(len(SIZES)) for key in run.context(i).state if "step" in key]
+    assert not [
+        key for i in range(len(SIZES)) for key in run.context(i).state if "step" in key
+    ]
 
 
 def test_what_clients_keep_is_the_same(ways: Ways, same_bits) -> None:
@@ -271,7 +381,9 @@ def test_fixbn_without_the_mod_is_proved_by_its_arrays(ways: Ways, user_app) -> 
 
 def test_fedbs_weighs_clients_by_the_users_metric(ways: Ways, user_app) -> None:
     ours = ways.federate(FedBS(fedbs_rounds=9), ways.mlp, ways.datasets, rounds=2)
-    theirs = ways.run_app(FedBS(fedbs_rounds=9, loss_key="train_loss"), user_app(), rounds=2)
+    theirs = ways.run_app(
+        FedBS(fedbs_rounds=9, loss_key="train_loss"), user_app(), rounds=2
+    )
     for name, array in ours.state.items():
         np.testing.assert_allclose(theirs.state[name], array, rtol=1e-9)
 

@@ -1,8 +1,10 @@
-"""Canaries: what ``compat/flower.py`` takes from Flower is still so; a docstring says what no longer is.
+"""Canaries: what ``compat/flower.py`` takes from Flower is still so; a docstring says
+what no longer is.
 
-One test for each function there, by its name: where one fails, mend that function. Where the package itself can no
-longer be imported, they run with ``pytest --noconftest tests/compat/test_flower.py``: the first test then names what
-has moved.
+One test for each function there, by its name: where one fails, mend that function.
+Where the package itself can no longer be imported, they run with
+``pytest --noconftest tests/compat/test_flower.py``: the first test then names what has
+moved.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ from unittest.mock import MagicMock
 import httpx
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, message_size_mod
 from flwr.common import ndarrays_to_parameters
@@ -55,7 +67,11 @@ def message(seam: ModuleType) -> Message:
 
 def metadata(message: Message) -> dict[str, Any]:
     """What a message's metadata tells in public."""
-    names = [name for name, value in inspect.getmembers(type(message.metadata)) if isinstance(value, property)]
+    names = [
+        name
+        for name, value in inspect.getmembers(type(message.metadata))
+        if isinstance(value, property)
+    ]
     return {name: getattr(message.metadata, name) for name in names}
 
 
@@ -65,7 +81,9 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield (module, name or "", line) of every import of Flower in a file, those inside functions too."""
+    """Yield (module, name or "", line) of every import of Flower in a file, those
+    inside functions too.
+    """
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found = [(alias.name, "") for alias in node.names]
@@ -81,11 +99,15 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 def test_every_name_is_where_it_was() -> None:
     for path in sorted((PACKAGE / "compat").glob("*.py")):
         for module, name, line in imported(path):
-            assert hasattr(importlib.import_module(module), name), f"compat/{path.name}, line {line}: {module}.{name}"
+            assert hasattr(importlib.import_module(module), name), (
+                f"compat/{path.name}, line {line}: {module}.{name}"
+            )
 
 
 def test_every_function_has_a_canary(seam: ModuleType) -> None:
-    functions = [name for name in seam.__all__ if inspect.isfunction(getattr(seam, name))]
+    functions = [
+        name for name in seam.__all__ if inspect.isfunction(getattr(seam, name))
+    ]
     missing = [name for name in functions if f"test_{name}" not in globals()]
     assert missing == [], f"write a test for each of these functions of {SEAM}"
 
@@ -129,9 +151,16 @@ def test_as_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
         assert seam.TaskIdentity.node_id == node_id
 
 
-def check_grid(function: Callable[[Any], bool], engine: str, name: str, other: str) -> None:
-    """The engine makes its grid with the class of that name, which the function knows; the other class is another."""
-    module, grids = importlib.import_module(engine), importlib.import_module("flwr.superlink.grid")
+def check_grid(
+    function: Callable[[Any], bool], engine: str, name: str, other: str
+) -> None:
+    """The engine makes its grid with the class of that name, which the function knows;
+    the other class is another.
+    """
+    module, grids = (
+        importlib.import_module(engine),
+        importlib.import_module("flwr.superlink.grid"),
+    )
     assert f"{name}(" in inspect.getsource(module)
     grid = getattr(module, name)
     assert function(grid.__new__(grid))
@@ -140,11 +169,21 @@ def check_grid(function: Callable[[Any], bool], engine: str, name: str, other: s
 
 
 def test_is_simulation_grid(seam: ModuleType) -> None:
-    check_grid(seam.is_simulation_grid, "flwr.simulation.run_simulation", "InMemoryGrid", "HttpGrid")
+    check_grid(
+        seam.is_simulation_grid,
+        "flwr.simulation.run_simulation",
+        "InMemoryGrid",
+        "HttpGrid",
+    )
 
 
 def test_is_network_grid(seam: ModuleType) -> None:
-    check_grid(seam.is_network_grid, "flwr.superlink.runtime.run_serverapp", "HttpGrid", "InMemoryGrid")
+    check_grid(
+        seam.is_network_grid,
+        "flwr.superlink.runtime.run_serverapp",
+        "HttpGrid",
+        "InMemoryGrid",
+    )
 
 
 def test_copied_message(seam: ModuleType, message: Message) -> None:
@@ -173,7 +212,10 @@ def test_copied_context(seam: ModuleType, message: Message) -> None:
 
 def test_filled(seam: ModuleType) -> None:
     """A record keeps its entries in _data."""
-    config, metrics = ConfigRecord({"text": "a", "list": [1, 2]}), MetricRecord({"loss": 0.5})
+    config, metrics = (
+        ConfigRecord({"text": "a", "list": [1, 2]}),
+        MetricRecord({"loss": 0.5}),
+    )
     arrays = ArrayRecord({"w": Array(np.arange(3.0))})
     content = RecordDict({"arrays": arrays, "config": config, "metrics": metrics})
     for record in (config, metrics, arrays, content):
@@ -190,7 +232,9 @@ def test_filled(seam: ModuleType) -> None:
 
 def test_readdressed(seam: ModuleType, message: Message) -> None:
     """A message is its metadata, its content and its error."""
-    other = Message(RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3")
+    other = Message(
+        RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3"
+    )
     made = seam.readdressed(message, other.content, 7)
     expected = {**metadata(other), "created_at": message.metadata.created_at}
     assert metadata(made) == expected
@@ -204,13 +248,20 @@ def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
     seam.set_message_id(message, "asked")
     if error:
         message = Message(Error(1, "lost"), reply_to=message)
-    usual, made = Message(RecordDict(), reply_to=message), seam.answer(message, content := RecordDict())
+    usual, made = (
+        Message(RecordDict(), reply_to=message),
+        seam.answer(message, content := RecordDict()),
+    )
     times = ("created_at", "ttl")
     expected, told = metadata(usual), metadata(made)
-    assert {k: v for k, v in told.items() if k not in times} == {k: v for k, v in expected.items() if k not in times}
+    assert {k: v for k, v in told.items() if k not in times} == {
+        k: v for k, v in expected.items() if k not in times
+    }
     for key in times:
         assert told[key] == pytest.approx(expected[key], abs=5)
-    assert told["created_at"] + told["ttl"] == pytest.approx(expected["created_at"] + expected["ttl"])
+    assert told["created_at"] + told["ttl"] == pytest.approx(
+        expected["created_at"] + expected["ttl"]
+    )
     assert made.content is content
     assert not made.has_error()
     assert vars(made).keys() == vars(usual).keys()
@@ -218,10 +269,14 @@ def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
 
 
 def test_array_of_bytes(seam: ModuleType) -> None:
-    """An Array is its dtype, shape, stype and data, and knows by itself that it has changed."""
+    """An Array is its dtype, shape, stype and data, and knows by itself that it has
+    changed.
+    """
     like = Array(np.arange(6.0).reshape(2, 3))
     array = seam.array_of_bytes(like.dtype, like.shape, like.data)
-    assert vars(array) == {name: value for name, value in vars(like).items() if name != "_is_dirty"}
+    assert vars(array) == {
+        name: value for name, value in vars(like).items() if name != "_is_dirty"
+    }
     assert array == like
     assert (array.is_dirty, array.object_id) == (True, like.object_id)
     array.data = Array(np.zeros((2, 3))).data
@@ -250,7 +305,9 @@ def test_set_message_id(seam: ModuleType, message: Message) -> None:
     told = metadata(message)
     seam.set_message_id(message, "an-id")
     assert metadata(message) == {**told, "message_id": "an-id"}
-    assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
+    assert (
+        Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
+    )
 
 
 def test_stamped(seam: ModuleType, message: Message) -> None:
@@ -279,7 +336,11 @@ def test_set_reply_address(seam: ModuleType, message: Message) -> None:
     wrong = Message(Error(6, "refused"), reply_to=reply)
     told = metadata(wrong)
     assert seam.set_reply_address(wrong, message)
-    assert metadata(wrong) == {**told, "reply_to_message_id": "an-id", "src_node_id": message.metadata.dst_node_id}
+    assert metadata(wrong) == {
+        **told,
+        "reply_to_message_id": "an-id",
+        "src_node_id": message.metadata.dst_node_id,
+    }
 
 
 def test_app_error(seam: ModuleType, message: Message) -> None:
@@ -287,7 +348,11 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
 
     What Flower's simulation answers for an app that raised, made by its own worker.
     """
-    stop, asked, answered = threading.Event(), queue.Queue[Message](), queue.Queue[Message]()
+    stop, asked, answered = (
+        threading.Event(),
+        queue.Queue[Message](),
+        queue.Queue[Message](),
+    )
 
     def process_message(*_: Any) -> Any:
         stop.set()
@@ -297,7 +362,10 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
     asked.put(message)
     backend = SimpleNamespace(process_message=process_message)
     worker(asked, answered, {4: MagicMock()}, backend, stop, MagicMock())
-    theirs, ours = answered.get(timeout=0).error, seam.app_error(message, ValueError("no data")).error
+    theirs, ours = (
+        answered.get(timeout=0).error,
+        seam.app_error(message, ValueError("no data")).error,
+    )
     assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
     assert seam.app_error(message, "in words").error.reason == "in words"
 
@@ -306,31 +374,54 @@ def test_as_error(seam: ModuleType, message: Message) -> None:
     """A reply with an error is one with content, with an Error in the content's place."""
     reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
     failed = seam.as_error(reply, "why")
-    assert (failed.has_content(), failed.error.code, failed.error.reason) == (False, 0, "why")
+    assert (failed.has_content(), failed.error.code, failed.error.reason) == (
+        False,
+        0,
+        "why",
+    )
     assert metadata(failed) == metadata(reply)
-    assert vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
+    assert (
+        vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
+    )
     assert list(reply.content) == ["a"], "the reply does not change"
 
 
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
-    """ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes that are gone."""
+    """ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes
+    that are gone.
+    """
     codes = seam.ErrorCode
     assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
-    assert (codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE, codes.NODE_UNAVAILABLE) == (3, 4, 5)
+    assert (
+        codes.MESSAGE_UNAVAILABLE,
+        codes.REPLY_MESSAGE_UNAVAILABLE,
+        codes.NODE_UNAVAILABLE,
+    ) == (3, 4, 5)
     replies = [Message(Error(code, ""), reply_to=message) for code in (2, 3, 4, 5)]
-    assert [seam.is_app_error(reply) for reply in replies] == [True, False, False, False]
+    assert [seam.is_app_error(reply) for reply in replies] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
     """A mod that expects one ArrayRecord answers with an error of its own code."""
-    refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(message, Context(1, 1, {}, RecordDict(), {}), lambda m, c: m)
+    refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(
+        message, Context(1, 1, {}, RecordDict(), {}), lambda m, c: m
+    )
     assert seam.is_mod_refusal(refused)
     assert not seam.is_mod_refusal(Message(Error(2, ""), reply_to=message))
     assert not seam.is_mod_refusal(Message(RecordDict(), reply_to=message))
 
 
-def chained(message: Message, seam: ModuleType) -> tuple[list[Any], Any, Any, Callable[..., Any]]:
-    """Two mods and what the first one of an app is given to call, which would call the second and the function."""
+def chained(
+    message: Message, seam: ModuleType
+) -> tuple[list[Any], Any, Any, Callable[..., Any]]:
+    """Two mods and what the first one of an app is given to call, which would call the
+    second and the function.
+    """
     given: list[Any] = []
 
     def first(message: Message, context: Context, call_next: Any) -> Message:
@@ -374,7 +465,10 @@ def test_earlier_mods(seam: ModuleType, message: Message) -> None:
 def test_with_mods(seam: ModuleType, message: Message) -> None:
     """Make_ffn puts the first mod of a list outermost."""
     _, second, function, _ = chained(message, seam)
-    assert seam.later_mods(seam.with_mods(function, [second, second])) == ([second, second], function)
+    assert seam.later_mods(seam.with_mods(function, [second, second])) == (
+        [second, second],
+        function,
+    )
     assert seam.with_mods(function, []) is function
 
 
@@ -386,14 +480,22 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
     assert seam.lacks_function(seam.app_error(message, error.value), "query.some")
     assert not seam.lacks_function(seam.app_error(message, error.value), "query.other")
     assert not seam.lacks_function(seam.app_error(message, "no data"), "query.some")
-    assert not seam.lacks_function(Message(RecordDict(), reply_to=message), "query.some")
+    assert not seam.lacks_function(
+        Message(RecordDict(), reply_to=message), "query.some"
+    )
 
 
 @pytest.mark.parametrize(
-    ("module", "call"), [("flwr.serverapp.strategy", "configure_train"), ("flwr.server.strategy", "configure_fit")]
+    ("module", "call"),
+    [
+        ("flwr.serverapp.strategy", "configure_train"),
+        ("flwr.server.strategy", "configure_fit"),
+    ],
 )
 def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
-    """Both kinds of wrapper are in modules dp_..., and call the strategy as a method of theirs."""
+    """Both kinds of wrapper are in modules dp_..., and call the strategy as a method of
+    theirs.
+    """
     strategies, found = importlib.import_module(module), list[str]()
 
     class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
@@ -403,8 +505,14 @@ def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
 
         configure_train = configure_fit = note
 
-    arrays = (ndarrays_to_parameters([]),) if call == "configure_fit" else (ArrayRecord(), ConfigRecord())
-    wrapper = strategies.DifferentialPrivacyServerSideFixedClipping(Wrapped(), 0.0, 1.0, 2)
+    arrays = (
+        (ndarrays_to_parameters([]),)
+        if call == "configure_fit"
+        else (ArrayRecord(), ConfigRecord())
+    )
+    wrapper = strategies.DifferentialPrivacyServerSideFixedClipping(
+        Wrapped(), 0.0, 1.0, 2
+    )
     getattr(wrapper, call)(1, *arrays, None)
     assert found == ["DifferentialPrivacyServerSideFixedClipping"]
     assert seam.calling_dp_wrapper() == ""
@@ -415,31 +523,50 @@ def test_is_default_aggregation(seam: ModuleType) -> None:
     told, own = FedAvg(), lambda records, key: None
     assert seam.is_default_aggregation(told.train_metrics_aggr_fn)
     assert seam.is_default_aggregation(told.evaluate_metrics_aggr_fn)
-    assert not seam.is_default_aggregation(FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn)
+    assert not seam.is_default_aggregation(
+        FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn
+    )
 
 
-def test_log_start(seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config) logs a run's start."""
+def test_log_start(
+    seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config) logs a
+    run's start.
+    """
     names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
     assert list(inspect.signature(seam.log_strategy_start_info).parameters) == names
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="flwr"):
-        seam.log_start(3, ArrayRecord({"a": Array("float32", (1,), "numpy.ndarray", b"")}), None, ConfigRecord())
+        seam.log_start(
+            3,
+            ArrayRecord({"a": Array("float32", (1,), "numpy.ndarray", b"")}),
+            None,
+            ConfigRecord(),
+        )
     assert "rounds: 3" in caplog.text
 
 
 def test_start_takes_what_flowers_takes() -> None:
     """Strategy.start takes no argument that our start lacks."""
     ours = importlib.import_module("fedbn_flwr.strategies").FedBN.start
-    mine, theirs = ([*inspect.signature(start).parameters.values()] for start in (ours, FedAvg.start))
-    described = [[(each.name, each.default) for each in parameters] for parameters in (mine, theirs)]
+    mine, theirs = (
+        [*inspect.signature(start).parameters.values()]
+        for start in (ours, FedAvg.start)
+    )
+    described = [
+        [(each.name, each.default) for each in parameters]
+        for parameters in (mine, theirs)
+    ]
     assert described[0][: len(theirs)] == described[1]
     assert [each.name for each in mine[len(theirs) :]] in ([], ["should_stop"])
 
 
 @contextmanager
 def superlink(*statuses: int) -> Iterator[str]:
-    """Serve one empty answer after another with these statuses, on loopback; yield the address."""
+    """Serve one empty answer after another with these statuses, on loopback; yield the
+    address.
+    """
     left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):
@@ -453,7 +580,9 @@ def superlink(*statuses: int) -> Iterator[str]:
             """Say nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         try:
             yield f"127.0.0.1:{server.server_address[1]}"
@@ -464,7 +593,9 @@ def superlink(*statuses: int) -> Iterator[str]:
 
 
 def connected(address: str) -> Any:
-    grid = importlib.import_module("flwr.superlink.grid").HttpGrid(address, insecure=True, token="token")
+    grid = importlib.import_module("flwr.superlink.grid").HttpGrid(
+        address, insecure=True, token="token"
+    )
     for _ in range(2):  # a second time changes nothing
         importlib.import_module("fedbn_flwr.transport.polling_grid").PollingGrid(grid)
     grid._retry_invoker.wait_function = lambda seconds: None
@@ -472,13 +603,17 @@ def connected(address: str) -> Any:
 
 
 def test_retry_http_500(seam: ModuleType) -> None:
-    """HttpGrid sends with its _retry_invoker, which asks should_giveup and calls on_success.
+    """HttpGrid sends with its _retry_invoker, which asks should_giveup and calls
+    on_success.
 
     Flower's own grid and HTTP client, before a SuperLink that fails.
     """
     with superlink(*[500] * 7, 200, *[500] * 7, 200) as address:
         grid = connected(address)
-        assert [list(grid.get_node_ids()), list(grid.get_node_ids())] == [[], []], "each request has its tries"
+        assert [list(grid.get_node_ids()), list(grid.get_node_ids())] == [
+            [],
+            [],
+        ], "each request has its tries"
         grid._disconnect()
     for statuses, message in (([500] * 8, "500"), ([503, 404], "404")):
         with superlink(*statuses) as address:
@@ -489,11 +624,16 @@ def test_retry_http_500(seam: ModuleType) -> None:
 
 
 def test_partition_keys(seam: ModuleType) -> None:
-    """A node of the simulation is told its partition as partition-id and num-partitions.
+    """A node of the simulation is told its partition as partition-id and
+    num-partitions.
 
-    Flower's simulation tells its nodes their partition under these keys; by them SuperNodes are told theirs.
+    Flower's simulation tells its nodes their partition under these keys; by them
+    SuperNodes are told theirs.
     """
-    assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == ("partition-id", "num-partitions")
+    assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == (
+        "partition-id",
+        "num-partitions",
+    )
     vce = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api")
     stores = vce._register_node_info_stores({40: 0, 50: 1}, seam.empty_run(1))
     told = stores[50].retrieve_context(1).node_config
@@ -514,7 +654,13 @@ DOCUMENTED = (
     "flwr_datasets.partitioner",
 )
 LEGACY = {"flwr.common": ("Code",)}  # types of the legacy loop
-PRIVATE = {"_message_id", "_reply_to_message_id", "_run_id", "_src_node_id", "_retry_invoker"}
+PRIVATE = {
+    "_message_id",
+    "_reply_to_message_id",
+    "_run_id",
+    "_src_node_id",
+    "_retry_invoker",
+}
 
 
 def touches(node: ast.AST) -> str:
@@ -526,22 +672,40 @@ def touches(node: ast.AST) -> str:
             return ast.unparse(node)
         if node.attr == "__dict__" and ast.unparse(node.value) != "self":
             return ast.unparse(node)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and "metadata" in ast.unparse(node):
+    if (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "vars"
+        and "metadata" in ast.unparse(node)
+    ):
         return ast.unparse(node)
     return ""
 
 
 def found_outside(check: Callable[[Path], list[str]]) -> list[str]:
     """What a check finds in the package's modules outside ``compat/``."""
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE / "compat"]
-    return [f"{path.relative_to(PACKAGE)}:{found}" for path in paths for found in check(path)]
+    paths = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent != PACKAGE / "compat"
+    ]
+    return [
+        f"{path.relative_to(PACKAGE)}:{found}"
+        for path in paths
+        for found in check(path)
+    ]
 
 
 def internal_imports(path: Path) -> list[str]:
     found = []
     for module, name, line in imported(path):
-        if (module not in DOCUMENTED or name.startswith("_")) and name not in LEGACY.get(module, ()):
-            found.append(f"{line}: from {module} import {name}" if name else f"{line}: import {module}")
+        if (
+            module not in DOCUMENTED or name.startswith("_")
+        ) and name not in LEGACY.get(module, ()):
+            found.append(
+                f"{line}: from {module} import {name}"
+                if name
+                else f"{line}: import {module}"
+            )
         elif f"{module}.{name}" not in DOCUMENTED and inspect.ismodule(
             getattr(importlib.import_module(module), name, None)
         ):
@@ -555,22 +719,38 @@ def private_attributes(path: Path) -> list[str]:
 
 
 def test_node_config_of(seam: ModuleType) -> None:
-    """Flower-supernode reads --node-config by parse_config_args, which raises click's error."""
+    """Flower-supernode reads --node-config by parse_config_args, which raises click's
+    error.
+    """
     command = importlib.import_module("flwr.supernode.cli.flower_supernode")
     from fedbn_flwr.errors import ConfigError
 
     text = "partition-id=0 report-data=true data-path='/a b/x.csv' share=0.5"
-    expected = {"partition-id": 0, "report-data": True, "data-path": "/a b/x.csv", "share": 0.5}
+    expected = {
+        "partition-id": 0,
+        "report-data": True,
+        "data-path": "/a b/x.csv",
+        "share": 0.5,
+    }
     assert seam.node_config_of(text) == command.parse_config_args([text]) == expected
     assert seam.node_config_of("") == {}
-    for wrong in ("partition-id 0", "data-path=/data", "data-path='/data", "partition-id=0 more"):
+    for wrong in (
+        "partition-id 0",
+        "data-path=/data",
+        "data-path='/data",
+        "partition-id=0 more",
+    ):
         with pytest.raises(ConfigError, match="is not key=value key='text'"):
             seam.node_config_of(wrong)
 
 
 def test_no_other_module_imports_what_flower_does_not_document() -> None:
-    assert found_outside(internal_imports) == [], f"import it in {SEAM}, behind a function with a canary here"
+    assert found_outside(internal_imports) == [], (
+        f"import it in {SEAM}, behind a function with a canary here"
+    )
 
 
 def test_no_other_module_touches_what_flower_keeps_to_itself() -> None:
-    assert found_outside(private_attributes) == [], f"do it in {SEAM}, in a function with a canary here"
+    assert found_outside(private_attributes) == [], (
+        f"do it in {SEAM}, in a function with a canary here"
+    )

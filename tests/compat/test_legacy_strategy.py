@@ -1,4 +1,6 @@
-"""``to_legacy``: refused strategies and reported failures in Flower's legacy loop (bits: client/test_user_loops.py)."""
+"""``to_legacy``: refused strategies and reported failures in Flower's legacy loop
+(bits: client/test_user_loops.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import LegacyContext, Server, ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server import (
+    LegacyContext,
+    Server,
+    ServerApp,
+    ServerAppComponents,
+    ServerConfig,
+    SimpleClientManager,
+)
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FlowersFedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
@@ -56,24 +65,44 @@ ROUNDS = 3
 
 @pytest.fixture
 def run_legacy(run_legacy_loop) -> Callable[..., LegacyOutcome]:
-    """``run_legacy(strategy, model, client_fn, num_nodes)``: Flower's ServerApp and ClientApp, both of the old kind."""
+    """``run_legacy(strategy, model, client_fn, num_nodes)``: Flower's ServerApp and
+    ClientApp, both of the old kind.
+    """
 
-    def run(strategy: Strategy, model: Callable[[], nn.Module], client_fn: Any, num_nodes: int, **options: Any) -> Any:
+    def run(
+        strategy: Strategy,
+        model: Callable[[], nn.Module],
+        client_fn: Any,
+        num_nodes: int,
+        **options: Any,
+    ) -> Any:
         app = ClientApp(client_fn=client_fn)
-        return run_legacy_loop(strategy, app, model().state_dict(), num_nodes, ROUNDS, **options)
+        return run_legacy_loop(
+            strategy, app, model().state_dict(), num_nodes, ROUNDS, **options
+        )
 
     return run
 
 
-def torch_client_fn(model: Callable[[], nn.Module], datasets: list, **settings: Any) -> Any:
-    training = LocalTraining(learning_rate=LearningRate(0.1), **{"batch_size": 4, **settings})
+def torch_client_fn(
+    model: Callable[[], nn.Module], datasets: list, **settings: Any
+) -> Any:
+    training = LocalTraining(
+        learning_rate=LearningRate(0.1), **{"batch_size": 4, **settings}
+    )
     client_fn = torch_clients(model, datasets, training)
     return lambda context: client_fn(context).to_client()
 
 
 @pytest.mark.parametrize("other_object", [False, True])
-@pytest.mark.parametrize("make", [FedBN, lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2)], ids=["fedbn", "fedbs"])
-def test_a_second_fit_on_the_same_nodes_begins_anew(make: Any, other_object: bool, datasets, mlp) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [FedBN, lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2)],
+    ids=["fedbn", "fedbs"],
+)
+def test_a_second_fit_on_the_same_nodes_begins_anew(
+    make: Any, other_object: bool, datasets, mlp
+) -> None:
     app = ClientApp(client_fn=torch_client_fn(mlp, datasets))
     history: list[list[Array]] = []
 
@@ -81,26 +110,41 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(make: Any, other_object: boo
         history.append(arrays)
 
     def new() -> Any:
-        return to_legacy(make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted)
+        return to_legacy(
+            make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted
+        )
 
     legacy = new()
     with InProcessGrid(app, len(datasets)) as grid:
         for _ in range(2):
             legacy = new() if other_object else legacy
-            components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=2))
-            ServerApp(server_fn=lambda _, components=components: components)(grid, Context(0, 0, {}, RecordDict(), {}))
+            components = ServerAppComponents(
+                strategy=legacy, config=ServerConfig(num_rounds=2)
+            )
+            ServerApp(server_fn=lambda _, components=components: components)(
+                grid, Context(0, 0, {}, RecordDict(), {})
+            )
             assert [report.server_round for report in legacy.strategy.reports] == [1, 2]
     half = len(history) // 2
     for first, second in zip(history[:half], history[half:], strict=True):
-        assert [array.tobytes() for array in first] == [array.tobytes() for array in second]
+        assert [array.tobytes() for array in first] == [
+            array.tobytes() for array in second
+        ]
 
 
-def test_a_round_that_trains_nobody_keeps_the_previous_model(run_legacy, datasets, mlp) -> None:
+def test_a_round_that_trains_nobody_keeps_the_previous_model(
+    run_legacy, datasets, mlp
+) -> None:
     class Empty(Stock):
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
             return {"num-examples": 0}
 
-    run = run_legacy(FedAvg(), mlp, lambda context: Empty(mlp(), datasets[0], context).to_client(), len(datasets))
+    run = run_legacy(
+        FedAvg(),
+        mlp,
+        lambda context: Empty(mlp(), datasets[0], context).to_client(),
+        len(datasets),
+    )
     assert [report.kept_previous for report in run.strategy.reports] == [True] * ROUNDS
 
 
@@ -116,18 +160,23 @@ def test_an_argument_of_another_type_is_refused(mlp) -> None:
 
 
 UNSUPPORTED = {
-    # A step that exchanges statistics, or a query for statistics, has no message in the legacy loop.
+    # A step that exchanges statistics, or a query for statistics, has no message in
+    # the # legacy loop.
     "fedtan": FedTAN,
     "fedtan2": FedTAN2,
     "feddna": FedDNA,
     "staticbn": StaticBN,
     "fedbs, recalibrated": lambda: FedBS(recalibrate=True),
-    "fedavg, tested with re-estimated statistics": lambda: FedAvg(eval_on="global,recalibrated"),
+    "fedavg, tested with re-estimated statistics": lambda: FedAvg(
+        eval_on="global,recalibrated"
+    ),
 }
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_a_method_that_needs_further_messages_is_refused_by_name(case: str, mlp) -> None:
+def test_a_method_that_needs_further_messages_is_refused_by_name(
+    case: str, mlp
+) -> None:
     with pytest.raises(ConfigError, match=f"strategy '{case.partition(',')[0]}'"):
         to_legacy(UNSUPPORTED[case](), to_record(mlp().state_dict()))
 
@@ -138,11 +187,15 @@ def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
         to_legacy(FixBN(freeze_at=0.5), arrays)
     assert to_legacy(FixBN(freeze_at="auto"), arrays).strategy.frozen_after is None  # type: ignore[attr-defined]
     assert to_legacy(FixBN(freeze_at=3), arrays).strategy.frozen_after == 3  # type: ignore[attr-defined]
-    assert to_legacy(FixBN(freeze_at=0.5), arrays, num_rounds=9).strategy.frozen_after == 4  # type: ignore[attr-defined]
+    assert (
+        to_legacy(FixBN(freeze_at=0.5), arrays, num_rounds=9).strategy.frozen_after == 4
+    )  # type: ignore[attr-defined]
 
 
 class Stock(TheirClient):
-    """A client that knows nothing of this package, has no properties, and takes one step on all its data."""
+    """A client that knows nothing of this package, has no properties, and takes one
+    step on all its data.
+    """
 
     get_properties = NumPyClient.get_properties
     rate = 0.1
@@ -155,7 +208,9 @@ class Stock(TheirClient):
     def step(self, rate: float) -> None:
         self.model.train()
         optimizer = torch.optim.SGD(self.model.parameters(), rate)
-        nn.functional.cross_entropy(self.model(self.data.inputs), self.data.targets).backward()
+        nn.functional.cross_entropy(
+            self.model(self.data.inputs), self.data.targets
+        ).backward()
         optimizer.step()
 
     def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -163,23 +218,37 @@ class Stock(TheirClient):
         return loss, number, {"told": config.get("told", 0)}
 
 
-def stock_fn(model: Callable[[], nn.Module], datasets: list, kind: type[Stock] = Stock) -> Any:
+def stock_fn(
+    model: Callable[[], nn.Module], datasets: list, kind: type[Stock] = Stock
+) -> Any:
     """Each client with its data."""
     return numpy_clients(model, datasets, kind)
 
 
-def averaged(state: dict[str, Array], results: list[list[Array]], sizes: list[int]) -> dict[str, Array]:
-    """The mean of the clients' arrays by size, by hand; counters as they are in the state."""
+def averaged(
+    state: dict[str, Array], results: list[list[Array]], sizes: list[int]
+) -> dict[str, Array]:
+    """The mean of the clients' arrays by size, by hand; counters as they are in the
+    state.
+    """
     total = sum(sizes)
     mean = {}
     for name, *own in zip(state, *results, strict=True):
-        mean[name] = sum(size / total * array for size, array in zip(sizes, own, strict=True))
-    counters = {name: array for name, array in state.items() if name.endswith("num_batches_tracked")}
+        mean[name] = sum(
+            size / total * array for size, array in zip(sizes, own, strict=True)
+        )
+    counters = {
+        name: array
+        for name, array in state.items()
+        if name.endswith("num_batches_tracked")
+    }
     return mean | counters
 
 
 def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
-    """Its results averaged by hand; counters are integers, and the project's own config reaches its clients."""
+    """Its results averaged by hand; counters are integers, and the project's own config
+    reaches its clients.
+    """
     run = run_legacy(
         FedAvg(),
         mlp,
@@ -190,26 +259,39 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
     )
     state = to_state(mlp().state_dict())
     for after in run.history[1:]:
-        results = [Stock(mlp(), data, None).fit(list(state.values()), {})[0] for data in datasets]
+        results = [
+            Stock(mlp(), data, None).fit(list(state.values()), {})[0]
+            for data in datasets
+        ]
         want = averaged(state, results, [len(data) for data in datasets])
         state = dict(zip(state, after, strict=True))
         for name, array in state.items():
             if name.endswith("num_batches_tracked"):
                 assert array.dtype == np.int64
             else:
-                np.testing.assert_allclose(array, want[name], rtol=1e-12, atol=1e-14, err_msg=name)
+                np.testing.assert_allclose(
+                    array, want[name], rtol=1e-12, atol=1e-14, err_msg=name
+                )
     assert int(state["1.num_batches_tracked"]) == ROUNDS
     assert [metrics["told"] for _, metrics in run.evaluations] == [1, 2, 3]
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30]
 
 
-def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets, mlp) -> None:
-    """As Flower's legacy strategies take it; text among the metrics arrives, a refused result does not."""
+def test_the_projects_own_aggregation_of_metrics_is_called(
+    run_legacy, datasets, mlp
+) -> None:
+    """As Flower's legacy strategies take it; text among the metrics arrives, a refused
+    result does not.
+    """
 
     class Worded(Stock):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
             arrays, number, _ = super().fit(parameters, config)
-            return (arrays[:-1] if number == 14 else arrays), number, {"site": f"site {number}"}
+            return (
+                (arrays[:-1] if number == 14 else arrays),
+                number,
+                {"site": f"site {number}"},
+            )
 
         def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
             loss, number, _ = super().evaluate(parameters, config)
@@ -228,7 +310,10 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
         fit_metrics_aggregation_fn=words,
         evaluate_metrics_aggregation_fn=words,
     )
-    fitted, tested = [(6, "site 6"), (10, "site 10")], [(6, "test 6"), (10, "test 10"), (14, "test 14")]
+    fitted, tested = (
+        [(6, "site 6"), (10, "site 10")],
+        [(6, "test 6"), (10, "test 10"), (14, "test 14")],
+    )
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
     assert [len(report.rejected) for report in run.strategy.reports] == [1] * ROUNDS
@@ -244,7 +329,9 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
     assert seen == [], "no result was used"
 
 
-def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:
+def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(
+    run_legacy, datasets, mlp
+) -> None:
     with pytest.raises(ClientPartError, match=r"strategy 'fedbn' \('1.weight'"):
         run_legacy(FedBN(), mlp, stock_fn(mlp, datasets), len(datasets))
 
@@ -262,14 +349,20 @@ def fails_to_fit(kind: type[Stock]) -> type[Stock]:
 
 
 @pytest.mark.parametrize("way", ["loop", "workflow", "secure workflow"])
-def test_a_failure_is_reported_with_its_client_and_message(run_legacy, run_workflow, datasets, mlp, way: str) -> None:
-    """The loop and the workflows pass an exception without its client; the one client that is missing has it."""
+def test_a_failure_is_reported_with_its_client_and_message(
+    run_legacy, run_workflow, datasets, mlp, way: str
+) -> None:
+    """The loop and the workflows pass an exception without its client; the one client
+    that is missing has it.
+    """
 
     class Named(Stock):
         get_properties = Single.get_properties
 
     if way == "loop":
-        run = run_legacy(FedAvg(), mlp, stock_fn(mlp, datasets, fails_to_fit(Named)), len(datasets))
+        run = run_legacy(
+            FedAvg(), mlp, stock_fn(mlp, datasets, fails_to_fit(Named)), len(datasets)
+        )
     else:
         run = run_workflow(FedAvg(), way == "secure workflow", fails_to_fit(Single))
     for report in run.strategy.reports:
@@ -279,21 +372,27 @@ def test_a_failure_is_reported_with_its_client_and_message(run_legacy, run_workf
         assert "out of cheese" in why
 
 
-# --- Flower's workflows -----------------------------------------------------------------------------------------------
+# --- Flower's workflows ---------------------------------------------------------------
 
 
 class Single(Stock):
-    """``Stock`` in float32, with the client hooks around its training; the partition is known."""
+    """``Stock`` in float32, with the client hooks around its training; the partition is
+    known.
+    """
 
     def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
-        super().__init__(model.float(), Points(data.inputs.float(), data.targets), context)
+        super().__init__(
+            model.float(), Points(data.inputs.float(), data.targets), context
+        )
 
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
         self.set(parameters)
         with bn_rules(self.model, config, self.context) as rules:
             self.model.train()
             optimizer = rules.wrap(torch.optim.SGD(self.model.parameters(), 0.1))
-            nn.functional.cross_entropy(self.model(self.data.inputs), self.data.targets).backward()
+            nn.functional.cross_entropy(
+                self.model(self.data.inputs), self.data.targets
+            ).backward()
             optimizer.step()
         return self.state(), len(self.data), {**rules.metrics, "train-loss": 1.0}
 
@@ -303,7 +402,9 @@ class Single(Stock):
 
 @dataclass
 class Workflow:
-    """A finished run of a workflow: the global state before round 1 and after each, and the strategy."""
+    """A finished run of a workflow: the global state before round 1 and after each, and
+    the strategy.
+    """
 
     history: list[dict[str, Array]]
     strategy: Strategy
@@ -314,9 +415,11 @@ RunWorkflow = Callable[..., Workflow]
 
 @pytest.fixture
 def run_workflow(datasets, mlp) -> RunWorkflow:
-    """``run_workflow(strategy, secure, client=Single, mods=())``: two rounds under ``DefaultWorkflow``.
+    """``run_workflow(strategy, secure, client=Single, mods=())``: two rounds under
+    ``DefaultWorkflow``.
 
-    With ``secure`` its fit is ``SecAggPlusWorkflow``. ``wrap`` changes the model, ``change`` its initial state.
+    With ``secure`` its fit is ``SecAggPlusWorkflow``. ``wrap`` changes the model,
+    ``change`` its initial state.
     """
 
     def run(
@@ -329,15 +432,29 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
         **options: Any,
     ) -> Workflow:
         def client_fn(context: Context) -> Any:
-            return client(wrap(mlp()), datasets[int(context.node_config["partition-id"])], context).to_client()
+            return client(
+                wrap(mlp()), datasets[int(context.node_config["partition-id"])], context
+            ).to_client()
 
         app = ClientApp(client_fn, mods=[*([secaggplus_mod] if secure else []), *mods])
         start, history = wrap(mlp()).float().state_dict(), []
         change(start)
-        options = {"num_shares": 3, "reconstruction_threshold": 2, "max_weight": 40.0, **options}
-        workflow = DefaultWorkflow(SecAggPlusWorkflow(timeout=20, **options) if secure else None)
-        noted = lambda _, arrays, config: history.append(dict(zip(start, arrays, strict=True)))  # noqa: E731
-        legacy = to_legacy(strategy, to_record(start), num_rounds=2, evaluate_fn=noted, timeout=60)
+        options = {
+            "num_shares": 3,
+            "reconstruction_threshold": 2,
+            "max_weight": 40.0,
+            **options,
+        }
+        workflow = DefaultWorkflow(
+            SecAggPlusWorkflow(timeout=20, **options) if secure else None
+        )
+
+        def noted(_: Any, arrays: Any, config: Any) -> None:
+            history.append(dict(zip(start, arrays, strict=True)))
+
+        legacy = to_legacy(
+            strategy, to_record(start), num_rounds=2, evaluate_fn=noted, timeout=60
+        )
         with InProcessGrid(app, len(datasets)) as grid:
             context = Context(grid.run.run_id, 0, {}, RecordDict(), {})
             workflow(grid, LegacyContext(context, ServerConfig(num_rounds=2), legacy))
@@ -355,32 +472,48 @@ WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", WORKFLOW_METHODS)
-def test_both_workflows_run(run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits) -> None:
-    """The default one gives the bits of the legacy loop; the sum of masked vectors is quantised."""
+def test_both_workflows_run(
+    run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits
+) -> None:
+    """The default one gives the bits of the legacy loop; the sum of masked vectors is
+    quantised.
+    """
     make, mods = WORKFLOW_METHODS[name]
-    plain, secure = (run_workflow(make(), secure, mods=mods) for secure in (False, True))
+    plain, secure = (
+        run_workflow(make(), secure, mods=mods) for secure in (False, True)
+    )
 
     def client_fn(context: Context) -> Any:
-        return Single(mlp(), datasets[int(context.node_config["partition-id"])], context).to_client()
+        return Single(
+            mlp(), datasets[int(context.node_config["partition-id"])], context
+        ).to_client()
 
     start = mlp().float().state_dict()
-    want = run_legacy_loop(make(), ClientApp(client_fn, mods=list(mods)), start, len(datasets), rounds=2)
+    want = run_legacy_loop(
+        make(), ClientApp(client_fn, mods=list(mods)), start, len(datasets), rounds=2
+    )
     assert len(plain.history) == len(secure.history) == len(want.history) == 3
     for state, arrays in zip(plain.history, want.history, strict=True):
         same_bits(state, dict(zip(start, arrays, strict=True)))
     for run in (plain, secure):
-        assert [(r.participants, r.rejected) for r in run.strategy.reports] == [([0, 1, 2], {})] * 2
+        assert [(r.participants, r.rejected) for r in run.strategy.reports] == [
+            ([0, 1, 2], {})
+        ] * 2
     for entry, exact in plain.history[-1].items():
         if entry.endswith("num_batches_tracked"):
             continue  # secure aggregation cannot carry it
         masked = secure.history[-1][entry]
         assert (masked.dtype, masked.shape) == (exact.dtype, exact.shape), entry
         np.testing.assert_allclose(masked, exact, atol=1e-3, err_msg=entry)
-    assert not np.array_equal(plain.history[-1]["3.weight"], plain.history[0]["3.weight"]), "it was trained"
+    assert not np.array_equal(
+        plain.history[-1]["3.weight"], plain.history[0]["3.weight"]
+    ), "it was trained"
 
 
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
-    """It never calls aggregate_fit; the round keeps the previous model, and the report says so."""
+    """It never calls aggregate_fit; the round keeps the previous model, and the report
+    says so.
+    """
 
     class Fails(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -398,7 +531,9 @@ class MedianMethod(Method):
 
     name = "median"
 
-    def aggregate(self, state: None, facts: Any, replies: Any, model: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    def aggregate(
+        self, state: None, facts: Any, replies: Any, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], None]:
         return {**model}, state
 
 
@@ -416,7 +551,9 @@ class Median(Strategy):
         (Median, "'median'"),
     ],
 )
-def test_what_a_secure_sum_hides_is_refused_by_name(run_workflow, make: Callable[[], Strategy], why: str) -> None:
+def test_what_a_secure_sum_hides_is_refused_by_name(
+    run_workflow, make: Callable[[], Strategy], why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         run_workflow(make(), True, mods=(local_bn,))
     run_workflow(make(), False, mods=(local_bn,))
@@ -431,10 +568,17 @@ def test_counters_stay_as_sent_under_secure_aggregation(run_workflow, caplog) ->
     with caplog.at_level(logging.WARNING, logger="flwr"):
         run = run_workflow(FedAvg(), True, change=counted)
     assert [int(state["1.num_batches_tracked"]) for state in run.history] == [1000] * 3
-    assert caplog.text.count("BN's counters ('1.num_batches_tracked', ...) stay as they were sent") == 1
+    assert (
+        caplog.text.count(
+            "BN's counters ('1.num_batches_tracked', ...) stay as they were sent"
+        )
+        == 1
+    )
 
 
-def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(run_workflow) -> None:
+def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(
+    run_workflow,
+) -> None:
     class Scaled(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -461,11 +605,13 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
     assert (run.history[-1]["1.running_var"] >= 0).all()
 
 
-# --- start_simulation -------------------------------------------------------------------------------------------------
+# --- start_simulation -----------------------------------------------------------------
 
 
 class Direct(ClientProxy):
-    """A client in this process; as ``start_simulation``'s, it is called in a process without a Flower run."""
+    """A client in this process; as ``start_simulation``'s, it is called in a process
+    without a Flower run.
+    """
 
     def __init__(self, number: int, client: Any) -> None:
         super().__init__(str(number))
@@ -488,17 +634,25 @@ class Direct(ClientProxy):
 
 
 @pytest.mark.parametrize("make", [FedAvg, FedBN])
-def test_it_runs_where_flower_has_set_no_identity(make: Any, run_legacy, datasets, mlp, monkeypatch) -> None:
+def test_it_runs_where_flower_has_set_no_identity(
+    make: Any, run_legacy, datasets, mlp, monkeypatch
+) -> None:
     client_fn = torch_client_fn(mlp, datasets)
     want = run_legacy(make(), mlp, client_fn, len(datasets))
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, None)
-    legacy = to_legacy(make(), to_record(mlp().state_dict()), num_rounds=ROUNDS, timeout=5)
+    legacy = to_legacy(
+        make(), to_record(mlp().state_dict()), num_rounds=ROUNDS, timeout=5
+    )
     manager = SimpleClientManager()
     for i in range(len(datasets)):
-        context = Context(0, i, {"partition-id": i, "num-partitions": len(datasets)}, RecordDict(), {})
+        context = Context(
+            0, i, {"partition-id": i, "num-partitions": len(datasets)}, RecordDict(), {}
+        )
         manager.register(Direct(i + 1, client_fn(context)))
     server = Server(client_manager=manager, strategy=legacy)
     server.fit(ROUNDS, None)
     got = parameters_to_ndarrays(server.parameters)
-    assert [array.tobytes() for array in got] == [array.tobytes() for array in want.history[-1]]
+    assert [array.tobytes() for array in got] == [
+        array.tobytes() for array in want.history[-1]
+    ]

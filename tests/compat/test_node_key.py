@@ -1,4 +1,6 @@
-"""What the check of a node takes from Flower: a key's activation, refused for one that is unknown or online."""
+"""What the check of a node takes from Flower: a key's activation, refused for one that
+is unknown or online.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 import pytest
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
 
-from fedbn_flwr.compat.node_key import REFUSED, RefusedKey, private_key, public_bytes, try_key
+from fedbn_flwr.compat.node_key import (
+    REFUSED,
+    RefusedKey,
+    private_key,
+    public_bytes,
+    try_key,
+)
 from fedbn_flwr.engines.flower_run import BIN, Process, flower_environment, free_port
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.node_check import Connection
@@ -18,7 +26,9 @@ from tests.support.superlink import superlink
 
 
 def test_flower_still_has_what_is_used(tmp_path: Path) -> None:
-    """The calls, the headers and the error of an activation: all are internals of Flower."""
+    """The calls, the headers and the error of an activation: all are internals of
+    Flower.
+    """
     make_certificates(tmp_path / "certs", 1)
     key = private_key((tmp_path / "certs/node-1/node.key").read_bytes())
     with superlink() as server:
@@ -31,7 +41,8 @@ def test_flower_still_has_what_is_used(tmp_path: Path) -> None:
         server.online.add(public_bytes(key))
         with pytest.raises(RefusedKey):
             try_key(server.address, None, key)
-    assert HEARTBEAT_MIN_INTERVAL <= 10  # an activation that is not ended lasts two of these
+    # an activation that is not ended lasts two of these
+    assert HEARTBEAT_MIN_INTERVAL <= 10
 
 
 @pytest.fixture
@@ -42,18 +53,44 @@ def real(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     environment = flower_environment(tmp_path / "home")
     (tmp_path / "home").mkdir()
     (tmp_path / "home/config.toml").write_text(
-        f'[superlink.here]\naddress = "{address}"\nroot-certificates = "{certs}/cli/ca.crt"\n'
+        f'[superlink.here]\naddress = "{address}"\nroot-certificates ='
+        f' "{certs}/cli/ca.crt"\n'
     )
-    command = ["flower-superlink", "--host", "127.0.0.1", "--port", address.partition(":")[2]]
-    command += ["--ssl-ca-certfile", f"{certs}/superlink/ca.crt", "--ssl-certfile", f"{certs}/superlink/server.crt"]
-    command += ["--ssl-keyfile", f"{certs}/superlink/server.key", "--enable-supernode-auth", "--isolation", "process"]
+    command = [
+        "flower-superlink",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        address.partition(":")[2],
+    ]
+    command += [
+        "--ssl-ca-certfile",
+        f"{certs}/superlink/ca.crt",
+        "--ssl-certfile",
+        f"{certs}/superlink/server.crt",
+    ]
+    command += [
+        "--ssl-keyfile",
+        f"{certs}/superlink/server.key",
+        "--enable-supernode-auth",
+        "--isolation",
+        "process",
+    ]
     command += ["--superexec-auth-secret-file", f"{certs}/superlink/superexec.secret"]
     command += ["--database", str(tmp_path / "superlink.db")]
     process = Process(command, environment, tmp_path / "superlink.log")
     try:
-        register = [str(BIN / "flwr"), "supernode", "register", str(certs / "cli/node-1.pub"), "here"]
+        register = [
+            str(BIN / "flwr"),
+            "supernode",
+            "register",
+            str(certs / "cli/node-1.pub"),
+            "here",
+        ]
         for _ in range(100):
-            done = subprocess.run(register, env=environment, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                register, env=environment, capture_output=True, text=True, check=False
+            )
             if not done.returncode:
                 break
         assert not done.returncode, done.stdout + done.stderr + process.said()
@@ -64,12 +101,16 @@ def real(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 @pytest.mark.network
 def test_a_real_superlink_answers_so(real: tuple[str, Path]) -> None:
-    """The key is free again after each check; an unknown key and one that is online get the same answer."""
+    """The key is free again after each check; an unknown key and one that is online get
+    the same answer.
+    """
     address, certs = real
 
     def levels(node: int) -> dict[str, str]:
         folder = certs / f"node-{node}"
-        findings = check_connection(Connection(address, folder / "ca.crt", folder / "node.key"))
+        findings = check_connection(
+            Connection(address, folder / "ca.crt", folder / "node.key")
+        )
         return {finding.code: finding.level for finding in findings}
 
     assert levels(1) == {"address": "ok", "certificate": "ok", "key": "ok"}

@@ -1,4 +1,6 @@
-"""Canary: Flower's key agreement, secret sharing and encryption still do what masked sums need of them."""
+"""Canary: Flower's key agreement, secret sharing and encryption still do what masked
+sums need of them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ from fedbn_flwr.compat.secret_sharing import (
 
 
 def test_two_owners_of_keys_agree_on_one_that_others_do_not_have() -> None:
-    (one, public_one), (other, public_other), (third, _) = new_pair(), new_pair(), new_pair()
-    assert agreed(one, public_other) == agreed(other, public_one) != agreed(third, public_one)
+    (one, public_one), (other, public_other), (third, _) = (
+        new_pair(),
+        new_pair(),
+        new_pair(),
+    )
+    assert (
+        agreed(one, public_other)
+        == agreed(other, public_one)
+        != agreed(third, public_one)
+    )
     assert len(agreed(one, public_other)) == 44, "32 bytes in base64"
     assert (len(one), public_of(one)) == (48, public_one)
     with pytest.raises(ValueError, match="PEM"):

@@ -14,7 +14,15 @@ from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
 from fedbn_flwr.doctor.by_batch import batch_moments, pooled
 from fedbn_flwr.doctor.clients import ClientData, read_clients
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
-from fedbn_flwr.doctor.differences import Groups, class_counts, class_skew, groups_of, shift, total_variation, units
+from fedbn_flwr.doctor.differences import (
+    Groups,
+    class_counts,
+    class_skew,
+    groups_of,
+    shift,
+    total_variation,
+    units,
+)
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.state import averaged_counters, missed_entries
 from fedbn_flwr.errors import DataError
@@ -24,15 +32,26 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _client(inputs: torch.Tensor, classes: torch.Tensor | None = None, size: int = 4) -> ClientData:
-    return ClientData("0", inputs, torch.zeros(len(inputs), dtype=torch.int64) if classes is None else classes, size)
+def _client(
+    inputs: torch.Tensor, classes: torch.Tensor | None = None, size: int = 4
+) -> ClientData:
+    return ClientData(
+        "0",
+        inputs,
+        torch.zeros(len(inputs), dtype=torch.int64) if classes is None else classes,
+        size,
+    )
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------
 
 
 def test_batch_statistics_against_plain_torch() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.9)).double().eval()
+    model = (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.9))
+        .double()
+        .eval()
+    )
     inputs = torch.randn(10, 1, 6, 6, generator=_generator(), dtype=torch.float64)
     seen = model[0](inputs).detach()
     found = batch_moments(model, _client(inputs))["1"]
@@ -44,18 +63,26 @@ def test_batch_statistics_against_plain_torch() -> None:
     torch.testing.assert_close(together.variance, seen.var((0, 2, 3)))
 
 
-def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hides_no_other() -> None:
+def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hides_no_other() -> (
+    None
+):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
     inputs = torch.randn(9, 3, generator=_generator())
-    assert [m.count for m in batch_moments(model, _client(inputs, size=4))["0"]] == [4, 5]
+    assert [m.count for m in batch_moments(model, _client(inputs, size=4))["0"]] == [
+        4,
+        5,
+    ]
     assert batch_moments(model, _client(inputs[:1], size=4)) == {}
-    loaders = [[(inputs[k : k + 4], torch.zeros(4).long()) for k in (0, 4)], [(inputs[:1], torch.zeros(1).long())]]
+    loaders = [
+        [(inputs[k : k + 4], torch.zeros(4).long()) for k in (0, 4)],
+        [(inputs[:1], torch.zeros(1).long())],
+    ]
     row = diagnose(model, loaders).measures["layers"]["0"]
     assert len(row["batch-noise"]) == 1
     assert row["running"]["mean"] > 0
 
 
-# --- clients ---------------------------------------------------------------------------------------------------------
+# --- clients --------------------------------------------------------------------------
 
 
 def _moments(rows: torch.Tensor) -> list[Moments]:
@@ -70,7 +97,9 @@ def test_units_of_groups_against_plain_torch() -> None:
     for row, group in zip(found, groups, strict=True):
         apart = group - mean[:, None, None]
         torch.testing.assert_close(row[:3], apart.mean((0, 2, 3)) / (var + 1e-5).sqrt())
-        torch.testing.assert_close(row[3:], (apart.square().mean((0, 2, 3)) - var) / (var + 1e-5))
+        torch.testing.assert_close(
+            row[3:], (apart.square().mean((0, 2, 3)) - var) / (var + 1e-5)
+        )
 
 
 def test_total_variation_of_classes() -> None:
@@ -80,7 +109,9 @@ def test_total_variation_of_classes() -> None:
 
 @pytest.mark.parametrize("cause", ["none", "labels", "features"])
 def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
-    """X depends on the class. Either the classes differ between clients, or x is shifted at one client, or neither."""
+    """X depends on the class. Either the classes differ between clients, or x is
+    shifted at one client, or neither.
+    """
     generator, count = _generator(), 600
     owner = torch.arange(3).repeat_interleave(count // 3)
     skewed = torch.rand(count, generator=generator) < 0.6
@@ -102,12 +133,16 @@ def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
             [[(client.inputs, client.targets)] for client in clients],
         ).findings
     }
-    wanted = {"none": set(), "labels": {"label-skew"}, "features": {"feature-shift"}}[cause]
+    wanted = {"none": set(), "labels": {"label-skew"}, "features": {"feature-shift"}}[
+        cause
+    ]
     assert ids & {"label-skew", "feature-shift", "clients-differ"} == wanted
 
 
 def test_equal_clients_differ_by_chance_as_often_as_the_level_says() -> None:
-    """Correlated channels count only as many as are independent: else chance alone would be certain."""
+    """Correlated channels count only as many as are independent: else chance alone
+    would be certain.
+    """
     generator, small = _generator(), 0
     mix = torch.randn(3, 40, generator=generator)
     owner = torch.arange(5).repeat_interleave(8)
@@ -117,7 +152,7 @@ def test_equal_clients_differ_by_chance_as_often_as_the_level_says() -> None:
     assert 2 <= small <= 25
 
 
-# --- training and test -----------------------------------------------------------------------------------------------
+# --- training and test ----------------------------------------------------------------
 
 
 def test_the_mismatch_of_running_and_batch_statistics() -> None:
@@ -130,40 +165,67 @@ def test_the_mismatch_of_running_and_batch_statistics() -> None:
         model[1].weight.copy_(torch.tensor([[-3.0], [3.0]]))
         model[1].bias.zero_()
     stale = mismatch(model, [_client(inputs, classes)], default_loss, generator)
-    assert (stale.running_accuracy < 0.6, stale.batch_accuracy > 0.97, stale.z > 4) == (True, True, True)
+    assert (stale.running_accuracy < 0.6, stale.batch_accuracy > 0.97, stale.z > 4) == (
+        True,
+        True,
+        True,
+    )
     model[0].running_mean.copy_(inputs.mean(0))
     model[0].running_var.copy_(inputs.var(0))
     good = mismatch(model, [_client(inputs, classes)], default_loss, generator)
     assert good.accuracy_lost == pytest.approx(0, abs=0.01)
 
 
-# --- states ----------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "missed"), [(resnet18, 3), (mobilenet_v2, 52)])
 def test_what_a_filter_on_names_misses(make, missed: int) -> None:
-    """The numbers of the habit to avoid: 3 of 20 layers of resnet18, all 52 of mobilenet_v2."""
+    """The numbers of the habit to avoid: 3 of 20 layers of resnet18, all 52 of
+    mobilenet_v2.
+    """
     model = make()
     local = [name for name in model.state_dict() if "bn" in name]
     found = missed_entries(split_state(model), local)
     assert len(found.layers) == missed
     assert found.by_letters == "bn"
     if make is resnet18:
-        assert found.layers == ["layer2.0.downsample.1", "layer3.0.downsample.1", "layer4.0.downsample.1"]
+        assert found.layers == [
+            "layer2.0.downsample.1",
+            "layer3.0.downsample.1",
+            "layer4.0.downsample.1",
+        ]
 
 
-WHOLE = [("affine", "statistics"), ("affine", "statistics", "counters"), ("statistics",), ("affine",)]
+WHOLE = [
+    ("affine", "statistics"),
+    ("affine", "statistics", "counters"),
+    ("statistics",),
+    ("affine",),
+]
 
 
 @pytest.mark.parametrize("kept", WHOLE)
 def test_whole_parts_are_no_mistake(kept: tuple[str, ...]) -> None:
-    parts = split_state(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)))
-    assert missed_entries(parts, [name for part in kept for name in getattr(parts, part)]).entries == []
+    parts = split_state(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    )
+    assert (
+        missed_entries(
+            parts, [name for part in kept for name in getattr(parts, part)]
+        ).entries
+        == []
+    )
 
 
 def test_counters_that_are_no_counters() -> None:
-    state = {"0.running_mean": torch.zeros(1), "0.num_batches_tracked": torch.tensor(9.999999, dtype=torch.float64)}
-    assert averaged_counters(split_state(state), state) == {"0.num_batches_tracked": "9.999999 (float64)"}
+    state = {
+        "0.running_mean": torch.zeros(1),
+        "0.num_batches_tracked": torch.tensor(9.999999, dtype=torch.float64),
+    }
+    assert averaged_counters(split_state(state), state) == {
+        "0.num_batches_tracked": "9.999999 (float64)"
+    }
     state["0.num_batches_tracked"] = torch.tensor(10)
     assert averaged_counters(split_state(state), state) == {}
 
@@ -175,18 +237,31 @@ class _Stream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("kind", ["sorted", "of a subset", "stream"])
 def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None:
-    """The first of a loader that is sorted by class are of a few classes: that is no skew."""
+    """The first of a loader that is sorted by class are of a few classes: that is no
+    skew.
+    """
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
-    sampler = torch.utils.data.SubsetRandomSampler([*range(10, 20)]) if kind == "of a subset" else None
+    sampler = (
+        torch.utils.data.SubsetRandomSampler([*range(10, 20)])
+        if kind == "of a subset"
+        else None
+    )
     data = _Stream() if kind == "stream" else data
-    seen = read_clients([torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)], 8)[0]
+    seen = read_clients(
+        [torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)], 8
+    )[0]
     assert seen.inputs.flatten().tolist() == seen.targets.tolist()
     assert (len({*seen.targets.tolist()}), seen.batch_size) == (8, 4)
     if kind == "stream":
         assert (seen.targets.tolist(), seen.first_only) == ([*range(8)], True)
         model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 20)).eval()
-        found = diagnose(model, [torch.utils.data.DataLoader(data, batch_size=4)], max_examples=8)
-        assert any("Client 0: the first examples of the loader were used" in note for note in found.notes)
+        found = diagnose(
+            model, [torch.utils.data.DataLoader(data, batch_size=4)], max_examples=8
+        )
+        assert any(
+            "Client 0: the first examples of the loader were used" in note
+            for note in found.notes
+        )
     else:
         assert max(seen.targets.tolist()) > 10
         assert (min(seen.targets.tolist()) >= 10) == (kind == "of a subset")
@@ -194,7 +269,9 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None
 
 @pytest.mark.parametrize("limit", [8, 40])
 def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
-    """Repeated examples are no further ones: equal clients that balance their classes seemed to differ."""
+    """Repeated examples are no further ones: equal clients that balance their classes
+    seemed to differ.
+    """
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 10 + [0.1] * 10, 40)
     loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
@@ -203,10 +280,10 @@ def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
     assert (seen.batch_size, seen.first_only) == (8, False)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------
 
 
-# --- loaders ---------------------------------------------------------------------------------------------------------
+# --- loaders --------------------------------------------------------------------------
 
 
 def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> None:
@@ -216,20 +293,32 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
     first, second = (read_clients({"a": loader, "none": []}, 10) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     assert [(c.name, len(c), c.batch_size) for c in first] == [("a", 10, 8)]
-    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True)
+    )
     assert not all(a < b for a, b in pairwise(first[0].targets.tolist())), "shuffled"
     own = [torch.Generator().manual_seed(k) for k in range(2)]
     states = [generator.get_state() for generator in own]
     sampler = torch.utils.data.RandomSampler(data, generator=own[1])
     loaders = [
         torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=own[0]),
-        torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 8, False)),
+        torch.utils.data.DataLoader(
+            data, batch_sampler=torch.utils.data.BatchSampler(sampler, 8, False)
+        ),
     ]
     for limit in (10, 20):
         first, second = (read_clients(loaders, limit) for _ in range(2))
-        assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
-        assert all(torch.equal(g.get_state(), state) for g, state in zip(own, states, strict=True))
+        assert all(
+            torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True)
+        )
+        assert all(
+            torch.equal(g.get_state(), state)
+            for g, state in zip(own, states, strict=True)
+        )
     whole = read_clients([loader], 20)[0]
     assert (len(whole), whole.first_only) == (20, False)
-    with pytest.raises(DataError, match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)"):
+    with pytest.raises(
+        DataError,
+        match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)",
+    ):
         read_clients([[{"x": torch.zeros(1)}]], 10)

@@ -1,4 +1,6 @@
-"""Planted faults of a model, a state or its loaders: the doctor names each, and its remedy first."""
+"""Planted faults of a model, a state or its loaders: the doctor names each, and its
+remedy first.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ TWO_CLIENTS = "one client against the others: 2 clients, of 4 that it needs."
 
 @dataclass
 class Ground:
-    """A sound model, which has learned the digits, and the digits; a plant spoils a copy."""
+    """A sound model, which has learned the digits, and the digits; a plant spoils a
+    copy.
+    """
 
     model: nn.Module
     inputs: Tensor
@@ -41,8 +45,13 @@ class Ground:
 
     def equal(self, batch_size: int = 32) -> list[DataLoader]:
         """The loaders of equal clients, drawn at random."""
-        order = torch.randperm(len(self.inputs), generator=torch.Generator().manual_seed(0))
-        sets = [TensorDataset(self.inputs[own], self.targets[own]) for own in order.chunk(NUM_CLIENTS)]
+        order = torch.randperm(
+            len(self.inputs), generator=torch.Generator().manual_seed(0)
+        )
+        sets = [
+            TensorDataset(self.inputs[own], self.targets[own])
+            for own in order.chunk(NUM_CLIENTS)
+        ]
         return [DataLoader(data, batch_size=batch_size, shuffle=True) for data in sets]
 
     def two(self, size: int = 32, targets: Tensor | None = None) -> list[Any]:
@@ -53,7 +62,12 @@ class Ground:
     def by_class(self, batch_size: int = 200) -> list[DataLoader]:
         """Clients with two to three classes each."""
         parts = torch.argsort(self.targets, stable=True).chunk(NUM_CLIENTS)
-        return [DataLoader(TensorDataset(self.inputs[p], self.targets[p]), batch_size=batch_size) for p in parts]
+        return [
+            DataLoader(
+                TensorDataset(self.inputs[p], self.targets[p]), batch_size=batch_size
+            )
+            for p in parts
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +75,10 @@ def sound() -> Ground:
     from sklearn.datasets import load_digits
 
     inputs, targets = load_digits(return_X_y=True)
-    digits = torch.tensor(inputs[:800], dtype=torch.float32) / 16, torch.tensor(targets[:800])
+    digits = (
+        torch.tensor(inputs[:800], dtype=torch.float32) / 16,
+        torch.tensor(targets[:800]),
+    )
     return Ground(trained_network(*digits, epochs=12, batch_size=40), *digits)
 
 
@@ -74,7 +91,7 @@ def ids(found: Diagnosis) -> list[str]:
     return [finding.id for finding in found.findings]
 
 
-# --- what must be found ----------------------------------------------------------------------------------------------
+# --- what must be found ---------------------------------------------------------------
 
 
 def train_mode(ground: Ground) -> Diagnosis:
@@ -93,15 +110,22 @@ def batches_of_two(ground: Ground) -> Diagnosis:
 def clients_below_a_batch(ground: Ground) -> Diagnosis:
     """The batch size of the training is not that of a client with three examples."""
     sizes = [3, 3, 3, 60]
-    parts = zip(ground.inputs[:69].split(sizes), ground.targets[:69].split(sizes), strict=True)
-    return diagnose(ground.model, [[one] for one in parts], training=Training(batch_size=32))
+    parts = zip(
+        ground.inputs[:69].split(sizes), ground.targets[:69].split(sizes), strict=True
+    )
+    return diagnose(
+        ground.model, [[one] for one in parts], training=Training(batch_size=32)
+    )
 
 
 def averaged_state(ground: Ground) -> dict[str, Tensor]:
     """A plain mean of the clients' states, as floats; loading it would hide the fault."""
     clients = [dict(ground.model.state_dict()) for _ in range(3)]
     clients[0]["1.num_batches_tracked"] = clients[0]["1.num_batches_tracked"] + 1
-    return {name: torch.stack([client[name].double() for client in clients]).mean(0) for name in clients[0]}
+    return {
+        name: torch.stack([client[name].double() for client in clients]).mean(0)
+        for name in clients[0]
+    }
 
 
 def averaged_counters(ground: Ground) -> Diagnosis:
@@ -111,10 +135,16 @@ def averaged_counters(ground: Ground) -> Diagnosis:
 
 
 def tiny_variance(ground: Ground) -> Diagnosis:
-    """The inputs vary as they did, so there is no constant input; accuracy stays, and the loss explodes."""
+    """The inputs vary as they did, so there is no constant input; accuracy stays, and
+    the loss explodes.
+    """
     ground.model[4].running_var.mul_(1e-9)
-    wrong = torch.where(torch.arange(800) % 10 == 0, (ground.targets + 1) % 10, ground.targets)
-    return diagnose(ground.model, ground.equal(), test_loaders=[[(ground.inputs, wrong)]])
+    wrong = torch.where(
+        torch.arange(800) % 10 == 0, (ground.targets + 1) % 10, ground.targets
+    )
+    return diagnose(
+        ground.model, ground.equal(), test_loaders=[[(ground.inputs, wrong)]]
+    )
 
 
 def input_scale(ground: Ground) -> Diagnosis:
@@ -129,36 +159,61 @@ def constant_features(ground: Ground) -> Diagnosis:
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).train()
     for _ in range(150):
         model(inputs)
-    return diagnose(model.eval(), [[(inputs[k : k + 32], ground.targets[k : k + 32])] for k in (0, 32)])
+    return diagnose(
+        model.eval(),
+        [[(inputs[k : k + 32], ground.targets[k : k + 32])] for k in (0, 32)],
+    )
 
 
 def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
-    """The statistics of the start, after a training without momentum, or because they were not sent."""
+    """The statistics of the start, after a training without momentum, or because they
+    were not sent.
+    """
 
     def plant(ground: Ground) -> Diagnosis:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32, momentum=momentum), nn.ReLU(), nn.Linear(32, 10))
+        model = nn.Sequential(
+            nn.Linear(64, 32),
+            nn.BatchNorm1d(32, momentum=momentum),
+            nn.ReLU(),
+            nn.Linear(32, 10),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         inputs = 3 * ground.inputs - 5
         for _ in range(3):
             for batch in torch.randperm(len(inputs)).split(8):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(inputs[batch]), ground.targets[batch]).backward()
+                nn.functional.cross_entropy(
+                    model(inputs[batch]), ground.targets[batch]
+                ).backward()
                 optimizer.step()
         model.eval()
         model[1].running_mean.zero_()
         model[1].running_var.fill_(1.0)
         assert ids(diagnose_state(model.state_dict())) == ["unmoved-statistics"]
-        return diagnose(model, [[(inputs[own], ground.targets[own])] for own in torch.arange(800).chunk(4)])
+        return diagnose(
+            model,
+            [
+                [(inputs[own], ground.targets[own])]
+                for own in torch.arange(800).chunk(4)
+            ],
+        )
 
     return plant
 
 
 def nan_inputs(ground: Ground) -> Diagnosis:
-    """With NaN nothing else can be measured: an empty answer would pass for a healthy model."""
-    parts = [(ground.inputs[k : k + 50].clone(), ground.targets[k : k + 50]) for k in (0, 50, 100)]
+    """With NaN nothing else can be measured: an empty answer would pass for a healthy
+    model.
+    """
+    parts = [
+        (ground.inputs[k : k + 50].clone(), ground.targets[k : k + 50])
+        for k in (0, 50, 100)
+    ]
     parts[1][0][3, 7] = float("nan")
-    return diagnose(ground.model, {name: [part] for name, part in zip("abc", parts, strict=True)})
+    return diagnose(
+        ground.model, {name: [part] for name, part in zip("abc", parts, strict=True)}
+    )
 
 
 def nan_weight(ground: Ground) -> Diagnosis:
@@ -189,14 +244,20 @@ def spoiled_statistics(ground: Ground) -> Diagnosis:
 
 
 def label_skew(local_steps: int | None) -> Callable[[Ground], Diagnosis]:
-    """The same data: with one step a round FedTAN is centralised training, with more FixBN acts in every step."""
-    training = {} if local_steps is None else {"training": Training(local_steps=local_steps)}
+    """The same data: with one step a round FedTAN is centralised training, with more
+    FixBN acts in every step.
+    """
+    training = (
+        {} if local_steps is None else {"training": Training(local_steps=local_steps)}
+    )
     return lambda ground: diagnose(ground.model, ground.by_class(), **training)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault; the first finding, its first remedy and some of its numbers; all findings, if they are told."""
+    """A planted fault; the first finding, its first remedy and some of its numbers; all
+    findings, if they are told.
+    """
 
     plant: Callable[[Ground], Diagnosis]
     found: str
@@ -207,19 +268,42 @@ class Fault:
 
 UNMOVED = ("unmoved-statistics", "train-test-mismatch")
 FAULTS = {
-    "train mode": Fault(train_mode, "tested-with-batch-statistics", "model.eval()", {"layers": ["1", "4"]}),
-    "no statistics": Fault(no_running_statistics, "tested-with-batch-statistics", "track_running_stats=True"),
+    "train mode": Fault(
+        train_mode,
+        "tested-with-batch-statistics",
+        "model.eval()",
+        {"layers": ["1", "4"]},
+    ),
+    "no statistics": Fault(
+        no_running_statistics,
+        "tested-with-batch-statistics",
+        "track_running_stats=True",
+    ),
     "batches of two": Fault(batches_of_two, "small-batch", "batch-size=16"),
     "clients below a batch": Fault(clients_below_a_batch, "small-batch", ""),
-    "averaged counters": Fault(averaged_counters, "averaged-counters", "leave integer entries out of the average"),
+    "averaged counters": Fault(
+        averaged_counters,
+        "averaged-counters",
+        "leave integer entries out of the average",
+    ),
     "tiny variance": Fault(
-        *(tiny_variance, "extreme-variance", "recalibrate=true"), all=("extreme-variance", "train-test-mismatch")
+        *(tiny_variance, "extreme-variance", "recalibrate=true"),
+        all=("extreme-variance", "train-test-mismatch"),
     ),
     "scale of inputs": Fault(input_scale, "extreme-variance", "scale the inputs"),
-    "constant features": Fault(constant_features, "extreme-variance", "scale the inputs"),
-    "momentum of 0": Fault(unmoved(0.0), "unmoved-statistics", "bn-momentum=0.1", all=UNMOVED),
+    "constant features": Fault(
+        constant_features, "extreme-variance", "scale the inputs"
+    ),
+    "momentum of 0": Fault(
+        unmoved(0.0), "unmoved-statistics", "bn-momentum=0.1", all=UNMOVED
+    ),
     "statistics not sent": Fault(
-        *(unmoved(0.1), "unmoved-statistics", "send and average the running statistics"), all=UNMOVED
+        *(
+            unmoved(0.1),
+            "unmoved-statistics",
+            "send and average the running statistics",
+        ),
+        all=UNMOVED,
     ),
     "weight with NaN": Fault(nan_weight, "unusable-statistics", "lower learning-rate"),
     "filter on names": Fault(
@@ -227,18 +311,29 @@ FAULTS = {
         {"layers": [f"layer{n}.0.downsample.1" for n in (2, 3, 4)]},
     ),
     "split with a prefix": Fault(
-        split_with_a_prefix, "name-filter", "fedbn_flwr.split_state(model)", {"layers": ["2"]}
+        split_with_a_prefix,
+        "name-filter",
+        "fedbn_flwr.split_state(model)",
+        {"layers": ["2"]},
     ),
     "spoiled statistics": Fault(
-        *(spoiled_statistics, "unusable-statistics", "keep running statistics out of the server's optimizer")
+        *(
+            spoiled_statistics,
+            "unusable-statistics",
+            "keep running statistics out of the server's optimizer",
+        )
     ),
-    "label skew": Fault(label_skew(None), "label-skew", "strategy=fixbn lr-decay-at=freeze"),
+    "label skew": Fault(
+        label_skew(None), "label-skew", "strategy=fixbn lr-decay-at=freeze"
+    ),
     "label skew, one step": Fault(label_skew(1), "label-skew", "strategy=fedtan"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found_first_with_its_remedy(name: str, ground: Ground) -> None:
+def test_a_planted_fault_is_found_first_with_its_remedy(
+    name: str, ground: Ground
+) -> None:
     fault = FAULTS[name]
     found = fault.plant(ground)
     first = found.findings[0]
@@ -250,23 +345,35 @@ def test_a_planted_fault_is_found_first_with_its_remedy(name: str, ground: Groun
 
 @pytest.mark.parametrize("untracked", ["no layer", "the first", "the last"])
 @pytest.mark.parametrize("fault", ["label-skew", "train-test-mismatch"])
-def test_a_layer_without_running_statistics_hides_no_other_fault(untracked: str, fault: str, ground: Ground) -> None:
+def test_a_layer_without_running_statistics_hides_no_other_fault(
+    untracked: str, fault: str, ground: Ground
+) -> None:
     model = ground.model
     if untracked != "no layer":
         place, width = (1, 48) if untracked == "the first" else (4, 32)
         model[place] = nn.BatchNorm1d(width, track_running_stats=False).eval()
     if fault == "train-test-mismatch":
         layer = model[4 if untracked == "the first" else 1]
-        layer.running_mean += 2 * layer.running_var.sqrt() * (-1) ** torch.arange(layer.num_features)
-    found = ids(diagnose(model, ground.by_class() if fault == "label-skew" else ground.equal(200)))
+        layer.running_mean += (
+            2 * layer.running_var.sqrt() * (-1) ** torch.arange(layer.num_features)
+        )
+    found = ids(
+        diagnose(
+            model, ground.by_class() if fault == "label-skew" else ground.equal(200)
+        )
+    )
     assert fault in found
-    assert found[0] == (fault if untracked == "no layer" else "tested-with-batch-statistics")
+    assert found[0] == (
+        fault if untracked == "no layer" else "tested-with-batch-statistics"
+    )
     assert ("label-skew" in found) == (fault == "label-skew"), "no false alarm"
 
 
 def _gap(running_accuracy: float | None, running: float, batch: float) -> Measured:
     batch_accuracy = None if running_accuracy is None else 0.9
-    return Measured(gap=Mismatch(100, running, batch, running_accuracy, batch_accuracy, 9.0))
+    return Measured(
+        gap=Mismatch(100, running, batch, running_accuracy, batch_accuracy, 9.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +393,7 @@ def test_how_much_a_mismatch_loses(measured: Measured, found: bool) -> None:
     assert (train_test_mismatch(measured) is not None) == found
 
 
-# --- what must not be found ------------------------------------------------------------------------------------------
+# --- what must not be found -----------------------------------------------------------
 
 
 def batch_renorm(ground: Ground) -> Diagnosis:
@@ -316,13 +423,18 @@ class _Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.view(-1, 1, 8, 8)
-        return self.head(torch.cat([self.a(x[..., :4]), self.a(x[..., 4:] + 3)], 3).flatten(1))
+        return self.head(
+            torch.cat([self.a(x[..., :4]), self.a(x[..., 4:] + 3)], 3).flatten(1)
+        )
 
 
 def pairs(ground: Ground, size: int) -> list[Any]:
     """Two clients with ten small batches each."""
     starts = [range(first, first + 10 * size, size) for first in (0, 10 * size)]
-    return [[(ground.inputs[k : k + size], ground.targets[k : k + size]) for k in own] for own in starts]
+    return [
+        [(ground.inputs[k : k + size], ground.targets[k : k + size]) for k in own]
+        for own in starts
+    ]
 
 
 def handled_skew(ground: Ground) -> Diagnosis:
@@ -334,7 +446,10 @@ SOUND: Mapping[str, tuple[Callable[[Ground], Diagnosis], str]] = {
     "batch renormalisation": (batch_renorm, "small-batch"),
     "an eps of 1": (eps_of_1, "extreme-variance"),
     "a few extreme channels": (few_extreme_channels, "extreme-variance"),
-    "a layer that is called twice": (lambda ground: diagnose(_Twice().eval(), pairs(ground, 4)), "small-batch"),
+    "a layer that is called twice": (
+        lambda ground: diagnose(_Twice().eval(), pairs(ground, 4)),
+        "small-batch",
+    ),
     "a skew that is handled": (handled_skew, "label-skew"),
 }
 
@@ -346,7 +461,9 @@ def test_what_is_no_fault_is_not_found(name: str, ground: Ground) -> None:
 
 
 class _Extra(nn.Module):
-    """A buffer and an entry of the state that are no weights: a mask of -inf, and a mapping."""
+    """A buffer and an entry of the state that are no weights: a mask of -inf, and a
+    mapping.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -363,7 +480,9 @@ class _Extra(nn.Module):
         return self.model(x)
 
 
-def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(ground: Ground) -> None:
+def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(
+    ground: Ground,
+) -> None:
     model = _Extra(ground.model).eval()
     before = {name: value.clone() for name, value in ground.model.state_dict().items()}
     draws = torch.get_rng_state()
@@ -372,7 +491,10 @@ def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(ground: Ground)
     assert "Nothing found." in str(found)
     assert torch.equal(torch.get_rng_state(), draws)
     assert not model.training
-    assert all(torch.equal(value, before[name]) for name, value in ground.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in ground.model.state_dict().items()
+    )
 
 
 class _Holding(nn.Sequential):
@@ -389,8 +511,12 @@ class _Holding(nn.Sequential):
 
 @pytest.mark.parametrize("by", ["hold_eval", "its own train"])
 @pytest.mark.parametrize("held", [(1,), (1, 4)])
-def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: tuple[int, ...], by: str, ground: Ground) -> None:
-    """Its training normalises by fixed statistics: neither the batch size nor the other clients' data reach it."""
+def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
+    held: tuple[int, ...], by: str, ground: Ground
+) -> None:
+    """Its training normalises by fixed statistics: neither the batch size nor the other
+    clients' data reach it.
+    """
     model = _Holding(*ground.model).eval()
     if by == "its own train":
         model.held = held
@@ -404,7 +530,7 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: tuple[int, ...],
     assert ("shift" in found.measures) == (held == (1,))
 
 
-# --- what cannot be measured -----------------------------------------------------------------------------------------
+# --- what cannot be measured ----------------------------------------------------------
 
 
 def test_what_was_not_measured_is_not_called_sound(ground: Ground) -> None:
@@ -415,14 +541,24 @@ def test_what_was_not_measured_is_not_called_sound(ground: Ground) -> None:
 
 
 class _Auxiliary(nn.Module):
-    """A second head that is called in train mode alone, as in GoogLeNet; the layer is called by keyword."""
+    """A second head that is called in train mode alone, as in GoogLeNet; the layer is
+    called by keyword.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.aux, self.head = nn.BatchNorm1d(64), nn.BatchNorm1d(64), nn.Linear(64, 10)
+        self.norm, self.aux, self.head = (
+            nn.BatchNorm1d(64),
+            nn.BatchNorm1d(64),
+            nn.Linear(64, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(input=x) + self.aux(x)) if self.training else self.head(self.norm(input=x))
+        return (
+            self.head(self.norm(input=x) + self.aux(x))
+            if self.training
+            else self.head(self.norm(input=x))
+        )
 
 
 def no_batch(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -431,11 +567,17 @@ def no_batch(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.squeeze(), targets)
 
 
-def layered(ground: Ground, width: int = 64, shift: int = 0, **options: Any) -> Diagnosis:
+def layered(
+    ground: Ground, width: int = 64, shift: int = 0, **options: Any
+) -> Diagnosis:
     """A network of one BatchNorm layer over two clients, the last batch of one example."""
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
     inputs, targets = ground.inputs[:, :width], ground.targets + shift
-    return diagnose(model, [[(inputs[:64], targets[:64])], [(inputs[64:129], targets[64:129])]], **options)
+    return diagnose(
+        model,
+        [[(inputs[:64], targets[:64])], [(inputs[64:129], targets[64:129])]],
+        **options,
+    )
 
 
 def one_test(ground: Ground) -> Diagnosis:
@@ -443,7 +585,9 @@ def one_test(ground: Ground) -> Diagnosis:
 
 
 def two_targets(ground: Ground) -> Diagnosis:
-    loaders = [[(x, torch.stack([y, y], 1)) for x, y in loader] for loader in ground.equal()]
+    loaders = [
+        [(x, torch.stack([y, y], 1)) for x, y in loader] for loader in ground.equal()
+    ]
     return diagnose(ground.model, loaders)
 
 
@@ -462,10 +606,22 @@ NOT_MEASURED: Mapping[str, tuple[Callable[[Ground], Diagnosis], list[str]]] = {
         lambda ground: layered(ground, width=60),
         ["statistics of the batches", "differences", "mismatch", "accuracy"],
     ),
-    "no BatchNorm": (lambda ground: diagnose(nn.Sequential(nn.Linear(64, 10)), ground.equal()), ["everything"]),
-    "a layer that is not called": (lambda ground: diagnose(_Auxiliary().eval(), ground.equal()), []),
-    "inputs with NaN": (nan_inputs, ["all that needs data: inputs hold NaN or infinity (Client b)."]),
-    "targets without a loss": (two_targets, ["label skew", "mismatch of training and test", "accuracy of each client"]),
+    "no BatchNorm": (
+        lambda ground: diagnose(nn.Sequential(nn.Linear(64, 10)), ground.equal()),
+        ["everything"],
+    ),
+    "a layer that is not called": (
+        lambda ground: diagnose(_Auxiliary().eval(), ground.equal()),
+        [],
+    ),
+    "inputs with NaN": (
+        nan_inputs,
+        ["all that needs data: inputs hold NaN or infinity (Client b)."],
+    ),
+    "targets without a loss": (
+        two_targets,
+        ["label skew", "mismatch of training and test", "accuracy of each client"],
+    ),
 }
 
 
@@ -480,7 +636,9 @@ def test_a_measurement_that_fails_leaves_the_others(name: str, ground: Ground) -
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(whole: bool, ground: Ground) -> None:
+def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(
+    whole: bool, ground: Ground
+) -> None:
     model = ground.model
     model[4].running_var[0] = -1
     if whole:
@@ -490,33 +648,57 @@ def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(whole: bool, 
     found = diagnose(model, ground.by_class())
     assert {*ids(found)} >= {"unusable-statistics", *([] if whole else ["label-skew"])}
     assert ("label-skew" in ids(found)) != whole
-    assert f"all that needs data, in {'1, 4' if whole else '1'}:" in found.not_measured[0]
+    assert (
+        f"all that needs data, in {'1, 4' if whole else '1'}:" in found.not_measured[0]
+    )
 
 
-# --- loaders, answers and states -------------------------------------------------------------------------------------
+# --- loaders, answers and states ------------------------------------------------------
 
 
 LAZY = nn.Sequential(nn.Linear(64, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 10))
 RAGGED = [(torch.zeros(2, n), torch.zeros(2, dtype=torch.int64)) for n in (3, 4)]
 REFUSED: Mapping[str, tuple[Callable[[Ground], object], type[Exception], str]] = {
     "a state of another model": (
-        lambda ground: diagnose(ground.model, ground.equal(), state={"1.running_var": torch.ones(48)}),
+        lambda ground: diagnose(
+            ground.model, ground.equal(), state={"1.running_var": torch.ones(48)}
+        ),
         *(StateError, "does not fit the model"),
     ),
-    "a layer without a shape": (lambda ground: diagnose(LAZY, ground.equal()), StateError, "1.weight"),
-    "no examples": (lambda ground: diagnose(ground.model, []), ConfigError, "client_loaders"),
+    "a layer without a shape": (
+        lambda ground: diagnose(LAZY, ground.equal()),
+        StateError,
+        "1.weight",
+    ),
+    "no examples": (
+        lambda ground: diagnose(ground.model, []),
+        ConfigError,
+        "client_loaders",
+    ),
     "no examples wanted": (
         lambda ground: diagnose(ground.model, ground.equal(), max_examples=0),
         *(ConfigError, "max_examples=0"),
     ),
-    "one loader": (lambda ground: diagnose(ground.model, ground.equal()[0]), DataError, "a list of loaders"),
+    "one loader": (
+        lambda ground: diagnose(ground.model, ground.equal()[0]),
+        DataError,
+        "a list of loaders",
+    ),
     "one test loader": (
-        lambda ground: diagnose(ground.model, ground.equal(), test_loaders=[*ground.equal()[0]]),
+        lambda ground: diagnose(
+            ground.model, ground.equal(), test_loaders=[*ground.equal()[0]]
+        ),
         *(DataError, "a list of loaders"),
     ),
-    "several shapes": (lambda ground: diagnose(ground.model, [RAGGED]), DataError, "client 0"),
+    "several shapes": (
+        lambda ground: diagnose(ground.model, [RAGGED]),
+        DataError,
+        "client 0",
+    ),
     "an unknown name": (
-        lambda ground: diagnose_state(ground.model.state_dict(), model=ground.model, local_keys=["bn.weight"]),
+        lambda ground: diagnose_state(
+            ground.model.state_dict(), model=ground.model, local_keys=["bn.weight"]
+        ),
         *(ConfigError, "local_keys"),
     ),
 }
@@ -531,7 +713,9 @@ def test_what_cannot_be_diagnosed_is_refused(name: str, ground: Ground) -> None:
 
 def test_a_client_without_examples_is_left_out(ground: Ground) -> None:
     loaders = ground.equal()
-    found = diagnose(ground.model, [*loaders[:2], []], test_loaders={"x": [], "y": loaders[2]})
+    found = diagnose(
+        ground.model, [*loaders[:2], []], test_loaders={"x": [], "y": loaders[2]}
+    )
     assert found.measures["clients"] == ["0", "1"]
     assert found.notes == ["2 loaders without examples: left out."]
 
@@ -544,7 +728,9 @@ def test_saved_states_of_every_format(tmp_path: Path) -> None:
     wrapped = {f"module.{name}": value for name, value in state.items()}
     save_file(state, tmp_path / "a.safetensors")
     torch.save({"state_dict": wrapped, "epoch": 3}, tmp_path / "b.pt")
-    np.savez(tmp_path / "c.npz", **{name: value.numpy() for name, value in state.items()})
+    np.savez(
+        tmp_path / "c.npz", **{name: value.numpy() for name, value in state.items()}
+    )
     for file in ("a.safetensors", "b.pt", "c.npz"):
         read = named(read_state_file(tmp_path / file), state)
         assert all(torch.equal(read[name], value) for name, value in state.items())

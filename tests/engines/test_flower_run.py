@@ -15,12 +15,18 @@ from fedbn_flwr.errors import EngineError
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch):
-    """``commands(runs)``: Flower's list of runs after the command; returns the commands that are given."""
+    """``commands(runs)``: Flower's list of runs after the command; returns the commands
+    that are given.
+    """
     given: list[list[str]] = []
 
     def install(runs: list[dict[str, Any]]) -> list[list[str]]:
         monkeypatch.setattr(module, "_superlink", lambda home: nullcontext({}))
-        monkeypatch.setattr(module, "stream", lambda command, env, on_line: given.append(command) or ["last", "lines"])
+        monkeypatch.setattr(
+            module,
+            "stream",
+            lambda command, env, on_line: given.append(command) or ["last", "lines"],
+        )
         monkeypatch.setattr(module, "flower_runs", lambda env, connection: runs)
         return given
 
@@ -37,15 +43,28 @@ def commands(monkeypatch: pytest.MonkeyPatch):
         ([{"status": "finished:completed"}] * 2, "finished:completed"),
     ],
 )
-def test_all_but_one_completed_run_is_an_error_with_the_log(commands, runs, said: str) -> None:
+def test_all_but_one_completed_run_is_an_error_with_the_log(
+    commands, runs, said: str
+) -> None:
     commands(runs)
-    with pytest.raises(EngineError, match=rf"^flwr run: {said}\. The last lines of its log:\nlast\nlines$"):
+    with pytest.raises(
+        EngineError,
+        match=rf"^flwr run: {said}\. The last lines of its log:\nlast\nlines$",
+    ):
         flower_run(Path("app"), run_config={}, federation_config={})
 
 
 def test_the_settings_are_toml_for_flowers_command(commands) -> None:
     given = commands([{"status": "finished:completed"}])
-    flower_run(Path("app"), run_config={"strategy": "fedbn", "resume": True}, federation_config={"num-supernodes": 3})
+    flower_run(
+        Path("app"),
+        run_config={"strategy": "fedbn", "resume": True},
+        federation_config={"num-supernodes": 3},
+    )
     (command,) = given
     assert command[1:6] == ["run", "app", "private", "--stream", "--run-config"]
-    assert command[6:] == ['strategy="fedbn" resume=true', "--federation-config", "num-supernodes=3"]
+    assert command[6:] == [
+        'strategy="fedbn" resume=true',
+        "--federation-config",
+        "num-supernodes=3",
+    ]

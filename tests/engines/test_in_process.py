@@ -11,7 +11,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -40,11 +48,20 @@ def echo(message: Message, context: Context) -> Message:
 
 @pytest.fixture
 def open_grid(open_grid: Open) -> Open:
-    """``open_grid(handler=echo, num_nodes=3, ...)``: a grid of an app that answers with the handler."""
-    return lambda handler=echo, num_nodes=3, **options: open_grid(app_of(handler), num_nodes, **options)
+    """``open_grid(handler=echo, num_nodes=3, ...)``: a grid of an app that answers with
+    the handler.
+    """
+    return lambda handler=echo, num_nodes=3, **options: open_grid(
+        app_of(handler), num_nodes, **options
+    )
 
 
-def to(grid: InProcessGrid, *partitions: int, kind: str = MessageType.TRAIN, content: RecordDict | None = None) -> list:
+def to(
+    grid: InProcessGrid,
+    *partitions: int,
+    kind: str = MessageType.TRAIN,
+    content: RecordDict | None = None,
+) -> list:
     nodes = grid.get_node_ids()
     return [Message(content or RecordDict(), nodes[i], kind) for i in partitions]
 
@@ -54,20 +71,29 @@ def test_the_grid_has_the_calls_of_flowers_grid() -> None:
     for name in Grid.__abstractmethods__:
         ours, theirs = getattr(InProcessGrid, name), getattr(Grid, name)
         if callable(theirs):
-            mine, others = (set(inspect.signature(call).parameters) for call in (ours, theirs))
-            newer = {"reply_to_message_ids"} if name == "pull_messages" else set()  # from Flower 1.43 on
+            mine, others = (
+                set(inspect.signature(call).parameters) for call in (ours, theirs)
+            )
+            # from Flower 1.43 on
+            newer = {"reply_to_message_ids"} if name == "pull_messages" else set()
             assert mine == others | newer, name
 
 
 def test_nodes_have_the_same_ids_and_contexts_as_in_flower(open_grid) -> None:
-    grid = open_grid(num_nodes=5, run_config={"x": 1}, node_configs=[{"city": c} for c in "abcde"])
+    grid = open_grid(
+        num_nodes=5, run_config={"x": 1}, node_configs=[{"city": c} for c in "abcde"]
+    )
     ids = list(grid.get_node_ids())
     assert len(set(ids)) == 5
     assert all(0 < node_id < 2**63 for node_id in ids)
     for partition, node_id in enumerate(ids):
         context = grid.context(partition)
         assert (context.node_id, context.run_id) == (node_id, grid.run.run_id)
-        assert context.node_config == {"partition-id": partition, "num-partitions": 5, "city": "abcde"[partition]}
+        assert context.node_config == {
+            "partition-id": partition,
+            "num-partitions": 5,
+            "city": "abcde"[partition],
+        }
         assert context.run_config == {"x": 1}
     assert list(open_grid(num_nodes=5, seed=1).get_node_ids()) != ids
     assert list(open_grid(num_nodes=5).get_node_ids()) == ids
@@ -85,8 +111,12 @@ def test_messages_arrive_and_replies_come_back(open_grid) -> None:
     grid = open_grid(note)
     sent = to(grid, 2, 0, content=RecordDict({"a": to_record({"x": np.arange(3.0)})}))
     replies = grid.send_and_receive(sent)
-    assert [r.metadata.src_node_id for r in replies] == [m.metadata.dst_node_id for m in sent]
-    assert [r.metadata.reply_to_message_id for r in replies] == [m.metadata.message_id for m in seen]
+    assert [r.metadata.src_node_id for r in replies] == [
+        m.metadata.dst_node_id for m in sent
+    ]
+    assert [r.metadata.reply_to_message_id for r in replies] == [
+        m.metadata.message_id for m in seen
+    ]
     ids = [m.metadata.message_id for m in seen + replies]
     assert len(set(ids)) == 4
     assert all(ids)
@@ -96,7 +126,9 @@ def test_messages_arrive_and_replies_come_back(open_grid) -> None:
 
 PULLS: dict[str, Callable[[InProcessGrid, list[str]], list[Message]]] = {
     "by place": lambda grid, ids: grid.pull_messages(ids),
-    "by the name before Flower 1.43": lambda grid, ids: grid.pull_messages(message_ids=ids),
+    "by the name before Flower 1.43": lambda grid, ids: grid.pull_messages(
+        message_ids=ids
+    ),
     "by the name since": lambda grid, ids: grid.pull_messages(reply_to_message_ids=ids),
     "all": lambda grid, ids: grid.pull_messages(),
 }
@@ -142,7 +174,9 @@ def test_changes_of_an_app_to_its_records_are_not_seen_outside(open_grid) -> Non
         return Message(RecordDict(), reply_to=message)
 
     grid = open_grid(spoil)
-    content = RecordDict({"arrays": to_record({"x": np.ones(1)}), "config": ConfigRecord({"round": 1})})
+    content = RecordDict(
+        {"arrays": to_record({"x": np.ones(1)}), "config": ConfigRecord({"round": 1})}
+    )
     grid.send_and_receive(to(grid, 0, 1, content=content))
     assert content["config"]["round"] == 1
     assert list(content["arrays"]) == ["x"]
@@ -159,7 +193,9 @@ def test_context_state_is_kept_per_node_and_forgotten_on_error(open_grid) -> Non
     grid = open_grid(count)
     for expected in ([1, 1, 1], [2, None, 2], [3, None, 3]):
         replies = grid.send_and_receive(to(grid, 0, 1, 2))
-        assert [r.content["count"]["n"] if r.has_content() else None for r in replies] == expected
+        assert [
+            r.content["count"]["n"] if r.has_content() else None for r in replies
+        ] == expected
     assert [grid.context(i).state["count"]["n"] for i in range(3)] == [3, 1, 3]
 
 
@@ -175,7 +211,9 @@ def test_an_error_of_the_app_is_a_reply_of_its_node(open_grid) -> None:
     assert reply.metadata.message_id
 
 
-def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_grid) -> None:
+def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
+    open_grid,
+) -> None:
     gate = threading.Event()
 
     def slow(message: Message, context: Context) -> Message:
@@ -196,7 +234,9 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_gr
     again = to(grid, 0, 1, content=RecordDict({"second": ConfigRecord()}))
     replies = grid.send_and_receive(again, timeout=5)
     assert [r.metadata.src_node_id for r in replies] == nodes[:2]
-    assert all("second" in r.content for r in replies), "a late reply came back for another message"
+    assert all("second" in r.content for r in replies), (
+        "a late reply came back for another message"
+    )
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
@@ -211,7 +251,9 @@ def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
 
     with InProcessGrid(app_of(work), 1) as grid:
         (message,) = to(grid, 0)
-        grid.open_barrier("over", Barrier({message.metadata.dst_node_id: Member(1, 1, "a node")}, 5))
+        grid.open_barrier(
+            "over", Barrier({message.metadata.dst_node_id: Member(1, 1, "a node")}, 5)
+        )
         grid.push_messages([message])
         assert began.wait(5)
         grid.close_barrier("over")
@@ -225,27 +267,46 @@ def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        arrays = {k: v + context.node_config["partition-id"] for k, v in from_record(message.content["arrays"]).items()}
-        metrics = MetricRecord({"num-examples": 1 + context.node_config["partition-id"], "loss": 2.0})
-        return Message(RecordDict({"arrays": to_record(arrays), "metrics": metrics}), reply_to=message)
+        arrays = {
+            k: v + context.node_config["partition-id"]
+            for k, v in from_record(message.content["arrays"]).items()
+        }
+        metrics = MetricRecord(
+            {"num-examples": 1 + context.node_config["partition-id"], "loss": 2.0}
+        )
+        return Message(
+            RecordDict({"arrays": to_record(arrays), "metrics": metrics}),
+            reply_to=message,
+        )
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "accuracy": 0.5})}), reply_to=message)
+        return Message(
+            RecordDict({"metrics": MetricRecord({"num-examples": 1, "accuracy": 0.5})}),
+            reply_to=message,
+        )
 
     with InProcessGrid(app, 3) as grid:
         start: ArrayRecord = to_record({"x": np.zeros(2)})
-        result = FlowerFedAvg(min_available_nodes=3).start(grid=grid, initial_arrays=start, num_rounds=2, timeout=30)
-    np.testing.assert_allclose(from_record(result.arrays)["x"], 2 * (0 * 1 + 1 * 2 + 2 * 3) / 6)
+        result = FlowerFedAvg(min_available_nodes=3).start(
+            grid=grid, initial_arrays=start, num_rounds=2, timeout=30
+        )
+    np.testing.assert_allclose(
+        from_record(result.arrays)["x"], 2 * (0 * 1 + 1 * 2 + 2 * 3) / 6
+    )
     assert result.evaluate_metrics_clientapp[2]["accuracy"] == pytest.approx(0.5)
 
 
 def test_a_thread_whose_job_another_one_took_takes_no_turn(monkeypatch) -> None:
-    """A turn without work would put the generators back while the caller draws from them."""
+    """A turn without work would put the generators back while the caller draws from
+    them.
+    """
     process = client_work.OwnProcess(app_of(echo), torch_threads=1, threads=2)
     turns: list[None] = []
     real = client_work.one_after_the_other
-    monkeypatch.setattr(client_work, "one_after_the_other", lambda: turns.append(None) or real())
+    monkeypatch.setattr(
+        client_work, "one_after_the_other", lambda: turns.append(None) or real()
+    )
     process._working = 1  # begun for a job that is gone
     process._work_on_jobs()
     process.close()

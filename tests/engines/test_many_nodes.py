@@ -32,7 +32,9 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
         assert threading.active_count() == before
         assert grid._contexts == {}
         chosen = grid.get_node_ids()[::1000]
-        replies = grid.send_and_receive([Message(RecordDict(), node_id, MessageType.QUERY) for node_id in chosen])
+        replies = grid.send_and_receive(
+            [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in chosen]
+        )
         assert [reply.metadata.src_node_id for reply in replies] == chosen
         assert threading.active_count() <= before + 2
         assert grid._contexts == {}, "these nodes keep nothing"
@@ -40,7 +42,9 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
 
 
 def test_nodes_of_known_sizes_are_not_asked() -> None:
-    """The answers are those of their clients; a node whose size is not known is asked after all."""
+    """The answers are those of their clients; a node whose size is not known is asked
+    after all.
+    """
     made: list[int] = []
 
     class Client(NumPyClient):
@@ -48,7 +52,10 @@ def test_nodes_of_known_sizes_are_not_asked() -> None:
             self.partition_id = partition_id
 
         def get_properties(self, config):
-            return {"partition-id": self.partition_id, "num-examples": self.partition_id % 3}
+            return {
+                "partition-id": self.partition_id,
+                "num-examples": self.partition_id % 3,
+            }
 
     def client_fn(context: Context) -> Client:
         made.append(int(context.node_config["partition-id"]))
@@ -65,26 +72,55 @@ def test_nodes_of_known_sizes_are_not_asked() -> None:
         return found
 
     asked = present([0, 1, 2, 3, 4], {})
-    assert [(n.partition_id, n.num_examples) for n in asked] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1)]
+    assert [(n.partition_id, n.num_examples) for n in asked] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 0),
+        (4, 1),
+    ]
     assert present([4], {}, num_examples=num_examples) == asked
-    assert present([0, 1, 2, 3, 4], {"fedbn-flwr.synchronises": True}, num_examples=num_examples) == asked
+    assert (
+        present(
+            [0, 1, 2, 3, 4],
+            {"fedbn-flwr.synchronises": True},
+            num_examples=num_examples,
+        )
+        == asked
+    )
     answers = [lambda message, context, call_next: call_next(message, context)]
-    assert present([0, 1, 2, 3, 4], {}, num_examples=num_examples, mods=answers) == asked
+    assert (
+        present([0, 1, 2, 3, 4], {}, num_examples=num_examples, mods=answers) == asked
+    )
 
 
-def test_a_run_touches_the_data_of_the_chosen_clients_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_touches_the_data_of_the_chosen_clients_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     touched: set[int | None] = set()
     for name in ("train_view", "test_view"):
         view = getattr(PartitionedData, name)
 
-        def noted(self: PartitionedData, partition_id: int | None = None, view: Any = view) -> Subset:
+        def noted(
+            self: PartitionedData, partition_id: int | None = None, view: Any = view
+        ) -> Subset:
             touched.add(partition_id)
             return view(self, partition_id)
 
         monkeypatch.setattr(PartitionedData, name, noted)
-    settings = {"num-clients": 60, "partition": "iid", "fraction-train": 0.04, "num-server-rounds": 1, "local-steps": 1}
+    settings = {
+        "num-clients": 60,
+        "partition": "iid",
+        "fraction-train": 0.04,
+        "num-server-rounds": 1,
+        "local-steps": 1,
+    }
     lines: list[Any] = []
-    run(Config.make({**settings, "checkpoint-every": 0}), tmp_path / "out", on_round=lines.append)
+    run(
+        Config.make({**settings, "checkpoint-every": 0}),
+        tmp_path / "out",
+        on_round=lines.append,
+    )
     assert len(lines[0]["participants"]) == 2
     assert touched == {None, *lines[0]["participants"]}
 
@@ -102,7 +138,9 @@ def test_a_node_works_on_one_message_at_a_time_and_in_order() -> None:
 
     with InProcessGrid(app, 1, threads=8) as grid:
         node_id = grid.get_node_ids()[0]
-        message_ids = grid.push_messages([Message(RecordDict(), node_id, MessageType.QUERY) for _ in range(50)])
+        message_ids = grid.push_messages(
+            [Message(RecordDict(), node_id, MessageType.QUERY) for _ in range(50)]
+        )
         while len(seen) < 50:
             pass
         assert seen == message_ids

@@ -1,4 +1,6 @@
-"""Temporary folders: what a killed process leaves, its SuperLink as well, is removed by the next one."""
+"""Temporary folders: what a killed process leaves, its SuperLink as well, is removed by
+the next one.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,12 @@ def test_the_processes_and_the_folder_of_a_killed_command_are_removed_by_the_nex
     monkeypatch.setattr(tempfile, "tempdir", None)
     others = tmp_path / "fedbn-flwr-others"
     others.mkdir()
-    bystander = subprocess.Popen(["sleep", "600"], env={**os.environ, "FLWR_HOME": str(others)})
-    killed = subprocess.Popen([sys.executable, "-c", KILLED], stdin=-1, stdout=subprocess.PIPE, text=True)
+    bystander = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "FLWR_HOME": str(others)}
+    )
+    killed = subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=-1, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert killed.stdout
         pid, home = killed.stdout.readline().split()

@@ -1,4 +1,6 @@
-"""Worker processes: the same bits, no orphans, and a process that dies costs its clients' replies only."""
+"""Worker processes: the same bits, no orphans, and a process that dies costs its
+clients' replies only.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -35,7 +44,17 @@ from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier
-from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedBN, FedTAN, FixBN, Scaffold, Strategy
+from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
+    BNScaffold,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    Strategy,
+)
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import turn
 from fedbn_flwr.transport import Member, RetryStep, local_reducer
@@ -50,9 +69,14 @@ def app_of(handler) -> ClientApp:
     return app
 
 
-def to(grid: InProcessGrid, *partitions: int, content: RecordDict | None = None) -> list[Message]:
+def to(
+    grid: InProcessGrid, *partitions: int, content: RecordDict | None = None
+) -> list[Message]:
     nodes = grid.get_node_ids()
-    return [Message(content or RecordDict(), nodes[i], MessageType.TRAIN) for i in partitions]
+    return [
+        Message(content or RecordDict(), nodes[i], MessageType.TRAIN)
+        for i in partitions
+    ]
 
 
 def errors(replies: list[Message]) -> list[bool]:
@@ -62,7 +86,9 @@ def errors(replies: list[Message]) -> list[bool]:
 def alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except FileNotFoundError:
         return False
 
@@ -74,14 +100,23 @@ def pids(grid: InProcessGrid) -> list[int]:
 def test_a_broadcast_is_written_once(monkeypatch) -> None:
     written = []
     whole = Packed.write
-    monkeypatch.setattr(Packed, "write", lambda packed: written.append(len(packed.buffers)) or whole(packed))
+    monkeypatch.setattr(
+        Packed,
+        "write",
+        lambda packed: written.append(len(packed.buffers)) or whole(packed),
+    )
     arrays = to_record({"w": np.ones(1000), "v": np.ones(2000)})
 
     def answer(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"n": MetricRecord({"n": len(message.content["arrays"])})}), reply_to=message)
+        return Message(
+            RecordDict({"n": MetricRecord({"n": len(message.content["arrays"])})}),
+            reply_to=message,
+        )
 
     with InProcessGrid(app_of(answer), 20, workers=2) as grid:
-        replies = grid.send_and_receive(to(grid, *range(20), content=RecordDict({"arrays": arrays})))
+        replies = grid.send_and_receive(
+            to(grid, *range(20), content=RecordDict({"arrays": arrays}))
+        )
     assert [reply.content["n"]["n"] for reply in replies] == [2] * 20
     assert written == [2], "twenty clients, one write"
 
@@ -100,17 +135,33 @@ WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
 
 
 @pytest.mark.parametrize("method", WORKED)
-def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, method: str) -> None:
-    """Uneven clients, dropout; what clients keep, synchronised steps and variates go through shared memory."""
+def test_workers_give_the_bits_of_one_process(
+    federate, points, mlp, same_bits, method: str
+) -> None:
+    """Uneven clients, dropout; what clients keep, synchronised steps and variates go
+    through shared memory.
+    """
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
     make, momentum = WORKED[method]
 
     def net() -> nn.Module:
-        return use_feature_norm(mlp(dropout=0.4))[0] if method == "feature-norm" else mlp(dropout=0.4)
+        return (
+            use_feature_norm(mlp(dropout=0.4))[0]
+            if method == "feature-norm"
+            else mlp(dropout=0.4)
+        )
 
     def run(workers: int) -> Outcome:
         options = {"workers": workers, "seed": workers}
-        return federate(make(), net, datasets, rounds=2, barrier=True, grid_options=options, sgd_momentum=momentum)
+        return federate(
+            make(),
+            net,
+            datasets,
+            rounds=2,
+            barrier=True,
+            grid_options=options,
+            sgd_momentum=momentum,
+        )
 
     alone, worked = run(0), run(3)
     assert set(alone.grid.get_node_ids()).isdisjoint(worked.grid.get_node_ids())
@@ -136,15 +187,29 @@ FAULTS: dict[str, tuple[Callable[[Message], Any], str]] = {
     "returns nothing": (lambda message: None, "returned NoneType, not a Message"),
     "exits": (lambda message: sys.exit(3), "SystemExit(3)"),
     "is cancelled": (cancelled, "CancelledError('stopped')"),
-    "cannot be pickled": (lambda message: Message(Odd(), reply_to=message), "this record stays here"),
-    "is killed": (lambda message: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL (out of memory?)"),
+    "cannot be pickled": (
+        lambda message: Message(Odd(), reply_to=message),
+        "this record stays here",
+    ),
+    "is killed": (
+        lambda message: os.kill(os.getpid(), signal.SIGKILL),
+        "was ended by SIGKILL (out of memory?)",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("fault", "workers"), [*((fault, 2) for fault in FAULTS), ("returns nothing", 0), ("exits", 0), ("is cancelled", 0)]
+    ("fault", "workers"),
+    [
+        *((fault, 2) for fault in FAULTS),
+        ("returns nothing", 0),
+        ("exits", 0),
+        ("is cancelled", 0),
+    ],
 )
-def test_a_fault_of_a_client_costs_its_own_reply_only(fault: str, workers: int, caplog) -> None:
+def test_a_fault_of_a_client_costs_its_own_reply_only(
+    fault: str, workers: int, caplog
+) -> None:
     """Also the clients that wait in its process go on; a process that died is replaced."""
     act, said = FAULTS[fault]
 
@@ -153,7 +218,10 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(fault: str, workers: int, 
             return act(message)
         return Message(RecordDict(), reply_to=message)
 
-    with caplog.at_level(logging.ERROR, "flwr"), InProcessGrid(app_of(work), 6, workers=workers) as grid:
+    with (
+        caplog.at_level(logging.ERROR, "flwr"),
+        InProcessGrid(app_of(work), 6, workers=workers) as grid,
+    ):
         before = pids(grid) if workers else []
         for _ in range(2):
             replies = grid.send_and_receive(to(grid, *range(6)), timeout=30)
@@ -161,12 +229,16 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(fault: str, workers: int, 
             assert said in replies[1].error.reason
         after = pids(grid) if workers else []
     assert (before == after) == (fault != "is killed")
-    assert ("its clients count as failed (partition 1)" in caplog.text) == (fault == "is killed")
+    assert ("its clients count as failed (partition 1)" in caplog.text) == (
+        fault == "is killed"
+    )
     assert not any(alive(pid) for pid in [*before, *after])
 
 
 def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
-    """A wrap for ``federate``: each client calls ``act(partition, round)`` before it trains."""
+    """A wrap for ``federate``: each client calls ``act(partition, round)`` before it
+    trains.
+    """
 
     def wrap(client_fn: Any) -> ClientApp:
         def acting(context: Context) -> TorchClient:
@@ -174,7 +246,10 @@ def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
             fit = client.fit
 
             def act_and_fit(parameters: Any, config: Any) -> Any:
-                act(int(context.node_config["partition-id"]), int(config["server-round"]))
+                act(
+                    int(context.node_config["partition-id"]),
+                    int(config["server-round"]),
+                )
                 return fit(parameters, config)
 
             client.fit = act_and_fit
@@ -185,7 +260,9 @@ def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
     return wrap
 
 
-def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(federate, points, mlp, same_bits) -> None:
+def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
+    federate, points, mlp, same_bits
+) -> None:
     """The others repeat the step without them, as if they had not been asked."""
     datasets = [points(n, i) for i, n in enumerate(SIZES)]
 
@@ -194,7 +271,9 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(federa
             os.kill(os.getpid(), signal.SIGKILL)
 
     common = {"rounds": 1, "barrier": True, "timeout": 30}
-    run = federate(FedTAN(), mlp, datasets, wrap=in_fit(die), grid_options={"workers": 5}, **common)
+    run = federate(
+        FedTAN(), mlp, datasets, wrap=in_fit(die), grid_options={"workers": 5}, **common
+    )
     alone = federate(FedTAN(), mlp, datasets, hide={1: [1]}, **common)
     assert run.strategy.reports[0].participants == [0, 2, 3, 4]
     same_bits(run.state, alone.state)
@@ -205,12 +284,17 @@ def test_new_processes_get_the_app_by_cloudpickle() -> None:
     number = 41
 
     def work(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"n": MetricRecord({"n": number + 1, "pid": os.getpid()})}), reply_to=message)
+        return Message(
+            RecordDict({"n": MetricRecord({"n": number + 1, "pid": os.getpid()})}),
+            reply_to=message,
+        )
 
     with InProcessGrid(app_of(work), 2, workers=1, torch_threads=2) as grid:
         replies = grid.send_and_receive(to(grid, 0, 1), timeout=60)
         (worker,) = pids(grid)
-    assert [dict(reply.content["n"]) for reply in replies] == [{"n": 42, "pid": worker}] * 2
+    assert [dict(reply.content["n"]) for reply in replies] == [
+        {"n": 42, "pid": worker}
+    ] * 2
     assert not alive(worker)
 
 
@@ -232,13 +316,19 @@ END
 
 
 @pytest.mark.parametrize(
-    "end", ["os.kill(os.getpid(), 9)", "sys.exit(3)", "os._exit(3)"], ids=["killed", "exit", "crash"]
+    "end",
+    ["os.kill(os.getpid(), 9)", "sys.exit(3)", "os._exit(3)"],
+    ids=["killed", "exit", "crash"],
 )
-def test_no_process_outlives_the_command(tmp_path, at_once: dict[str, str], end: str) -> None:
+def test_no_process_outlives_the_command(
+    tmp_path, at_once: dict[str, str], end: str
+) -> None:
     """Also busy ones, and where the grid was never closed."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("END", end))
-    with subprocess.Popen(["python", str(script)], env=at_once, stdout=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(
+        ["python", str(script)], env=at_once, stdout=subprocess.PIPE, text=True
+    ) as command:
         workers = [int(pid) for pid in command.stdout.readline().split()]
         assert len(workers) == 2
         command.wait(30)
@@ -271,13 +361,19 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
     monkeypatch.setattr(Packed, "write", write)
 
     def answer(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"n": MetricRecord({"n": len(message.content["arrays"])})}), reply_to=message)
+        return Message(
+            RecordDict({"n": MetricRecord({"n": len(message.content["arrays"])})}),
+            reply_to=message,
+        )
 
     content = RecordDict({"arrays": to_record({"w": np.ones(5000)})})
     with InProcessGrid(app_of(answer), 3, workers=1) as grid:
         replies = grid.send_and_receive(to(grid, 0, 1, 2, content=content), timeout=30)
     assert errors(replies) == [True, False, False]
-    assert "could not be sent to a worker process: OSError: [Errno 28]" in replies[0].error.reason
+    assert (
+        "could not be sent to a worker process: OSError: [Errno 28]"
+        in replies[0].error.reason
+    )
 
 
 def member_work(message: Message, context: Context) -> Message:
@@ -294,10 +390,18 @@ def member_work(message: Message, context: Context) -> Message:
         return Message(RecordDict(), reply_to=message)
 
 
-def step(grid: InProcessGrid, *partitions: int, answer=combine, timeout=1.0, min_members=1) -> StepResult:
-    messages = to(grid, *partitions, content=RecordDict({"config": ConfigRecord({"a": 1})}))
-    members = {message.metadata.dst_node_id: Member(1, 1, "a node") for message in messages}
-    return step_by_barrier(grid, grid, messages, members, Limits(timeout, 15, min_members, answer))
+def step(
+    grid: InProcessGrid, *partitions: int, answer=combine, timeout=1.0, min_members=1
+) -> StepResult:
+    messages = to(
+        grid, *partitions, content=RecordDict({"config": ConfigRecord({"a": 1})})
+    )
+    members = {
+        message.metadata.dst_node_id: Member(1, 1, "a node") for message in messages
+    }
+    return step_by_barrier(
+        grid, grid, messages, members, Limits(timeout, 15, min_members, answer)
+    )
 
 
 def no_more_processes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -312,7 +416,9 @@ def no_more_processes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", fails)
 
 
-def test_a_process_that_cannot_be_replaced_fails_its_clients_only(monkeypatch, caplog) -> None:
+def test_a_process_that_cannot_be_replaced_fails_its_clients_only(
+    monkeypatch, caplog
+) -> None:
     def work(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -326,13 +432,22 @@ def test_a_process_that_cannot_be_replaced_fails_its_clients_only(monkeypatch, c
         assert len(pids(grid)) == 1
         replies = grid.send_and_receive(to(grid, 0, 1), timeout=15)
         assert len(replies) == 2
-        assert "no worker process is left" in grid.send_and_receive(to(grid, 2), timeout=15)[0].error.reason
+        assert (
+            "no worker process is left"
+            in grid.send_and_receive(to(grid, 2), timeout=15)[0].error.reason
+        )
     assert "1 worker processes are left" in caplog.text
 
 
-@pytest.mark.parametrize("why", ["another system", "no more processes", "an app that cannot travel"])
-def test_without_worker_processes_clients_run_in_the_commands_process(why: str, monkeypatch, caplog) -> None:
-    """Only forked processes have what cannot be pickled; with two torch threads they are new ones."""
+@pytest.mark.parametrize(
+    "why", ["another system", "no more processes", "an app that cannot travel"]
+)
+def test_without_worker_processes_clients_run_in_the_commands_process(
+    why: str, monkeypatch, caplog
+) -> None:
+    """Only forked processes have what cannot be pickled; with two torch threads they
+    are new ones.
+    """
     lock = threading.Lock()
 
     def work(message: Message, context: Context) -> Message:
@@ -354,7 +469,9 @@ def test_without_worker_processes_clients_run_in_the_commands_process(why: str, 
 
 
 def reports_pid(message: Message, context: Context) -> Message:
-    return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
+    return Message(
+        RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message
+    )
 
 
 def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
@@ -375,7 +492,9 @@ def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exchange(workers: int) -> None:
+def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exchange(
+    workers: int,
+) -> None:
     hang = threading.Event()
 
     def work(message: Message, context: Context) -> Message:
@@ -389,17 +508,25 @@ def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exc
         result = step(grid, 1, 2, 0, timeout=0.5, min_members=3)
         hang.set()
     assert not result.members
-    assert "did not end its work within 0.5 s after the step had too few clients" in list(result.dropped.values())
+    assert (
+        "did not end its work within 0.5 s after the step had too few clients"
+        in list(result.dropped.values())
+    )
 
 
 def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
     def work(message: Message, context: Context) -> Message:
         context.state["kept"] = to_record({"kept": np.ones(300)})
-        return Message(RecordDict({"arrays": to_record({"large": np.ones(500_000)})}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": to_record({"large": np.ones(500_000)})}),
+            reply_to=message,
+        )
 
     def mapped() -> int:
         maps = Path("/proc/self/maps").read_text().splitlines()
-        ranges = [line.split()[0].split("-") for line in maps if "memfd:fedbn-flwr" in line]
+        ranges = [
+            line.split()[0].split("-") for line in maps if "memfd:fedbn-flwr" in line
+        ]
         return sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
     with InProcessGrid(app_of(work), 10, workers=1) as grid:
@@ -411,11 +538,17 @@ def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
         assert mapped() - before < 200_000
 
 
-def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(tmp_path, monkeypatch, points, mlp) -> None:
-    """Client 1 works until the server has added the reply of client 0; the model is that of one process."""
+def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(
+    tmp_path, monkeypatch, points, mlp
+) -> None:
+    """Client 1 works until the server has added the reply of client 0; the model is
+    that of one process.
+    """
     added, given_up = tmp_path / "added", tmp_path / "given-up"
     datasets = [points(n, n) for n in (6, 9, 8)]
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1, batch_size=4)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_steps=1, batch_size=4
+    )
     add, fits, used = SumAhead.add, SumAhead.fits, list[bool]()
 
     def noted_add(ahead: SumAhead, state: Any) -> None:
@@ -441,17 +574,26 @@ def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(tmp_path,
         partition = context.node_config["partition-id"]
         if partition == 1:
             wait_for_the_server()
-        return TorchClient(mlp, datasets[partition], datasets[partition], settings, context=context)
+        return TorchClient(
+            mlp, datasets[partition], datasets[partition], settings, context=context
+        )
 
-    app = client_app(client_fn, num_examples=lambda context: len(datasets[context.node_config["partition-id"]]))
+    app = client_app(
+        client_fn,
+        num_examples=lambda context: len(datasets[context.node_config["partition-id"]]),
+    )
 
     def trained(workers: int) -> dict:
         with InProcessGrid(app, 3, workers=workers) as grid:
-            result = FedAvg(fraction_evaluate=0.0).start(grid, to_record(mlp().state_dict()), num_rounds=1)
+            result = FedAvg(fraction_evaluate=0.0).start(
+                grid, to_record(mlp().state_dict()), num_rounds=1
+            )
         return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
 
     with_workers = trained(2)
     assert not given_up.exists()
     assert used == [True]
     assert trained(0) == with_workers
-    assert used == [True], "in one process the clients and the server take turns: nothing is added ahead"
+    assert used == [True], (
+        "in one process the clients and the server take turns: nothing is added ahead"
+    )

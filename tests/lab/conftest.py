@@ -11,9 +11,16 @@ import pytest
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 
-QUICK: Mapping[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
+QUICK: Mapping[str, Any] = {
+    "num-clients": 3,
+    "num-server-rounds": 2,
+    "local-steps": 2,
+    "batch-size": 8,
+}
 
-NEEDS: Mapping[str, Mapping[str, Any]] = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
+NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "fedwon": {"norm": "wsconv", "model": "lenet"}
+}
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +34,9 @@ QuickConfig = Callable[..., Config]
 
 @pytest.fixture
 def quick_config() -> QuickConfig:
-    """``quick_config(strategy="fedbn", **{"kebab-key": value})``: digits, 3 clients, 2 rounds of 2 steps."""
+    """``quick_config(strategy="fedbn", **{"kebab-key": value})``: digits, 3 clients, 2
+    rounds of 2 steps.
+    """
 
     def make(**settings: Any) -> Config:
         return Config.make({**QUICK, **settings})
@@ -40,7 +49,9 @@ QuickRun = Callable[..., tuple[dict[str, Any], Path]]
 
 @pytest.fixture
 def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
-    """``quick_run(strategy="fedbn", ...)``: one run in process; its summary and its folder."""
+    """``quick_run(strategy="fedbn", ...)``: one run in process; its summary and its
+    folder.
+    """
     count = 0
 
     def make(**settings: Any) -> tuple[dict[str, Any], Path]:

@@ -31,7 +31,16 @@ from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
 COMMANDS = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-SMALL = ["--set", "num-clients=2", "--set", "num-server-rounds=2", "--set", "local-steps=1", "--set", "batch-size=4"]
+SMALL = [
+    "--set",
+    "num-clients=2",
+    "--set",
+    "num-server-rounds=2",
+    "--set",
+    "local-steps=1",
+    "--set",
+    "batch-size=4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,27 +53,42 @@ def call(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
 
 
-# --- help and usage --------------------------------------------------------------------------------------------------
+# --- help and usage -------------------------------------------------------------------
 def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
     result = call()
     assert result.exit_code == 0
     assert result.output == call("--help").output
-    places = [result.output.index(group) for group in ("Before a run", "Train", "Afterwards")]
+    places = [
+        result.output.index(group) for group in ("Before a run", "Train", "Afterwards")
+    ]
     assert places == sorted(places)
-    for example in ("fedbn-flwr run apps/main/recipes/fixbn.yaml", "fedbn-flwr doctor runs/fixbn"):
+    for example in (
+        "fedbn-flwr run apps/main/recipes/fixbn.yaml",
+        "fedbn-flwr doctor runs/fixbn",
+    ):
         assert example in result.output
 
 
 def test_the_commands() -> None:
     before = ["list", "inspect", "partition", "check-node"]
-    assert [*before, "run", "sweep", "report", "doctor", "evaluate", "export"] == COMMANDS
+    assert [
+        *before,
+        "run",
+        "sweep",
+        "report",
+        "doctor",
+        "evaluate",
+        "export",
+    ] == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_parses(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0
-    (example,) = [line.strip() for line in result.output.splitlines() if "Example: " in line]
+    (example,) = [
+        line.strip() for line in result.output.splitlines() if "Example: " in line
+    ]
     words = example.removeprefix("Example: ").split()
     assert words[:2] == ["fedbn-flwr", command]
     parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
@@ -72,12 +96,18 @@ def test_help_has_an_example_that_parses(command: str) -> None:
 
 
 def test_the_file_of_the_sweep_example_exists() -> None:
-    (path,) = [word for word in call("sweep", "--help").output.split() if word.endswith(".yaml")]
+    (path,) = [
+        word
+        for word in call("sweep", "--help").output.split()
+        if word.endswith(".yaml")
+    ]
     assert (Path(__file__).parents[2] / path).is_file()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_path_may_begin_with_a_tilde(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_begin_with_a_tilde(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No shell reads it in ``--out=~/runs``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
@@ -85,23 +115,39 @@ def test_a_path_may_begin_with_a_tilde(command: str, tmp_path: Path, monkeypatch
     for parameter in parsed.params:
         if isinstance(parameter.type, TyperPath):
             given.append(parameter.name)
-            words += [*parameter.opts[:1], "~/x"] if parameter.param_type_name == "option" else ["~/x"]
+            words += (
+                [*parameter.opts[:1], "~/x"]
+                if parameter.param_type_name == "option"
+                else ["~/x"]
+            )
         elif parameter.required:
-            words += [*parameter.opts[:1]] if parameter.param_type_name == "option" else []
-            words.append({"format": "onnx", "kind": "models"}.get(parameter.name, "digits"))
+            words += (
+                [*parameter.opts[:1]] if parameter.param_type_name == "option" else []
+            )
+            words.append(
+                {"format": "onnx", "kind": "models"}.get(parameter.name, "digits")
+            )
     context = parsed.make_context(command, words)
-    assert {name: context.params[name] for name in given} == dict.fromkeys(given, str(tmp_path / "x"))
+    assert {name: context.params[name] for name in given} == dict.fromkeys(
+        given, str(tmp_path / "x")
+    )
 
 
 def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "fedbn-flwr"
-    bad = subprocess.run([script, "run", "--set", "sed=1"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    bad = subprocess.run(
+        [script, "run", "--set", "sed=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "unknown key 'sed'. Did you mean 'seed'?\n"
     assert list(tmp_path.iterdir()) == []
 
 
-# --- list and inspect ------------------------------------------------------------------------------------------------
+# --- list and inspect -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +156,13 @@ def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
         ("strategies", [*STRATEGIES, "centralized"]),
         ("norms", [*NORMS]),
         ("models", [*MODELS]),
-        ("datasets", [*DATASETS, *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM))]),
+        (
+            "datasets",
+            [
+                *DATASETS,
+                *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM)),
+            ],
+        ),
         ("partitions", [*PARTITIONS]),
     ],
 )
@@ -123,11 +175,20 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
 
 
 def test_every_kind_is_listed_above() -> None:
-    assert {*get_args(Kind)} == {"strategies", "norms", "models", "datasets", "partitions"}
+    assert {*get_args(Kind)} == {
+        "strategies",
+        "norms",
+        "models",
+        "datasets",
+        "partitions",
+    }
     assert {*get_args(EngineChoice)} == {*get_args(run_module.Engine)}
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "silobn", "mtfl", "fixbn", "fedtan", "fedwon", "standalone"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fedavg", "fedbn", "silobn", "mtfl", "fixbn", "fedtan", "fedwon", "standalone"],
+)
 def test_inspect(strategy: str) -> None:
     chosen = ["--model", "resnet20", "--strategy", strategy, "--num-clients", "5"]
     if strategy == "fedwon":  # refuses a model with BatchNorm, and has none to show
@@ -139,27 +200,36 @@ def test_inspect(strategy: str) -> None:
         return
     result = call("inspect", *chosen)
     assert result.exit_code == 0
-    assert f"resnet20 (norm=batch), {strategy}, 5 clients: 19 BN layers" in result.output
+    assert (
+        f"resnet20 (norm=batch), {strategy}, 5 clients: 19 BN layers" in result.output
+    )
     assert "layer3.2.norm2" in result.output
     assert "271,098" in result.output
     assert "1,376" in result.output
     local, words = STRATEGIES[strategy]().local, "stays with the client"
     (row,) = [line for line in result.output.splitlines() if "layer3.2.norm2" in line]
     assert row.count(words) == len(local & {Part.AFFINE, Part.STATISTICS})
-    assert result.output.count(words) == 19 * row.count(words) + len(local & {Part.REST, Part.COUNTERS})
+    assert result.output.count(words) == 19 * row.count(words) + len(
+        local & {Part.REST, Part.COUNTERS}
+    )
 
 
 def test_inspect_takes_strategy_and_clients_by_set_too_and_warns() -> None:
     chosen = ["--model", "mlp", "--dataset", "digits"]
     one = call("inspect", *chosen, "--strategy", "fedbn", "--num-clients", "20").output
     assert "fedbn, 20 clients" in one
-    assert call("inspect", *chosen, "--set", "strategy=fedbn", "--set", "num-clients=20").output == one
+    assert (
+        call(
+            "inspect", *chosen, "--set", "strategy=fedbn", "--set", "num-clients=20"
+        ).output
+        == one
+    )
     warned = call("inspect", *chosen, "--norm", "group", "--strategy", "silobn")
     assert warned.exit_code == 0
     assert "warning: strategy 'silobn' needs BatchNorm" in warned.output
 
 
-# --- partition -------------------------------------------------------------------------------------------------------
+# --- partition ------------------------------------------------------------------------
 
 
 def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
@@ -170,32 +240,68 @@ def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> No
     title, head, *rows = result.output.strip().splitlines()
     assert title == "training examples by class"
     assert head.split() == ["client", *map(str, range(10)), "all"]
-    split = partitioned_data(Config.make({"partition": "classes", "classes-per-client": 3}), 4)
+    split = partitioned_data(
+        Config.make({"partition": "classes", "classes-per-client": 3}), 4
+    )
     for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
-        classes = [int((split.dataset.train.targets[own] == label).sum()) for label in range(10)]
+        classes = [
+            int((split.dataset.train.targets[own] == label).sum())
+            for label in range(10)
+        ]
         assert row.split() == [str(client), *map(str, classes), str(len(own))]
         assert sum(map(bool, classes)) == 3
 
 
 def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
-    lacking = call("partition", "--set", "num-clients=3", "--set", "classes-per-client=2", "--set", "partition=classes")
-    assert "warning: 4 of 10 classes have no client (2, 5, 8, 9): their 571 training examples are not used" in (
-        lacking.output
+    lacking = call(
+        "partition",
+        "--set",
+        "num-clients=3",
+        "--set",
+        "classes-per-client=2",
+        "--set",
+        "partition=classes",
+    )
+    assert (
+        "warning: 4 of 10 classes have no client (2, 5, 8, 9): their 571 training"
+        " examples are not used" in (lacking.output)
     )
     client = np.array([0] * 39 + [1])
-    np.savez(tmp_path / "t.npz", x=np.ones((40, 2)), y=np.arange(40) % 2, client=client, split=np.arange(40) < 9)
+    np.savez(
+        tmp_path / "t.npz",
+        x=np.ones((40, 2)),
+        y=np.arange(40) % 2,
+        client=client,
+        split=np.arange(40) < 9,
+    )
     result = call("partition", "--set", f"dataset=npz:{tmp_path / 't.npz'}")
     assert result.output.count("warning: ") == 2
-    assert "warning: client 1 has 1 training example: BatchNorm has no variance from it alone\n" in result.output
-    assert "warning: no test examples: client 1; no mean counts their own tests\n" in result.output
+    assert (
+        "warning: client 1 has 1 training example: BatchNorm has no variance from it"
+        " alone\n" in result.output
+    )
+    assert (
+        "warning: no test examples: client 1; no mean counts their own tests\n"
+        in result.output
+    )
 
 
 def test_partition_shows_domains_and_makes_a_client_of_each() -> None:
-    result = call("partition", "--set", "dataset=digits-domains", "--set", "partition=natural")
+    result = call(
+        "partition", "--set", "dataset=digits-domains", "--set", "partition=natural"
+    )
     tables = result.output.split("training examples by ")
     assert [table.split()[0] for table in tables[1:]] == ["class", "group"]
     head, *rows = [line.split() for line in tables[2].strip().splitlines()[1:]]
-    assert head == ["client", "inverted", "blurred", "noisy", "coloured", "rotated", "all"]
+    assert head == [
+        "client",
+        "inverted",
+        "blurred",
+        "noisy",
+        "coloured",
+        "rotated",
+        "all",
+    ]
     for client, row in enumerate(rows[:5]):
         assert [i for i, count in enumerate(row[1:-1]) if count != "0"] == [client]
 
@@ -210,11 +316,21 @@ def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
         assert image.format == "PNG"
     again = call(*arguments, "--set", "seed=1")
     assert again.exit_code == 2
-    assert f"out='{picture}' is there; results are never overwritten. Choose another file." in again.stderr
+    assert (
+        f"out='{picture}' is there; results are never overwritten. Choose another file."
+        in again.stderr
+    )
     assert picture.read_bytes() == drawn
 
 
-DOMAINS = ("partition", "--set", "dataset=digits-domains", "--set", "num-clients=4", "--set")
+DOMAINS = (
+    "partition",
+    "--set",
+    "dataset=digits-domains",
+    "--set",
+    "num-clients=4",
+    "--set",
+)
 
 
 @pytest.mark.parametrize(
@@ -236,25 +352,34 @@ DOMAINS = ("partition", "--set", "dataset=digits-domains", "--set", "num-clients
         ([*DOMAINS, "partition=domain"], "5 domains"),
     ],
 )
-def test_bad_usage_ends_with_2_and_a_word_of_advice(words: list[str], named: str) -> None:
+def test_bad_usage_ends_with_2_and_a_word_of_advice(
+    words: list[str], named: str
+) -> None:
     result = call(*words)
     assert result.exit_code == 2
     assert named in result.stderr
 
 
-# --- run and sweep ---------------------------------------------------------------------------------------------------
+# --- run and sweep --------------------------------------------------------------------
 
 
 def test_run_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("{strategy: fedbn, num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}")
-    result = call("run", str(path), "--set", "num-server-rounds=2", "--out", str(tmp_path / "out"))
+    path.write_text(
+        "{strategy: fedbn, num-clients: 2, num-server-rounds: 9, local-steps: 1,"
+        " batch-size: 4}"
+    )
+    result = call(
+        "run", str(path), "--set", "num-server-rounds=2", "--out", str(tmp_path / "out")
+    )
     assert result.exit_code == 0, result.output
     assert f"results: {tmp_path / 'out'}" in result.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["strategy"], summary["rounds"]) == ("fedbn", 2)
     assert f"{summary['final']['personal-own-accuracy']:.4f}" in result.stdout
-    assert summary["model-note"].startswith("model.safetensors has no affine, statistics, counters entries")
+    assert summary["model-note"].startswith(
+        "model.safetensors has no affine, statistics, counters entries"
+    )
     assert summary["model-note"] in result.stdout
 
 
@@ -273,7 +398,10 @@ def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(run_module, "start", fails)
     result = call("run", *SMALL, "--out", str(tmp_path / "out"))
-    assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (1, "the federation fell over")
+    assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (
+        1,
+        "the federation fell over",
+    )
 
 
 def interrupt_in_round(number: int, monkeypatch) -> None:
@@ -286,24 +414,41 @@ def interrupt_in_round(number: int, monkeypatch) -> None:
     monkeypatch.setattr(Scores, "after", lambda self, line: pressed(line))
 
 
-def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch) -> None:
+def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
+    tmp_path: Path, monkeypatch
+) -> None:
     out = tmp_path / "my run"
     interrupt_in_round(3, monkeypatch)
-    rounds = ["--set", "num-server-rounds=5", "--set", "num-clients=2", "--set", "local-steps=1"]
+    rounds = [
+        "--set",
+        "num-server-rounds=5",
+        "--set",
+        "num-clients=2",
+        "--set",
+        "local-steps=1",
+    ]
     result = call("run", *rounds, "--set", "checkpoint-every=2", "--out", str(out))
     assert result.exit_code == 130
     assert result.stderr.strip().splitlines()[-2:] == [
-        f"interrupted. Saved in {out}: the results of round 3 of 5, and a checkpoint of round 2.",
+        (
+            f"interrupted. Saved in {out}: the results of round 3 of 5, and a"
+            " checkpoint of round 2."
+        ),
         f"Go on from there: fedbn-flwr run --out '{out}' --resume",
     ]
     monkeypatch.undo()
     assert call("run", "--out", str(out), "--resume").exit_code == 0
     assert json.loads((out / "summary.json").read_text())["resumed-after"] == [2]
     interrupt_in_round(1, monkeypatch)
-    result = call("run", *rounds, "--set", "checkpoint-every=0", "--out", str(tmp_path / "bare"))
+    result = call(
+        "run", *rounds, "--set", "checkpoint-every=0", "--out", str(tmp_path / "bare")
+    )
     assert result.exit_code == 130
     assert result.stderr.strip().splitlines()[-2:] == [
-        f"interrupted. Saved in {tmp_path / 'bare'}: the results of round 1 of 5, and no checkpoint.",
+        (
+            f"interrupted. Saved in {tmp_path / 'bare'}: the results of round 1 of 5,"
+            " and no checkpoint."
+        ),
         "It cannot be continued: start a new run in another folder.",
     ]
 
@@ -315,7 +460,10 @@ def stopped(*_: object) -> None:
 def test_an_interrupted_sweep_says_how_to_go_on(tmp_path: Path, monkeypatch) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}"
-    study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    study.write_text(
+        f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy:"
+        " fedbn}}\n"
+    )
     interrupt_in_round(1, monkeypatch)
     result = call("sweep", str(study), "--out", str(tmp_path / "out"))
     assert result.exit_code == 130
@@ -324,15 +472,22 @@ def test_an_interrupted_sweep_says_how_to_go_on(tmp_path: Path, monkeypatch) -> 
     assert call("sweep", str(study), "--out", str(tmp_path / "out")).exit_code == 0
 
 
-def test_a_sweep_without_tables_names_the_trials_that_were_lost(tmp_path: Path, monkeypatch) -> None:
-    (study := tmp_path / "study.yaml").write_text("name: t\nmethods: {A: {strategy: fedavg}}\n")
+def test_a_sweep_without_tables_names_the_trials_that_were_lost(
+    tmp_path: Path, monkeypatch
+) -> None:
+    (study := tmp_path / "study.yaml").write_text(
+        "name: t\nmethods: {A: {strategy: fedavg}}\n"
+    )
 
     def lost(*_: object) -> None:
         raise RunFailedError("1 of 2 trials of tune failed")
 
     monkeypatch.setattr("fedbn_flwr.lab.studies.sweep.sweep", lost)
     failed = call("sweep", str(study), "--out", str(tmp_path / "out"))
-    assert (failed.exit_code, "1 of 2 trials of tune failed" in failed.stderr) == (1, True)
+    assert (failed.exit_code, "1 of 2 trials of tune failed" in failed.stderr) == (
+        1,
+        True,
+    )
 
 
 def test_square_brackets_in_a_name_are_no_markup(capsys) -> None:
@@ -341,12 +496,17 @@ def test_square_brackets_in_a_name_are_no_markup(capsys) -> None:
     assert "FedAvg [/x]" in capsys.readouterr().err
 
 
-def test_without_a_terminal_a_round_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_round_is_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with progress(10, "slow") as show:
         show({"round": 1, "train-loss": 1.0, "test-accuracy": 0.5})
         show({"round": 2, "train-loss": 0.9})
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["round 1/10: loss 1.0000 acc 0.5000", "round 2/10: loss 0.9000 acc 0.5000"]
+    assert lines == [
+        "round 1/10: loss 1.0000 acc 0.5000",
+        "round 2/10: loss 0.9000 acc 0.5000",
+    ]
 
 
 def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
@@ -361,11 +521,18 @@ def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
 def test_sweep(tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
-    study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    study.write_text(
+        f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy:"
+        " fedbn}}\n"
+    )
     out = tmp_path / "out"
-    result = call("sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out))
+    result = call(
+        "sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out)
+    )
     assert result.exit_code == 0, result.output
-    assert re.search(r"^A +test-accuracy, % +\d+\.\d\d +1 ", result.stdout, re.MULTILINE)
+    assert re.search(
+        r"^A +test-accuracy, % +\d+\.\d\d +1 ", result.stdout, re.MULTILINE
+    )
     assert "|" not in result.stdout
     assert f"next: fedbn-flwr report {out}\n" in result.stdout
     assert "1/2 A/all/seed-0: loss " in result.stderr
@@ -373,5 +540,8 @@ def test_sweep(tmp_path: Path) -> None:
     study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
     refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
     assert refused.exit_code == 2
-    assert "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean 'fedbn'?" in refused.stderr
+    assert (
+        "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean 'fedbn'?"
+        in refused.stderr
+    )
     assert not (tmp_path / "other").exists()

@@ -1,4 +1,6 @@
-"""``fedbn-flwr doctor``: runs with a planted fault, healthy runs, models with data, saved states."""
+"""``fedbn-flwr doctor``: runs with a planted fault, healthy runs, models with data,
+saved states.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
 QUICK = {"num-clients": 3, "batch-size": 8}
 FEW = {
     "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20},
-    "feature-shifted domains": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 10},
+    "feature-shifted domains": {
+        "num-server-rounds": 1,
+        "eval-every": 1,
+        "local-steps": 10,
+    },
     "batch size 2": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60},
 }
 """Rounds that are enough to see the fault; the benchmark has more."""
@@ -65,8 +71,12 @@ def test_label_skew_with_one_local_step(skewed: Path) -> None:
     assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
 
 
-def test_what_is_not_known_is_no_success_of_a_strict_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither is it a finding: its exit code is its own. The file is named from the user's home."""
+def test_what_is_not_known_is_no_success_of_a_strict_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither is it a finding: its exit code is its own. The file is named from the
+    user's home.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
     done = call("~/state.pt", "--strict")
@@ -74,21 +84,32 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(monkeypatch: pytest.Mo
     assert "Not known: 2 parts" in done.output
     assert call("~/state.pt").exit_code == 0
     answer = Diagnosis("a state", [])
-    monkeypatch.setattr("fedbn_flwr.lab.doctor.diagnose_saved_state", lambda *_, **__: answer)
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.doctor.diagnose_saved_state", lambda *_, **__: answer
+    )
     assert call("~/state.pt", "--strict").exit_code == 0
 
 
-def test_what_the_report_warns_of_is_noted_and_a_divergence_found(skewed: Path, tmp_path: Path) -> None:
+def test_what_the_report_warns_of_is_noted_and_a_divergence_found(
+    skewed: Path, tmp_path: Path
+) -> None:
     """A run that diverged may keep finite weights."""
     folder = Path(shutil.copytree(skewed, tmp_path / "run"))
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "diverged-at": 3}))
-    line = {"diverged": ["train-loss of client 2 is inf"], "kept-previous": True, "rejected": ["NaN"]}
+    line = {
+        "diverged": ["train-loss of client 2 is inf"],
+        "kept-previous": True,
+        "rejected": ["NaN"],
+    }
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines[2] = json.dumps({**json.loads(lines[2]), **line})
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     found = diagnose_run(folder, 50)
-    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == ("diverged", "lower learning-rate")
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
+        "diverged",
+        "lower learning-rate",
+    )
     assert found.findings[0].evidence == ["In round 3: train-loss of client 2 is inf."]
     warned = [*run_warnings(RunFiles.read(folder))]
     assert found.notes[: len(warned)] == warned
@@ -98,7 +119,10 @@ def test_what_the_report_warns_of_is_noted_and_a_divergence_found(skewed: Path, 
 def test_a_planted_fault_and_its_remedy(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     found = diagnose_run(start(tmp_path / "run", **{**case.settings, **FEW[name]}), 200)
-    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (case.finding, case.remedy)
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
+        case.finding,
+        case.remedy,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -114,7 +138,9 @@ def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None
 
 
 def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
-    """As ``evaluate`` does; the state alone can be looked at, and the rows as they were."""
+    """As ``evaluate`` does; the state alone can be looked at, and the rows as they
+    were.
+    """
     table, rows = tmp_path / "t.npz", np.arange(60)
     x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
     np.savez(table, x=x, y=rows % 2)
@@ -130,8 +156,14 @@ def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> Non
 
 
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
-    """A remedy that reads ``key=value ...`` is a config that can run; the others are calls or sentences."""
-    lists = [value for value in vars(remedies).values() if isinstance(value, list) and value != remedies.__all__]
+    """A remedy that reads ``key=value ...`` is a config that can run; the others are
+    calls or sentences.
+    """
+    lists = [
+        value
+        for value in vars(remedies).values()
+        if isinstance(value, list) and value != remedies.__all__
+    ]
     lists += [situation.remedies for situation in SITUATIONS]
     keys = {field.alias or name for name, field in Config.model_fields.items()}
     tried = set()
@@ -140,11 +172,26 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
         if all(key in keys and value for key, _, value in pairs):
             Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
             tried.add(pairs[0][0])
-    assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "agc"}
+    assert tried >= {
+        "strategy",
+        "norm",
+        "batch-size",
+        "recalibrate",
+        "bn-momentum",
+        "agc",
+    }
 
 
-ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, SMALL_BATCHES.remedies)]
-EVERY = ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze", "batch-size=16", "norm=group"]
+ACCUSED = [
+    Finding("a", "", [], {}, remedies.MISMATCH),
+    Finding("b", "", [], {}, SMALL_BATCHES.remedies),
+]
+EVERY = [
+    "recalibrate=true",
+    "strategy=fixbn lr-decay-at=freeze",
+    "batch-size=16",
+    "norm=group",
+]
 
 
 @pytest.mark.parametrize(
@@ -154,21 +201,33 @@ EVERY = ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze", "batch-size=16
         ({"recalibrate": True}, ["recalibrate=true", "norm=group"]),
         ({"strategy": "staticbn"}, ["recalibrate=true", "norm=group"]),
         ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
-        ({"strategy": "centralized"}, ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"]),
+        (
+            {"strategy": "centralized"},
+            ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"],
+        ),
         ({"batch-size": 0}, ["batch-size=16"]),
     ],
 )
-def test_remedies_that_the_run_has_or_cannot_take_are_left_out(settings: dict[str, Any], lost: list[str]) -> None:
-    run_settings = {"num-clients": 3} if settings.get("strategy") != "centralized" else {}
-    found = fitting(ACCUSED, Config.make({"dataset": "digits", "model": "mlp", **run_settings, **settings}))
+def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
+    settings: dict[str, Any], lost: list[str]
+) -> None:
+    run_settings = (
+        {"num-clients": 3} if settings.get("strategy") != "centralized" else {}
+    )
+    found = fitting(
+        ACCUSED,
+        Config.make({"dataset": "digits", "model": "mlp", **run_settings, **settings}),
+    )
     left = {remedy.setting for finding in found for remedy in finding.remedies}
     assert sorted({*EVERY} - left) == sorted(lost)
-    refuses = settings.get("strategy") in ("staticbn", "fedbn")  # a model without BatchNorm, as recalibrate=true does
+    # a model without BatchNorm, as recalibrate=true does
+    refuses = settings.get("strategy") in ("staticbn", "fedbn")
     assert ("strategy=fedavg norm=group" in left) == refuses
 
 
 def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
-    decays = {"lr-decay-at": "0.5,0.75", "lr-decay-factor": "0.1,0.2"}  # two factors, and the remedy has one decay
+    # two factors, and the remedy has one decay
+    decays = {"lr-decay-at": "0.5,0.75", "lr-decay-factor": "0.1,0.2"}
     config = Config.make({"dataset": "digits", "model": "mlp", **decays})
     assert fitting(ACCUSED[:1], config)[0].remedies[-1].setting == "strategy=fixbn"
 
@@ -177,23 +236,34 @@ def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
     ("finding", "settings", "handled"),
     [
         ("label-skew", {"strategy": "fedtan", "local-steps": 1}, True),
-        ("label-skew", {"strategy": "fedtan", "local-steps": 5}, False),  # it synchronises the first of them alone
+        # it synchronises the first of them alone
+        ("label-skew", {"strategy": "fedtan", "local-steps": 5}, False),
         ("label-skew", {"strategy": "fedtan"}, False),
         ("train-test-mismatch", {"recalibrate": True}, True),
         ("train-test-mismatch", {"strategy": "staticbn"}, True),
-        ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),  # the first test is of the running ones
+        # the first test is of the running ones
+        ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),
     ],
 )
-def test_what_a_method_is_a_remedy_for(finding: str, settings: dict[str, Any], handled: bool) -> None:
+def test_what_a_method_is_a_remedy_for(
+    finding: str, settings: dict[str, Any], handled: bool
+) -> None:
     config = Config.make({"dataset": "digits", "model": "mlp", **settings})
     assert (finding in training_of(config).handled) == handled
 
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
-    run(quick_config(**{"eval-on": "global-batch-statistics"}), tmp_path / "run", workers=0)
+    run(
+        quick_config(**{"eval-on": "global-batch-statistics"}),
+        tmp_path / "run",
+        workers=0,
+    )
     found = diagnose_run(tmp_path / "run", 100)
     assert found.findings[0].id == "tested-with-batch-statistics"
-    assert "The run's first test is global-batch-statistics" in found.findings[0].evidence[0]
+    assert (
+        "The run's first test is global-batch-statistics"
+        in found.findings[0].evidence[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,27 +277,40 @@ def test_after_t_star_small_batches_are_no_fault(
     phase: str, settings: dict[str, Any], handled: bool, tmp_path: Path
 ) -> None:
     """The last line of the run says whether training still uses the batch's statistics."""
-    (tmp_path / "metrics.jsonl").write_text(f'{{"round": 1, "phase": "train"}}\n{{"round": 2, "phase": "{phase}"}}\n')
-    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fixbn", **settings})
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"round": 1, "phase": "train"}}\n{{"round": 2, "phase": "{phase}"}}\n'
+    )
+    config = Config.make(
+        {"dataset": "digits", "model": "mlp", "strategy": "fixbn", **settings}
+    )
     assert ("small-batch" in training_of(config, tmp_path).handled) == handled
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path, quick_config) -> None:
     run(quick_config(), tmp_path / "run", workers=0)
     (tmp_path / "run/model.safetensors").unlink()
-    with pytest.raises(StateError, match=r"is not finished\. Continue it with --resume"):
+    with pytest.raises(
+        StateError, match=r"is not finished\. Continue it with --resume"
+    ):
         diagnose_run(tmp_path / "run", 100)
 
 
 @pytest.fixture(scope="module")
 def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of FedBN whose clients are alike."""
-    settings = {"strategy": "fedbn", "partition": "iid", "num-server-rounds": 4, "local-steps": 20}
+    settings = {
+        "strategy": "fedbn",
+        "partition": "iid",
+        "num-server-rounds": 4,
+        "local-steps": 20,
+    }
     return start(tmp_path_factory.mktemp("personal") / "run", **{**QUICK, **settings})
 
 
 def change(file: Path, **entries: Any) -> None:
-    """Write other values of some entries; a function makes one of the value that is there."""
+    """Write other values of some entries; a function makes one of the value that is
+    there.
+    """
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
     state = load_file(file)
@@ -237,10 +320,16 @@ def change(file: Path, **entries: Any) -> None:
     save_file(state, file, about)
 
 
-def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(personal: Path, tmp_path: Path) -> None:
-    """FedBN is no remedy for them: the client is tested with its own running statistics."""
+def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
+    personal: Path, tmp_path: Path
+) -> None:
+    """FedBN is no remedy for them: the client is tested with its own running
+    statistics.
+    """
     own = "running statistics do not fit the client's own model"
-    assert not any(own in finding.what for finding in diagnose_run(personal, 200).findings)
+    assert not any(
+        own in finding.what for finding in diagnose_run(personal, 200).findings
+    )
     folder = Path(shutil.copytree(personal, tmp_path / "run"))
 
     def far(state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -248,30 +337,60 @@ def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(person
 
     for k in (0, 2):
         change(folder / f"clients/client-{k}.safetensors", norm__running_mean=far)
-    found = [finding for finding in diagnose_run(folder, 200).findings if own in finding.what]
+    found = [
+        finding for finding in diagnose_run(folder, 200).findings if own in finding.what
+    ]
     assert [finding.what for finding in found] == [f"Clients 0, 2: the {own}."]
-    assert found[0].evidence[0].startswith("Client 0, its own model on its own test examples: Accuracy ")
+    assert (
+        found[0]
+        .evidence[0]
+        .startswith("Client 0, its own model on its own test examples: Accuracy ")
+    )
 
 
-def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(personal: Path, tmp_path: Path) -> None:
+def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(
+    personal: Path, tmp_path: Path
+) -> None:
     """Opposite faults of two clients cancel in the average, which no client uses."""
     folder = Path(shutil.copytree(personal, tmp_path / "run"))
     fault = 8 * (-1.0) ** torch.arange(30)
-    change(folder / "clients/client-0.safetensors", norm__running_mean=lambda s: s["norm.running_mean"] + fault)
-    change(folder / "clients/client-2.safetensors", norm__running_mean=lambda s: s["norm.running_mean"] - fault)
+    change(
+        folder / "clients/client-0.safetensors",
+        norm__running_mean=lambda s: s["norm.running_mean"] + fault,
+    )
+    change(
+        folder / "clients/client-2.safetensors",
+        norm__running_mean=lambda s: s["norm.running_mean"] - fault,
+    )
     found = diagnose_run(folder, 200).measures
     assert found["train-test-mismatch"]["running_accuracy"] > 0.8
-    assert max(found["accuracy"][0], found["accuracy"][2]) < 0.6 < 0.8 < found["accuracy"][1]
+    assert (
+        max(found["accuracy"][0], found["accuracy"][2])
+        < 0.6
+        < 0.8
+        < found["accuracy"][1]
+    )
 
 
-def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
+def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
+    tmp_path: Path, quick_config
+) -> None:
     run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
-    change(tmp_path / "run/model.safetensors", fc__weight=torch.full((10, 30), torch.nan))
+    change(
+        tmp_path / "run/model.safetensors", fc__weight=torch.full((10, 30), torch.nan)
+    )
     for k in (1, 2):
-        change(tmp_path / f"run/clients/client-{k}.safetensors", norm__running_var=torch.full((30,), -1.0))
+        change(
+            tmp_path / f"run/clients/client-{k}.safetensors",
+            norm__running_var=torch.full((30,), -1.0),
+        )
     found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
-    unusable = "the state holds running variances below 0, or values that are not finite."
-    assert [what for what in found if what.startswith("Client")] == [f"Clients 1, 2: {unusable}"]
+    unusable = (
+        "the state holds running variances below 0, or values that are not finite."
+    )
+    assert [what for what in found if what.startswith("Client")] == [
+        f"Clients 1, 2: {unusable}"
+    ]
     assert found.count(f"{unusable[0].upper()}{unusable[1:]}") == 1
 
 
@@ -284,25 +403,42 @@ def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
     state = make_model(config).state_dict()
     state["norm.num_batches_tracked"] = torch.tensor(2.5)
     torch.save(state, tmp_path / "averaged.pt")
-    plain, given = (call("mlp", *skew, "--json", *more) for more in ([], ["--state", tmp_path / "averaged.pt"]))
+    plain, given = (
+        call("mlp", *skew, "--json", *more)
+        for more in ([], ["--state", tmp_path / "averaged.pt"])
+    )
     assert (plain.exit_code, given.exit_code) == (0, 0)
-    assert "the model has its initial weights: --state gives it others." in json.loads(plain.output)["notes"]
+    assert (
+        "the model has its initial weights: --state gives it others."
+        in json.loads(plain.output)["notes"]
+    )
     assert json.loads(given.output)["findings"][0]["id"] == "averaged-counters"
 
 
-def test_a_model_whose_layers_read_the_version_of_their_state(tmp_path: Path, monkeypatch) -> None:
-    model = torch.nn.Sequential(Versioned(), torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(784, 10))
+def test_a_model_whose_layers_read_the_version_of_their_state(
+    tmp_path: Path, monkeypatch
+) -> None:
+    model = torch.nn.Sequential(
+        Versioned(),
+        torch.nn.BatchNorm2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(784, 10),
+    )
     monkeypatch.setattr("fedbn_flwr.lab.doctor.make_model", lambda config: model)
     save_file(model.state_dict(), tmp_path / "state.safetensors")
     settings = {"num-clients": 2, "partition": "iid"}
-    found = diagnose_model("mlp", "digits", settings, tmp_path / "state.safetensors", max_examples=20)
+    found = diagnose_model(
+        "mlp", "digits", settings, tmp_path / "state.safetensors", max_examples=20
+    )
     assert "shift" in found.measures
 
 
 def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
     state = resnet18().state_dict()
     torch.save(state, tmp_path / "resnet18.pt")
-    (tmp_path / "local.txt").write_text("\n".join(name for name in state if "bn" in name))
+    (tmp_path / "local.txt").write_text(
+        "\n".join(name for name in state if "bn" in name)
+    )
     done = call(tmp_path / "resnet18.pt", "--local-keys", tmp_path / "local.txt")
     assert done.exit_code == 0
     assert "3 of 20 BatchNorm layers are missed" in done.output
@@ -312,16 +448,41 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["nowhere"], 2, "nowhere is no folder of a run and no file. For a model give its data"),
+        (
+            ["nowhere"],
+            2,
+            "nowhere is no folder of a run and no file. For a model give its data",
+        ),
         (["mlp", "--state", "absent.pt"], 2, "absent.pt is no file of a saved state"),
-        (["study"], 2, "study is the folder of a study. Name one of its runs: study/METHOD/SPLIT/seed-N."),
+        (
+            ["study"],
+            2,
+            (
+                "study is the folder of a study. Name one of its runs:"
+                " study/METHOD/SPLIT/seed-N."
+            ),
+        ),
         (["nomodel", "--dataset", "digits"], 2, "unknown model 'nomodel'"),
-        ([".", "--dataset", "digits"], 2, "a run has its data, settings, state and split"),
-        (["saved.pt", "--set", "seed=3"], 2, "saved.pt is a saved state: for data and settings name the model"),
-        (["mlp", "--dataset", "digits", "--local-keys", "absent.txt"], 2, "the names in 'absent.txt' cannot be read"),
+        (
+            [".", "--dataset", "digits"],
+            2,
+            "a run has its data, settings, state and split",
+        ),
+        (
+            ["saved.pt", "--set", "seed=3"],
+            2,
+            "saved.pt is a saved state: for data and settings name the model",
+        ),
+        (
+            ["mlp", "--dataset", "digits", "--local-keys", "absent.txt"],
+            2,
+            "the names in 'absent.txt' cannot be read",
+        ),
     ],
 )
-def test_bad_arguments(arguments: list[str], code: int, text: str, tmp_path: Path, monkeypatch) -> None:
+def test_bad_arguments(
+    arguments: list[str], code: int, text: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saved.pt").touch()
     (tmp_path / "study").mkdir()

@@ -1,4 +1,6 @@
-"""Early stopping: a run ends when the validation score has stopped to improve, and its result is the best round's."""
+"""Early stopping: a run ends when the validation score has stopped to improve, and its
+result is the best round's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
 
 BASE: Mapping[str, Any] = {
-    **{"num-clients": 3, "num-server-rounds": 30, "local-steps": 2, "batch-size": 8, "learning-rate": 0.5},
+    **{
+        "num-clients": 3,
+        "num-server-rounds": 30,
+        "local-steps": 2,
+        "batch-size": 8,
+        "learning-rate": 0.5,
+    },
     **{"validation-share": 0.05, "early-stopping": 3, "checkpoint-every": 100},
 }
 METHODS = {
@@ -33,8 +41,13 @@ METHODS = {
     "fedbn": "personal-validation-accuracy",
     CENTRALIZED: "validation-accuracy",
 }
-# The best round has a checkpoint of its own, and it stays where later ones take the place of the others.
-EVERY = {"fedavg": {"checkpoint-every": 100}, "fedbn": {"checkpoint-every": 1}, CENTRALIZED: {"checkpoint-every": 100}}
+# The best round has a checkpoint of its own, and it stays where later ones take
+# the # place of the others.
+EVERY = {
+    "fedavg": {"checkpoint-every": 100},
+    "fedbn": {"checkpoint-every": 1},
+    CENTRALIZED: {"checkpoint-every": 100},
+}
 
 
 class Cut(Exception):
@@ -50,18 +63,29 @@ def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
 
 
 def files(out: Path) -> dict[str, Any]:
-    found = {path.name: load_file(path) for path in [out / "model.safetensors", *(out / "clients").glob("*")]}
-    return {name: {k: v.tolist() for k, v in entries.items()} for name, entries in found.items()}
+    found = {
+        path.name: load_file(path)
+        for path in [out / "model.safetensors", *(out / "clients").glob("*")]
+    }
+    return {
+        name: {k: v.tolist() for k, v in entries.items()}
+        for name, entries in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
     outs = {strategy: tmp_path_factory.mktemp(strategy) / "out" for strategy in METHODS}
-    return {strategy: (out, start(out, strategy=strategy, **EVERY[strategy])) for strategy, out in outs.items()}
+    return {
+        strategy: (out, start(out, strategy=strategy, **EVERY[strategy]))
+        for strategy, out in outs.items()
+    }
 
 
 @pytest.mark.parametrize("strategy", METHODS)
-def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(strategy: str, whole, tmp_path: Path) -> None:
+def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
+    strategy: str, whole, tmp_path: Path
+) -> None:
     """The global model, and with FedBN the parts that the clients kept in that round."""
     out, summary = whole[strategy]
     metric, lines = METHODS[strategy], read_metrics(out / "metrics.jsonl")
@@ -73,7 +97,10 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(strategy: str
     assert summary["final"]["round"] == best
     assert all(lines[best - 1][key] == value for key, value in summary["final"].items())
     short = start(
-        tmp_path / "short", strategy=strategy, **EVERY[strategy], **{"early-stopping": 0, "num-server-rounds": best}
+        tmp_path / "short",
+        strategy=strategy,
+        **EVERY[strategy],
+        **{"early-stopping": 0, "num-server-rounds": best},
     )
     assert summary["sha256"] == short["sha256"]
     assert files(out) == files(tmp_path / "short")
@@ -81,25 +108,44 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(strategy: str
     assert personal_state(out, 0).keys() == personal_state(tmp_path / "short", 0).keys()
 
 
-def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(tmp_path: Path) -> None:
-    """Training does not see them: they are in the checkpoint beside the model, whose own ones are other values."""
-    settings = {"strategy": "fedavg", "recalibrate": True, "num-server-rounds": 9, "early-stopping": 2}
+def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
+    tmp_path: Path,
+) -> None:
+    """Training does not see them: they are in the checkpoint beside the model, whose
+    own ones are other values.
+    """
+    settings = {
+        "strategy": "fedavg",
+        "recalibrate": True,
+        "num-server-rounds": 9,
+        "early-stopping": 2,
+    }
     summary = start(tmp_path / "long", **settings)
     best = summary["best-validation"]["round"]
     assert best < summary["rounds"]
     short = {**settings, "early-stopping": 0, "num-server-rounds": best}
     start(tmp_path / "short", **short)
     start(tmp_path / "trained", **{**short, "recalibrate": False})
-    found, wanted, trained = (files(tmp_path / name)["model.safetensors"] for name in ("long", "short", "trained"))
+    found, wanted, trained = (
+        files(tmp_path / name)["model.safetensors"]
+        for name in ("long", "short", "trained")
+    )
     assert found == wanted
     changed = {name for name in trained if trained[name] != wanted[name]}
     assert changed
     assert all("running_" in name for name in changed)
 
 
-def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(tmp_path: Path) -> None:
+def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
+    tmp_path: Path,
+) -> None:
     """Patience runs out in the last round, so the run did not end early."""
-    decay = {"lr-decay-at": "4", "lr-decay-factor": 1e30, "num-server-rounds": 7, "on-divergence": "continue"}
+    decay = {
+        "lr-decay-at": "4",
+        "lr-decay-factor": 1e30,
+        "num-server-rounds": 7,
+        "on-divergence": "continue",
+    }
     out = tmp_path / "out"
     summary = start(out, **decay, **{"checkpoint-every": 1})
     assert summary["best-validation"]["round"] == 4 < summary["diverged-at"]
@@ -109,20 +155,37 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(tmp_path: 
 
 
 @pytest.mark.parametrize("strategy", METHODS)
-def test_a_killed_run_ends_in_the_same_bits(strategy: str, whole, tmp_path: Path) -> None:
-    """Killed after the best round, in the round of the stop, and once more when all is done."""
+def test_a_killed_run_ends_in_the_same_bits(
+    strategy: str, whole, tmp_path: Path
+) -> None:
+    """Killed after the best round, in the round of the stop, and once more when all is
+    done.
+    """
     out, summary = whole[strategy]
     best = summary["best-validation"]["round"]
     for cut in (best + 2, best + 3, 0):
         try:
-            again = start(tmp_path / "cut", cut=cut, strategy=strategy, resume=True, **EVERY[strategy])
+            again = start(
+                tmp_path / "cut",
+                cut=cut,
+                strategy=strategy,
+                resume=True,
+                **EVERY[strategy],
+            )
         except Cut:
             continue
     assert again["resumed-after"][-1] >= best
     longer = {"num-server-rounds": 40, **EVERY[strategy]}
     finished = start(tmp_path / "cut", strategy=strategy, resume=True, **longer)
     for found in (again, finished):
-        kept = ("sha256", "stopped-early", "best-validation", "final", "rounds", "ledger")
+        kept = (
+            "sha256",
+            "stopped-early",
+            "best-validation",
+            "final",
+            "rounds",
+            "ledger",
+        )
         assert {key: found[key] for key in kept} == {key: summary[key] for key in kept}
     assert files(tmp_path / "cut") == files(out)
 
@@ -130,7 +193,10 @@ def test_a_killed_run_ends_in_the_same_bits(strategy: str, whole, tmp_path: Path
 def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]
-    lines = [{"round": 2 * i, "validation-accuracy": score} for i, score in enumerate(scores, start=1)]
+    lines = [
+        {"round": 2 * i, "validation-accuracy": score}
+        for i, score in enumerate(scores, start=1)
+    ]
     stopping = EarlyStopping(config, [*lines[:4], {"round": 9}])
     assert (stopping.best(), stopping.stops) == (6, False)
     stopping.add(lines[4])
@@ -140,9 +206,13 @@ def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
 
 
 def test_a_round_costs_the_same_however_long_the_run_is() -> None:
-    """Each round went through all scores so far, several times: minutes of a run of 64,000 rounds."""
+    """Each round went through all scores so far, several times: minutes of a run of
+    64,000 rounds.
+    """
     config = Config.make({**BASE, "early-stopping": 5000})
-    stopping = EarlyStopping(config, [{"round": r, "validation-accuracy": 0.5} for r in range(1, 2001)])
+    stopping = EarlyStopping(
+        config, [{"round": r, "validation-accuracy": 0.5} for r in range(1, 2001)]
+    )
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> Any:
@@ -160,21 +230,36 @@ def test_a_round_costs_the_same_however_long_the_run_is() -> None:
     assert calls < 200, "lines of Python"
 
 
-def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(tmp_path: Path, caplog) -> None:
+def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(
+    tmp_path: Path, caplog
+) -> None:
     """Under ``flwr run`` without a state-dir."""
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path)})
-    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level(logging.WARNING, "flwr"):
+    with (
+        InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
+        caplog.at_level(logging.WARNING, "flwr"),
+    ):
         serve(grid, check(config), tmp_path)
-    assert "client(s) 0, 1, 2 kept their part in memory only: they go on with that of the last round" in caplog.text
+    assert (
+        "client(s) 0, 1, 2 kept their part in memory only: they go on with that of the"
+        " last round" in caplog.text
+    )
 
 
-def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(tmp_path: Path, whole) -> None:
+def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(
+    tmp_path: Path, whole
+) -> None:
     _, summary = whole["fedavg"]
     best = summary["best-validation"]["round"]
     with pytest.raises(Cut):
         start(tmp_path, cut=best + 2, strategy="fedavg", **{"checkpoint-every": 1})
     (tmp_path / f"checkpoint/round-{best:06d}.safetensors").write_bytes(b"")
-    with pytest.raises(EngineError, match=rf"round {best} has the best validation-accuracy, and its checkpoint cannot"):
+    with pytest.raises(
+        EngineError,
+        match=(
+            rf"round {best} has the best validation-accuracy, and its checkpoint cannot"
+        ),
+    ):
         start(tmp_path, strategy="fedavg", resume=True, **{"checkpoint-every": 1})
 
 
@@ -184,10 +269,15 @@ def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(tmp_p
         ({"validation-share": 0.0}, "early-stopping=3 needs validation-share above 0"),
         (
             {"checkpoint-every": 0},
-            "early-stopping=3 goes back to the checkpoint of the best round: set checkpoint-every",
+            (
+                "early-stopping=3 goes back to the checkpoint of the best round: set"
+                " checkpoint-every"
+            ),
         ),
     ],
 )
-def test_early_stopping_needs_validation_examples_and_checkpoints(settings, message: str) -> None:
+def test_early_stopping_needs_validation_examples_and_checkpoints(
+    settings, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Config.make({**BASE, **settings})

@@ -13,7 +13,9 @@ from fedbn_flwr.lab.files import NewLines
 
 
 def lines(rounds: range) -> str:
-    return "".join(json.dumps({"round": number, "loss": 1 / number}) + "\n" for number in rounds)
+    return "".join(
+        json.dumps({"round": number, "loss": 1 / number}) + "\n" for number in rounds
+    )
 
 
 def rounds(new: NewLines) -> list[int]:
@@ -40,19 +42,26 @@ def test_each_complete_line_is_read_once(path: Path) -> None:
     assert rounds(new) == []
 
 
-@pytest.mark.parametrize("replaced_with", [3, 5, 9], ids=["shorter", "as long", "longer"])
-def test_a_file_that_a_resume_replaced_goes_on_from_its_new_end(path: Path, replaced_with: int) -> None:
+@pytest.mark.parametrize(
+    "replaced_with", [3, 5, 9], ids=["shorter", "as long", "longer"]
+)
+def test_a_file_that_a_resume_replaced_goes_on_from_its_new_end(
+    path: Path, replaced_with: int
+) -> None:
     new = NewLines(path)
     path.write_text(lines(range(1, 6)))
     assert rounds(new) == [1, 2, 3, 4, 5]
-    write_atomically(path, lines(range(1, replaced_with + 1)).replace(", ", ",  "))  # lines of other lengths
+    # lines of other lengths
+    write_atomically(path, lines(range(1, replaced_with + 1)).replace(", ", ",  "))
     assert rounds(new) == [*range(6, replaced_with + 1)]
     with path.open("a") as file:
         file.write(lines(range(replaced_with + 1, replaced_with + 2)))
     assert rounds(new) == [replaced_with + 1]
 
 
-def test_the_file_of_a_run_that_begins_again_is_read_from_its_first_line(path: Path) -> None:
+def test_the_file_of_a_run_that_begins_again_is_read_from_its_first_line(
+    path: Path,
+) -> None:
     new = NewLines(path)
     path.write_text(lines(range(1, 6)))
     assert rounds(new) == [1, 2, 3, 4, 5]
@@ -62,8 +71,12 @@ def test_the_file_of_a_run_that_begins_again_is_read_from_its_first_line(path: P
     assert rounds(new) == [1, 2, 3]
 
 
-def test_a_long_file_is_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep looks twice a second; reading 40,000 rounds anew each time took half a core from the runs."""
+def test_a_long_file_is_not_read_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep looks twice a second; reading 40,000 rounds anew each time took half a
+    core from the runs.
+    """
     new, parsed = NewLines(path), 0
     path.write_text(lines(range(1, 201)))
     new.read()

@@ -1,4 +1,6 @@
-"""The folder of a run with a key that this version does not have is refused, and the error names the key."""
+"""The folder of a run with a key that this version does not have is refused, and the
+error names the key.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def folder(quick_run: Any, tmp_path: Path) -> Path:
     return copy
 
 
-def test_a_config_with_a_key_that_went_is_neither_resumed_nor_evaluated(folder: Path) -> None:
+def test_a_config_with_a_key_that_went_is_neither_resumed_nor_evaluated(
+    folder: Path,
+) -> None:
     with (folder / "config.yaml").open("a") as file:
         file.write("key-that-went: 3\n")
     with pytest.raises(ConfigError, match="unknown key 'key-that-went'"):
@@ -35,7 +39,9 @@ def test_a_config_with_a_key_that_went_is_neither_resumed_nor_evaluated(folder: 
 def test_a_checkpoint_with_a_key_that_went_is_not_resumed(folder: Path) -> None:
     for path in (folder / "checkpoint").glob("round-*.safetensors"):
         content = read_checked(path)
-        write_checked(path, {**content, "config": {**content["config"], "key-that-went": 3}})
+        write_checked(
+            path, {**content, "config": {**content["config"], "key-that-went": 3}}
+        )
     config = Config.load(folder / "config.yaml", ["resume=true"])
     with pytest.raises(ConfigError, match="unknown key 'key-that-went'"):
         run(config, folder, workers=0)

@@ -1,4 +1,6 @@
-"""The report: one file that loads nothing, with the numbers of the folder, for finished and unfinished runs."""
+"""The report: one file that loads nothing, with the numbers of the folder, for finished
+and unfinished runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from fedbn_flwr.lab.studies.sweep import sweep
 
 
 class Page(HTMLParser):
-    """A page: its attributes, its tags, what is open at the end, and the ids with their number."""
+    """A page: its attributes, its tags, what is open at the end, and the ids with their
+    number.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -51,7 +55,10 @@ def tables_of(text: str) -> list[pd.DataFrame]:
     """The tables of a page, as text."""
     found = []
     for of_table in re.findall(r"<table.*?</table>", text, re.DOTALL):
-        rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr.*?</tr>", of_table, re.DOTALL)]
+        rows = [
+            re.findall(r"<t[hd]>(.*?)</t[hd]>", row)
+            for row in re.findall(r"<tr.*?</tr>", of_table, re.DOTALL)
+        ]
         head, *body = [[html.unescape(cell) for cell in row] for row in rows]
         found.append(pd.DataFrame(body, columns=head))
     return found
@@ -65,66 +72,118 @@ def read(path: Path) -> tuple[str, Page]:
 def loads_nothing(page: Page) -> None:
     """No script, and no address but those of names of formats and of parts of the page."""
     assert not {"script", "link", "iframe", "object"}.intersection(page.tags)
-    linked = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
+    linked = [
+        value
+        for name, value in page.attributes
+        if name in ("src", "href", "xlink:href")
+    ]
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in linked)
     assert page.open == []
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of FixBN in five domains, with BatchNorm's distances and a finding of the doctor."""
+    """A run of FixBN in five domains, with BatchNorm's distances and a finding of the
+    doctor.
+    """
     from fedbn_flwr.lab.config import Config
 
     out = tmp_path_factory.mktemp("report") / "run"
-    settings = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "num-server-rounds": 4}
-    settings |= {"local-steps": 2, "batch-size": 8, "strategy": "fixbn", "freeze-at": 3, "eval-on": "global"}
+    settings = {
+        "dataset": "digits-domains",
+        "partition": "domain",
+        "num-clients": 5,
+        "num-server-rounds": 4,
+    }
+    settings |= {
+        "local-steps": 2,
+        "batch-size": 8,
+        "strategy": "fixbn",
+        "freeze-at": 3,
+        "eval-on": "global",
+    }
     run(Config.make({**settings, "metrics": "accuracy,balanced-accuracy"}), out)
     remedies = [{"setting": "norm=group", "why": "a < b & c"}]
-    finding = {"what": "Batches are <small>", "evidence": ["2 examples"], "remedies": remedies}
-    (out / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": ["looked at 5 clients"]}))
+    finding = {
+        "what": "Batches are <small>",
+        "evidence": ["2 examples"],
+        "remedies": remedies,
+    }
+    (out / "doctor.json").write_text(
+        json.dumps({"findings": [finding], "notes": ["looked at 5 clients"]})
+    )
     return out
 
 
-def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(folder: Path) -> None:
+def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
+    folder: Path,
+) -> None:
     text, page = read(write_report(folder))
     loads_nothing(page)
     assert len(text) < 400_000
     summary = json.loads((folder / "summary.json").read_text())
     tables = tables_of(text)
-    result = next(frame for frame in tables if "figure" in frame).set_index("figure")["value"]
+    result = next(frame for frame in tables if "figure" in frame).set_index("figure")[
+        "value"
+    ]
     for key in ("test-accuracy", "test-balanced-accuracy"):
-        assert float(result[f"{key}, %"]) == pytest.approx(100 * summary["final"][key], abs=0.01)
+        assert float(result[f"{key}, %"]) == pytest.approx(
+            100 * summary["final"][key], abs=0.01
+        )
     by_domain = summary["final"]["domains"]["test-accuracy"]
-    sites = next(frame for frame in tables if "site" in frame).set_index("site")["accuracy, %"]
+    sites = next(frame for frame in tables if "site" in frame).set_index("site")[
+        "accuracy, %"
+    ]
     assert dict(sites.astype(float)) == pytest.approx(
         {name: 100 * value for name, value in by_domain.items()}, abs=0.01
     )
-    settings = next(frame for frame in tables if "key" in frame).set_index("key")["value"]
+    settings = next(frame for frame in tables if "key" in frame).set_index("key")[
+        "value"
+    ]
     assert (settings["strategy"], settings["freeze-at"]) == ("fixbn", "3")
-    for shown in ("The doctor has 1 finding.", "Batches are &lt;small&gt;", "a &lt; b &amp; c", "looked at 5 clients"):
+    for shown in (
+        "The doctor has 1 finding.",
+        "Batches are &lt;small&gt;",
+        "a &lt; b &amp; c",
+        "looked at 5 clients",
+    ):
         assert shown in text
     assert summary["sha256"] in text
     pictures = [value for name, value in page.attributes if name == "aria-label"]
-    assert [picture.split(".")[0] for picture in pictures[:3]] == ["accuracy, %", "balanced-accuracy, %", "loss"]
+    assert [picture.split(".")[0] for picture in pictures[:3]] == [
+        "accuracy, %",
+        "balanced-accuracy, %",
+        "loss",
+    ]
     assert pictures[3].startswith("Sums over the layers")
     last = read_metrics(folder / "statistics.jsonl")[0]["layers"]
     largest = max(max(layer["clients"]["l1"]) for layer in last.values())
     assert float(re.findall(r"The largest is ([\d.]+)", pictures[4])[0]) <= largest
-    text_of_svg = [svg for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "<text" in svg]
-    assert len(text_of_svg) == len(pictures), "text stays text: it can be read aloud and searched"
+    text_of_svg = [
+        svg for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "<text" in svg
+    ]
+    assert len(text_of_svg) == len(pictures), (
+        "text stays text: it can be read aloud and searched"
+    )
 
 
 def test_a_page_fits_a_screen_of_400_pixels(folder: Path) -> None:
-    """No drawing is so wide that its letters of 9 points would be below 7 pixels; tables scroll in their own boxes."""
+    """No drawing is so wide that its letters of 9 points would be below 7 pixels;
+    tables scroll in their own boxes.
+    """
     text, _ = read(write_report(folder))
     assert 'content="width=device-width, initial-scale=1"' in text
-    widths = [float(width) for width in re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)]
+    widths = [
+        float(width) for width in re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)
+    ]
     assert widths
     assert all(10 * 400 / (width * 96 / 72) > 7 for width in widths)
     assert text.count("<table") == text.count('<div class="table"><table')
 
 
-def test_a_run_that_is_not_finished_or_diverged_says_so(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_not_finished_or_diverged_says_so(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "half")
     half = tmp_path / "half"
     (half / "summary.json").unlink()
@@ -135,9 +194,16 @@ def test_a_run_that_is_not_finished_or_diverged_says_so(folder: Path, tmp_path: 
     loads_nothing(page)
     assert "The run is not finished: 2 of 4 rounds." in text
     assert "The server saw no statistics of single clients." in text
-    diverged = {**json.loads(lines[1]), "diverged-at": 2, "diverged": ["test-loss of round 2 is nan"]}
+    diverged = {
+        **json.loads(lines[1]),
+        "diverged-at": 2,
+        "diverged": ["test-loss of round 2 is nan"],
+    }
     (half / "metrics.jsonl").write_text(f"{lines[0]}\n{json.dumps(diverged)}\n")
-    assert "The run diverged in round 2: test-loss of round 2 is nan." in write_report(half).read_text()
+    assert (
+        "The run diverged in round 2: test-loss of round 2 is nan."
+        in write_report(half).read_text()
+    )
     (half / "metrics.jsonl").write_text("")
     assert "No round is finished yet." in write_report(half).read_text()
 
@@ -167,10 +233,15 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert "Fed$Avg$ <1></text>" in drawn, "a name is no formula"
     assert ">FedBN</text>" in drawn, "and one with an underscore is in the legend"
     shutil.rmtree(out / "_FedBN/two/seed-1")
-    assert "Not finished, and left out of the means: _FedBN/two/seed-1." in write_report(out).read_text()
+    assert (
+        "Not finished, and left out of the means: _FedBN/two/seed-1."
+        in write_report(out).read_text()
+    )
 
 
-def test_the_command_writes_beside_the_results_and_over_no_other_file(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_beside_the_results_and_over_no_other_file(
+    folder: Path, tmp_path: Path
+) -> None:
     done = CliRunner().invoke(app, ["report", str(folder)])
     assert done.exit_code == 0, done.output
     assert f"report: {folder / 'report.html'}" in done.output

@@ -1,4 +1,6 @@
-"""From a config to the parts of a run: shared data, the client of a context, the strategy with its parameters."""
+"""From a config to the parts of a run: shared data, the client of a context, the
+strategy with its parameters.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ from tests.support.every_key import KEYS
 
 
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
-    own = node_config if node_config else {"partition-id": partition_id, "num-partitions": 3}
+    own = (
+        node_config
+        if node_config
+        else {"partition-id": partition_id, "num-partitions": 3}
+    )
     return Context(1, 7, own, RecordDict(), config.to_mapping())
 
 
@@ -48,7 +54,9 @@ def context(config: Config, partition_id: int = 1, **node_config: Any) -> Contex
         ({"device": "cpu"}, None),
     ],
 )
-def test_the_clients_of_a_simulation_get_gpus(tmp_path: Path, monkeypatch, settings, share: float | None) -> None:
+def test_the_clients_of_a_simulation_get_gpus(
+    tmp_path: Path, monkeypatch, settings, share: float | None
+) -> None:
     """Ray hides the GPUs from an actor that asks for none."""
     asked: dict[str, Any] = {}
 
@@ -60,11 +68,17 @@ def test_the_clients_of_a_simulation_get_gpus(tmp_path: Path, monkeypatch, setti
     monkeypatch.setattr(simulation, "num_cores", lambda: 8)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(EngineError, match="the run wrote no"):  # the summary above is empty
+    # the summary above is empty
+    with pytest.raises(EngineError, match="the run wrote no"):
         simulation.simulate(Config.make({"num-clients": 20, **settings}), tmp_path)
     assert asked.get("client-resources-num-gpus") == share
-    with pytest.raises(ConfigError, match=r"device=cuda:1 names a GPU, and Ray chooses it. Set device=cuda or auto"):
-        simulation.simulate(Config.make({"num-clients": 2, "device": "cuda:1"}), tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match=r"device=cuda:1 names a GPU, and Ray chooses it. Set device=cuda or auto",
+    ):
+        simulation.simulate(
+            Config.make({"num-clients": 2, "device": "cuda:1"}), tmp_path
+        )
 
 
 def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
@@ -76,10 +90,22 @@ def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None
     ]
     clients = [client_fn(context(config, i)) for i in range(3)]
     subsets += [client.train_data for client in clients]
-    assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets}) == 1
+    assert (
+        len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets})
+        == 1
+    )
     tests = [client.test_sets[name] for client in clients for name in ("own", "global")]
-    assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests}) == 1
-    assert len({subset.samples.inputs.dtype for subset in (*subsets, *tests)} - {torch.uint8}) == 0
+    assert (
+        len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests})
+        == 1
+    )
+    assert (
+        len(
+            {subset.samples.inputs.dtype for subset in (*subsets, *tests)}
+            - {torch.uint8}
+        )
+        == 0
+    )
 
 
 def test_the_partitions_cover_the_training_set_once(quick_config) -> None:
@@ -87,15 +113,25 @@ def test_the_partitions_cover_the_training_set_once(quick_config) -> None:
     together = np.concatenate(data.train)
     assert sorted(together.tolist()) == list(range(len(data.dataset.train)))
     assert len(data.train_view()) == len(together)
-    assert sum(len(data.test_view(i)) for i in range(4)) == len(data.test_view()) == len(data.dataset.test)
+    assert (
+        sum(len(data.test_view(i)) for i in range(4))
+        == len(data.test_view())
+        == len(data.dataset.test)
+    )
 
 
 def test_a_client_depends_only_on_its_context(quick_config) -> None:
-    config = quick_config(**{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4})
+    config = quick_config(
+        **{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4}
+    )
     client = client_fn(context(config))
     assert (client.partition_id, client.seed) == (1, 4)
     assert client.settings == local_training(config)
-    assert (client.settings.local_steps, client.settings.batch_size, client.settings.sgd_momentum) == (2, 8, 0.5)
+    assert (
+        client.settings.local_steps,
+        client.settings.batch_size,
+        client.settings.sgd_momentum,
+    ) == (2, 8, 0.5)
     again = client_fn(context(config))
     assert client.model is again.model, "a process builds one model"
     model = client.model()
@@ -103,16 +139,23 @@ def test_a_client_depends_only_on_its_context(quick_config) -> None:
         assert torch.equal(value.cpu(), make_model(config).state_dict()[name])
     momenta = [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
     assert momenta == [0.25]
-    assert torch.equal(client.train_data.targets, partitioned_data(config, 3).train_view(1).targets)
+    assert torch.equal(
+        client.train_data.targets, partitioned_data(config, 3).train_view(1).targets
+    )
 
 
 def test_augmentation_applies_to_training_only(quick_config) -> None:
     data = partitioned_data(quick_config(augment="crop2,flip"), 3)
     positions = torch.arange(16)
     plain = data.train_view(0).batch(positions)[0]
-    assert not torch.equal(data.train_view(0).batch(positions, torch.Generator().manual_seed(0))[0], plain)
+    assert not torch.equal(
+        data.train_view(0).batch(positions, torch.Generator().manual_seed(0))[0], plain
+    )
     test = data.test_view(0)
-    assert torch.equal(test.batch(positions, torch.Generator().manual_seed(0))[0], test.batch(positions)[0])
+    assert torch.equal(
+        test.batch(positions, torch.Generator().manual_seed(0))[0],
+        test.batch(positions)[0],
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,12 +165,27 @@ def test_augmentation_applies_to_training_only(quick_config) -> None:
         ({"partition-id": 2, "num-partitions": 2}, "partition-id=2"),
         ({"partition-id": 0, "num-partitions": 2.5}, "num-partitions=2.5"),
         ({"partition-id": "a", "num-partitions": 2}, "partition-id='a'"),
-        ({"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x"}, "'data-path'"),
-        ({"partition-id": 0, "num-partitions": 2, "state-dir": "parts"}, "state-dir='parts'"),
+        (
+            {
+                "partition-id": 0,
+                "num-partitions": 2,
+                "dataset-path": "of another app",
+                "data_path": "/x",
+            },
+            "'data-path'",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2, "state-dir": "parts"},
+            "state-dir='parts'",
+        ),
     ],
 )
-def test_a_node_whose_config_cannot_be_is_refused_with_advice(node_config, named: str, quick_config) -> None:
-    """The text does not name the node: all nodes with the fault raise the same, which ends the run."""
+def test_a_node_whose_config_cannot_be_is_refused_with_advice(
+    node_config, named: str, quick_config
+) -> None:
+    """The text does not name the node: all nodes with the fault raise the same, which
+    ends the run.
+    """
     with pytest.raises(ConfigError, match=named):
         client_fn(context(quick_config(), **node_config))
 
@@ -136,8 +194,12 @@ def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) 
     config = quick_config()
     own = [{"state-dir": "parts"}] * 3
     with (
-        InProcessGrid(client_app(client_fn), 3, run_config=config.to_mapping(), node_configs=own) as grid,
-        pytest.raises(ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"),
+        InProcessGrid(
+            client_app(client_fn), 3, run_config=config.to_mapping(), node_configs=own
+        ) as grid,
+        pytest.raises(
+            ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"
+        ),
     ):
         serve(grid, check(config), tmp_path / "out")
 
@@ -157,33 +219,68 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     """A key that is not handed on would be a setting without effect."""
-    changed = {"variance": "pooled", "min-replies": 2, "eval-every": 3, "seed": 5, "proximal-mu": 0.5, "freeze-at": 7}
-    own = {"strategy": name, "norm": "wsconv" if name == "fedwon" else "batch", "eval-on": "personal-own"}
+    changed = {
+        "variance": "pooled",
+        "min-replies": 2,
+        "eval-every": 3,
+        "seed": 5,
+        "proximal-mu": 0.5,
+        "freeze-at": 7,
+    }
+    own = {
+        "strategy": name,
+        "norm": "wsconv" if name == "fedwon" else "batch",
+        "eval-on": "personal-own",
+    }
     shared = {**changed, **quick_config(strategy=name, norm=own["norm"]).to_mapping()}
-    shared |= {**changed, "fraction-train": 0.5, "fraction-evaluate": 0.25, "local-epochs": 0}
+    shared |= {
+        **changed,
+        "fraction-train": 0.5,
+        "fraction-evaluate": 0.25,
+        "local-epochs": 0,
+    }
     config, _ = Config.make_of_shared(shared, own)
     strategy = make_strategy(config, make_model(config), 3)
     assert type(strategy) is STRATEGIES[name]
-    assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 2)
+    assert (
+        strategy.fraction_train,
+        strategy.fraction_evaluate,
+        strategy.min_available_nodes,
+    ) == (0.5, 0.25, 2)
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
     refused = set()
     for field, setting in config_fields(strategy.Params).items():
         value, needs = CHANGED[key := field.replace("_", "-")]
-        given = {other.replace("-", "_"): own for other, own in {**needs, field: value}.items()}
+        given = {
+            other.replace("-", "_"): own
+            for other, own in {**needs, field: value}.items()
+        }
         try:
-            params = make_strategy(config.model_copy(update=given), make_model(config), 3).params
+            params = make_strategy(
+                config.model_copy(update=given), make_model(config), 3
+            ).params
         except ConfigError:
             refused.add(key)
         else:
-            assert getattr(params, setting) == value != strategy.Params.model_fields[setting].default, field
+            assert (
+                getattr(params, setting)
+                == value
+                != strategy.Params.model_fields[setting].default
+            ), field
     assert refused <= {"variance", "recalibrate", "momentum-scope", "agc"}
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cuda:99", r"device=cuda:99: \d+ CUDA device\(s\) found here. Use device=cpu, or device=auto."),
+        (
+            "cuda:99",
+            (
+                r"device=cuda:99: \d+ CUDA device\(s\) found here. Use device=cpu, or"
+                r" device=auto."
+            ),
+        ),
         ("gpu", "device='gpu' must be auto, cpu, cuda or cuda:N"),
         ("cuda:x", "device='cuda:x' must be auto, cpu, cuda or cuda:N"),
     ],
@@ -196,26 +293,41 @@ def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("amp", [True, False])
-def test_bfloat16_that_this_machine_emulates_is_told(amp: bool, quick_config, monkeypatch) -> None:
+def test_bfloat16_that_this_machine_emulates_is_told(
+    amp: bool, quick_config, monkeypatch
+) -> None:
     config = quick_config(amp=amp, device="cpu")
     for supported in (True, False):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
+        monkeypatch.setattr(
+            torch.ops.mkldnn,
+            "_is_mkldnn_bf16_supported",
+            lambda supported=supported: supported,
+        )
         lines = check(config).warnings
         assert len(lines) == (amp and not supported)
-        assert all("no instructions for bfloat16" in line and "Leave amp out" in line for line in lines)
+        assert all(
+            "no instructions for bfloat16" in line and "Leave amp out" in line
+            for line in lines
+        )
 
 
-def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(quick_config, tmp_path, monkeypatch) -> None:
+def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(
+    quick_config, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         check(quick_config(**{"data-dir": "mnist", "dataset": "mnist"}))
-    assert str(caught.value) == (
-        "data-dir='mnist' is relative, and nodes run in other folders. Write the absolute path (seen from the folder "
-        f"of this process: {str(tmp_path / 'mnist')!r})."
+    assert (
+        str(caught.value)
+        == "data-dir='mnist' is relative, and nodes run in other folders. Write the"
+        " absolute path (seen from the folder of this process:"
+        f" {str(tmp_path / 'mnist')!r})."
     )
 
 
-def test_a_round_waits_as_long_as_told_and_in_process_for_ever(quick_config, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_round_waits_as_long_as_told_and_in_process_for_ever(
+    quick_config, tmp_path: Path, monkeypatch: Any
+) -> None:
     waited = []
 
     class Begun(Exception):
@@ -241,46 +353,79 @@ def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
 def test_the_resolved_config_gives_the_same_run(quick_config, tmp_path: Path) -> None:
     """What ``config.yaml`` holds goes through Flower's context unchanged."""
     config = quick_config(strategy="fixbn")
-    with InProcessGrid(lambda message, context: None, 2, run_config=config.to_mapping()) as grid:
+    with InProcessGrid(
+        lambda message, context: None, 2, run_config=config.to_mapping()
+    ) as grid:
         assert Config.make(grid.context(0).run_config, complete=True) == config
 
 
 def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
-    settings = {"strategy": "fedwon", "norm": "wsconv", "model": "torchvision:mobilenet_v2", "dataset": "cifar10"}
+    settings = {
+        "strategy": "fedwon",
+        "norm": "wsconv",
+        "model": "torchvision:mobilenet_v2",
+        "dataset": "cifar10",
+    }
     assert data_of(Config.make(settings)).shape == (3, 64, 64)
     config = Config.make({**settings, "image-size": 32})
     assert data_of(config).shape == (3, 32, 32)
     check(config)
-    with pytest.raises(ConfigError, match=r"image-size=48 has no effect: model=torchvision:alexnet takes images of 63"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"image-size=48 has no effect: model=torchvision:alexnet takes images of 63"
+        ),
+    ):
         Config.make({**settings, "model": "torchvision:alexnet", "image-size": 48})
 
 
 def test_a_momentum_of_the_model_that_is_replaced_is_told() -> None:
-    model, warnings = model_and_warnings(Config.make({"model": "torchvision:mobilenet_v3_small", "dataset": "cifar10"}))
+    model, warnings = model_and_warnings(
+        Config.make({"model": "torchvision:mobilenet_v3_small", "dataset": "cifar10"})
+    )
     assert len(warnings) == 1
     assert "bn-momentum=0.1 replaces the momentum of 34 BatchNorm layers" in warnings[0]
     assert "'features.0.1': 0.01" in warnings[0]
-    assert {m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.1}
+    assert {m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {
+        0.1
+    }
     assert model_and_warnings(Config.make({"bn-momentum": 0.2}))[1] == []
 
 
-def test_layers_that_a_method_does_not_reach_are_told(quick_config, monkeypatch, tmp_path: Path, caplog) -> None:
+def test_layers_that_a_method_does_not_reach_are_told(
+    quick_config, monkeypatch, tmp_path: Path, caplog
+) -> None:
     (tmp_path / "nets.py").write_text(
-        "from torch import nn\n\n\ndef partly(num_classes):\n"
-        "    untracked = nn.BatchNorm1d(8, track_running_stats=False)\n"
-        "    layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), untracked, nn.Linear(8, num_classes)]\n"
-        "    return nn.Sequential(*layers)\n"
+        "from torch import nn\n\n\ndef partly(num_classes):\n    untracked ="
+        " nn.BatchNorm1d(8, track_running_stats=False)\n    layers = [nn.Flatten(),"
+        " nn.Linear(64, 8), nn.BatchNorm1d(8), untracked, nn.Linear(8, num_classes)]\n "
+        "   return nn.Sequential(*layers)\n"
     )
     monkeypatch.chdir(tmp_path)
-    run(quick_config(model="nets:partly", strategy="fixbn"), tmp_path / "out", workers=0)
-    assert "1 BN layer(s) track no running statistics and use the batch's own in testing: 3" in caplog.text
+    run(
+        quick_config(model="nets:partly", strategy="fixbn"), tmp_path / "out", workers=0
+    )
+    assert (
+        "1 BN layer(s) track no running statistics and use the batch's own in"
+        " testing: 3" in caplog.text
+    )
 
 
-def test_classes_without_a_client_are_told(quick_config, tmp_path: Path, caplog) -> None:
-    run(quick_config(**{"num-clients": 3, "classes-per-client": 2}), tmp_path / "some", workers=0)
+def test_classes_without_a_client_are_told(
+    quick_config, tmp_path: Path, caplog
+) -> None:
+    run(
+        quick_config(**{"num-clients": 3, "classes-per-client": 2}),
+        tmp_path / "some",
+        workers=0,
+    )
     assert "4 of 10 classes have no client (" in caplog.text
     caplog.clear()
-    run(quick_config(**{"num-clients": 5, "classes-per-client": 2}), tmp_path / "all", workers=0)
+    run(
+        quick_config(**{"num-clients": 5, "classes-per-client": 2}),
+        tmp_path / "all",
+        workers=0,
+    )
     assert "have no client" not in caplog.text
 
 

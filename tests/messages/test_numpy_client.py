@@ -9,7 +9,12 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.numpy_client import describe, open_message, reply_to_evaluate, reply_to_fit
+from fedbn_flwr.messages.numpy_client import (
+    describe,
+    open_message,
+    reply_to_evaluate,
+    reply_to_fit,
+)
 from fedbn_flwr.messages.protocol import INFO
 from fedbn_flwr.messages.records import to_record
 
@@ -17,7 +22,9 @@ from fedbn_flwr.messages.records import to_record
 def test_arrays_of_a_message_are_copies_or_on_request_views() -> None:
     record = to_record({"w": np.arange(3.0)})
     identify_process(1)
-    message = Message(RecordDict({"arrays": record, "config": ConfigRecord()}), 1, MessageType.TRAIN)
+    message = Message(
+        RecordDict({"arrays": record, "config": ConfigRecord()}), 1, MessageType.TRAIN
+    )
     raw = np.frombuffer(record["w"].data, np.uint8)
     (copy,), config = open_message(message)
     (shared,), same = open_message(message, copy=False)
@@ -27,9 +34,13 @@ def test_arrays_of_a_message_are_copies_or_on_request_views() -> None:
     assert (shared.flags.writeable, np.shares_memory(shared, raw)) == (False, True)
 
 
-def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out() -> None:
+def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out() -> (
+    None
+):
     identify_process(1)
-    message = Message(RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN)
+    message = Message(
+        RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN
+    )
     mean = np.float32(0.5)
     metrics = {
         "loss": mean,
@@ -40,19 +51,30 @@ def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out(
         "who": "me",
     }
     sent = {"loss": 0.5, "n": 3, "t": 0.25, "each": [1.0, 2.0], "all": [1.0, 1.0]}
-    for reply in (reply_to_fit(message, [np.zeros(1)], 7, metrics), reply_to_evaluate(message, mean, 7, metrics)):
+    for reply in (
+        reply_to_fit(message, [np.zeros(1)], 7, metrics),
+        reply_to_evaluate(message, mean, 7, metrics),
+    ):
         assert dict(reply.content["metrics"]) == {"num-examples": 7, **sent}
         assert dict(reply.content[INFO]) == {"who": "me"}
-    assert dict(describe(message, {"num-examples": np.int64(7)}).content["metrics"]) == {"num-examples": 7}
+    assert dict(
+        describe(message, {"num-examples": np.int64(7)}).content["metrics"]
+    ) == {"num-examples": 7}
     with pytest.raises(
-        StateError, match=r"^fit returned best=\{'loss': 1\}, a dict: only numbers, lists of numbers, text"
+        StateError,
+        match=(
+            r"^fit returned best=\{'loss': 1\}, a dict: only numbers, lists of numbers,"
+            r" text"
+        ),
     ):
         reply_to_fit(message, [np.zeros(1)], 7, {"best": {"loss": 1}})
 
 
 def test_what_a_client_returns_counts_and_not_a_metric_of_that_name() -> None:
     identify_process(1)
-    message = Message(RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN)
+    message = Message(
+        RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN
+    )
     fit = reply_to_fit(message, [np.zeros(1)], 7, {"num-examples": 1})
     test = reply_to_evaluate(message, 0.25, 7, {"loss": 99.0, "num-examples": 1})
     assert dict(fit.content["metrics"]) == {"num-examples": 7}

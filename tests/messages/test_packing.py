@@ -1,4 +1,6 @@
-"""Arrays in one piece come back byte for byte, and a piece whose manifest does not fit it is refused."""
+"""Arrays in one piece come back byte for byte, and a piece whose manifest does not fit
+it is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,31 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.compat.flower import BufferArray
 from fedbn_flwr.errors import PackingError
-from fedbn_flwr.messages.packing import in_one_piece, is_packed, packed_for, unpacked, unpacked_reply
+from fedbn_flwr.messages.packing import (
+    in_one_piece,
+    is_packed,
+    packed_for,
+    unpacked,
+    unpacked_reply,
+)
 from fedbn_flwr.messages.records import encode, to_record
 
 PACKED = "fedbn-flwr.packed"
-DTYPES = ("?", "i1", "u1", "i2", "i4", "<i8", ">i8", "f2", "f4", "f8", ">f4", "c8", "c16")
+DTYPES = (
+    "?",
+    "i1",
+    "u1",
+    "i2",
+    "i4",
+    "<i8",
+    ">i8",
+    "f2",
+    "f4",
+    "f8",
+    ">f4",
+    "c8",
+    "c16",
+)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3,), (2, 0, 3), (2, 3))
 
 
@@ -29,9 +51,17 @@ def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 def fields(content: RecordDict) -> list[Any]:
     """All that a content holds, in order; of arrays the fields that travel."""
     return [
-        (key, [(name, a.dtype, a.shape, a.stype, bytes(a.data)) for name, a in record.items()])
-        if isinstance(record, ArrayRecord)
-        else (key, dict(record))
+        (
+            (
+                key,
+                [
+                    (name, a.dtype, a.shape, a.stype, bytes(a.data))
+                    for name, a in record.items()
+                ],
+            )
+            if isinstance(record, ArrayRecord)
+            else (key, dict(record))
+        )
         for key, record in content.items()
     ]
 
@@ -46,13 +76,28 @@ def content() -> RecordDict:
     arrays["fortran"] = encode(np.asfortranarray(array("f4", (2, 3))))
     buffer = memoryview(encode(array("f8", (4,))).data)
     further = {
-        "bfloat16": Array("bfloat16", (2,), "numpy.ndarray", encode(array("u2", (2,))).data.replace(b"<u2", b"<V2")),
+        "bfloat16": Array(
+            "bfloat16",
+            (2,),
+            "numpy.ndarray",
+            encode(array("u2", (2,))).data.replace(b"<u2", b"<V2"),
+        ),
         "no NumPy": Array("any", (1, 2), "another.type", b"\x00bytes"),
         "nothing": Array("f4", (), "numpy.ndarray", b""),
         "shared": BufferArray("float64", (4,), "numpy.ndarray", buffer),
     }
-    records = {"arrays": ArrayRecord(arrays), "é": ArrayRecord(further), "empty": ArrayRecord()}
-    return RecordDict({**records, "config": ConfigRecord({"b": 1, "a": b"2"}), "metrics": MetricRecord({"n": 3})})
+    records = {
+        "arrays": ArrayRecord(arrays),
+        "é": ArrayRecord(further),
+        "empty": ArrayRecord(),
+    }
+    return RecordDict(
+        {
+            **records,
+            "config": ConfigRecord({"b": 1, "a": b"2"}),
+            "metrics": MetricRecord({"n": 3}),
+        }
+    )
 
 
 def test_every_array_comes_back_byte_for_byte_in_one_object() -> None:
@@ -61,11 +106,23 @@ def test_every_array_comes_back_byte_for_byte_in_one_object() -> None:
     piece = in_one_piece(whole)
     assert is_packed(piece)
     assert not is_packed(whole)
-    assert [(key, len(record)) for key, record in piece.items()] == [(PACKED, 1), ("config", 2), ("metrics", 1)]
+    assert [(key, len(record)) for key, record in piece.items()] == [
+        (PACKED, 1),
+        ("config", 2),
+        ("metrics", 1),
+    ]
     assert fields(unpacked(piece)) == before == fields(whole)
     assert num_objects(piece) == 1 + 3 + 2 < num_objects(whole)
-    travelled = Array(*(getattr(piece[PACKED][PACKED], field) for field in ("dtype", "shape", "stype", "data")))
-    assert fields(unpacked(RecordDict({PACKED: ArrayRecord({PACKED: travelled})}))) == before[:3]
+    travelled = Array(
+        *(
+            getattr(piece[PACKED][PACKED], field)
+            for field in ("dtype", "shape", "stype", "data")
+        )
+    )
+    assert (
+        fields(unpacked(RecordDict({PACKED: ArrayRecord({PACKED: travelled})})))
+        == before[:3]
+    )
     without = RecordDict({"config": ConfigRecord()})
     assert in_one_piece(without) is without
 
@@ -73,14 +130,25 @@ def test_every_array_comes_back_byte_for_byte_in_one_object() -> None:
 def test_messages_with_the_same_arrays_share_one_piece() -> None:
     first, second = (to_record({"w": array("f4", (3,))}) for _ in range(2))
     config = ConfigRecord({"a": 1})
-    contents = [RecordDict({"arrays": record, "config": config}) for record in (first, first, second, first)]
-    messages = [Message(content, node_id, "train") for node_id, content in enumerate(contents)]
+    contents = [
+        RecordDict({"arrays": record, "config": config})
+        for record in (first, first, second, first)
+    ]
+    messages = [
+        Message(content, node_id, "train") for node_id, content in enumerate(contents)
+    ]
     sent = list(packed_for(iter(messages), {0, 1, 2}))
     assert sent[3] is messages[3]
     assert not any(is_packed(message.content) for message in messages)
-    assert sent[0].content[PACKED] is sent[1].content[PACKED] is not sent[2].content[PACKED]
+    assert (
+        sent[0].content[PACKED]
+        is sent[1].content[PACKED]
+        is not sent[2].content[PACKED]
+    )
     assert [message.metadata.dst_node_id for message in sent] == [0, 1, 2, 3]
-    assert [fields(unpacked(message.content)) for message in sent[:3]] == [fields(c) for c in contents[:3]]
+    assert [fields(unpacked(message.content)) for message in sent[:3]] == [
+        fields(c) for c in contents[:3]
+    ]
 
 
 ZERO = encode(np.zeros(2, np.float32)).data
@@ -88,15 +156,29 @@ ENTRY = ["w", "float32", [2], "numpy.ndarray", len(ZERO)]
 
 
 def forged(manifest: Any, data: bytes = ZERO, **changed: Any) -> RecordDict:
-    """Arrays in one piece with this manifest, a JSON value or its bytes; ``length`` is the one that is named."""
+    """Arrays in one piece with this manifest, a JSON value or its bytes; ``length`` is
+    the one that is named.
+    """
     text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     whole = changed.get("length", len(text)).to_bytes(8, "little") + text + data
-    return RecordDict({PACKED: ArrayRecord({PACKED: encode(np.frombuffer(whole, np.uint8))})})
+    return RecordDict(
+        {PACKED: ArrayRecord({PACKED: encode(np.frombuffer(whole, np.uint8))})}
+    )
 
 
 def entry(**changed: Any) -> Any:
     names = ("name", "dtype", "shape", "stype", "size")
-    return [["arrays", [[changed.get(name, value) for name, value in zip(names, ENTRY, strict=True)]]]]
+    return [
+        [
+            "arrays",
+            [
+                [
+                    changed.get(name, value)
+                    for name, value in zip(names, ENTRY, strict=True)
+                ]
+            ],
+        ]
+    ]
 
 
 def in_place(record: Any) -> RecordDict:
@@ -111,13 +193,21 @@ SIZE = len(ZERO)
 DAMAGED: dict[str, Callable[[], RecordDict]] = {
     # Any other manifest and any changed byte: see the two properties below.
     "no array": lambda: in_place(ArrayRecord()),
-    "two arrays": lambda: in_place(ArrayRecord({"a": encode(np.zeros(1)), "b": encode(np.zeros(1))})),
+    "two arrays": lambda: in_place(
+        ArrayRecord({"a": encode(np.zeros(1)), "b": encode(np.zeros(1))})
+    ),
     "no array record": lambda: in_place(ConfigRecord({"a": 1})),
     "floats": lambda: rows(np.zeros(20)),
-    "the right bytes as int8": lambda: rows(forged(entry())[PACKED][PACKED].numpy().view(np.int8)),
-    "the right bytes as a column": lambda: rows(forged(entry())[PACKED][PACKED].numpy().reshape(-1, 1)),
+    "the right bytes as int8": lambda: rows(
+        forged(entry())[PACKED][PACKED].numpy().view(np.int8)
+    ),
+    "the right bytes as a column": lambda: rows(
+        forged(entry())[PACKED][PACKED].numpy().reshape(-1, 1)
+    ),
     "no bytes": lambda: rows(np.zeros(0, np.uint8)),
-    "not NumPy's format": lambda: in_place(ArrayRecord({PACKED: Array("uint8", (4,), "numpy.ndarray", b"gar")})),
+    "not NumPy's format": lambda: in_place(
+        ArrayRecord({PACKED: Array("uint8", (4,), "numpy.ndarray", b"gar")})
+    ),
     "a manifest far beyond the end": lambda: forged([], length=2**63),
     "no JSON": lambda: forged(b"{"),
     "no text": lambda: forged(b"\xff\xfe"),
@@ -125,10 +215,16 @@ DAMAGED: dict[str, Callable[[], RecordDict]] = {
     "JSON of another kind": lambda: forged({"arrays": 1}),
     "an entry of four": lambda: forged([["arrays", [ENTRY[:4]]]]),
     "a list for a name": lambda: forged(entry(name=["w"])),
-    "a record twice": lambda: forged([["arrays", [ENTRY]], ["arrays", [ENTRY]]], ZERO + ZERO),
-    "a record that is there already": lambda: RecordDict({**forged(entry()), "arrays": MetricRecord({"a": 1})}),
+    "a record twice": lambda: forged(
+        [["arrays", [ENTRY]], ["arrays", [ENTRY]]], ZERO + ZERO
+    ),
+    "a record that is there already": lambda: RecordDict(
+        {**forged(entry()), "arrays": MetricRecord({"a": 1})}
+    ),
     "a size that is true": lambda: forged(entry(size=True)),
-    "a negative size": lambda: forged([["arrays", [ENTRY, ["v", *ENTRY[1:4], -SIZE], ["u", *ENTRY[1:]]]]]),
+    "a negative size": lambda: forged(
+        [["arrays", [ENTRY, ["v", *ENTRY[1:4], -SIZE], ["u", *ENTRY[1:]]]]]
+    ),
     "bytes that no entry has": lambda: forged(entry(), ZERO + b"\0"),
     "another shape": lambda: forged(entry(shape=[1, 2])),
     "another dtype": lambda: forged(entry(dtype="float64")),
@@ -151,17 +247,23 @@ def test_a_manifest_that_does_not_fit_is_refused(damage: str) -> None:
 
 
 def test_the_forgery_without_a_change_is_no_forgery() -> None:
-    assert fields(unpacked(forged(entry()))) == [("arrays", [("w", "float32", (2,), "numpy.ndarray", ZERO)])]
+    assert fields(unpacked(forged(entry()))) == [
+        ("arrays", [("w", "float32", (2,), "numpy.ndarray", ZERO)])
+    ]
 
 
 def refused_or_whole(content: RecordDict) -> None:
-    """Whatever is unpacked is the content whose piece has the same data: no byte is lost, none is there twice."""
+    """Whatever is unpacked is the content whose piece has the same data: no byte is
+    lost, none is there twice.
+    """
     try:
         found = unpacked(content)
     except PackingError:
         return
     assert not found or fields(unpacked(in_one_piece(found))) == fields(found)
-    data = b"".join(array.data for record in found.values() for array in record.values())
+    data = b"".join(
+        array.data for record in found.values() for array in record.values()
+    )
     assert content[PACKED][PACKED].data.endswith(data)
 
 
@@ -183,9 +285,19 @@ def test_any_manifest_is_refused_or_fits(manifest: Any, arrays: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 10**6) | st.none())
-def test_any_changed_byte_or_cut_is_refused_or_fits(place: int, value: int, cut: int | None) -> None:
-    piece = in_one_piece(RecordDict({"arrays": to_record({"w": array("f4", (2,)), "n": array("<i8", ())})}))
+@given(
+    place=st.integers(0, 10**6),
+    value=st.integers(0, 255),
+    cut=st.integers(0, 10**6) | st.none(),
+)
+def test_any_changed_byte_or_cut_is_refused_or_fits(
+    place: int, value: int, cut: int | None
+) -> None:
+    piece = in_one_piece(
+        RecordDict(
+            {"arrays": to_record({"w": array("f4", (2,)), "n": array("<i8", ())})}
+        )
+    )
     values = piece[PACKED][PACKED].numpy()
     values[place % (len(values) // 3 if place % 2 else len(values))] = value
     refused_or_whole(rows(values if cut is None else values[: cut % len(values)]))

@@ -28,11 +28,17 @@ PACKAGE = Path(fedbn_flwr.__file__).parent
 
 def declared() -> list[Key]:
     """The keys of the protocol, of methods and of options, each object once."""
-    found = {id(value): value for value in vars(protocol).values() if isinstance(value, Key)}
+    found = {
+        id(value): value for value in vars(protocol).values() if isinstance(value, Key)
+    }
     for folder in ("strategies", "server"):
         for path in sorted((PACKAGE / folder).glob("*.py")):
             module = importlib.import_module(f"fedbn_flwr.{folder}.{path.stem}")
-            found |= {id(value): value for value in vars(module).values() if isinstance(value, Key)}
+            found |= {
+                id(value): value
+                for value in vars(module).values()
+                if isinstance(value, Key)
+            }
     return list(found.values())
 
 
@@ -45,14 +51,22 @@ def test_a_key_is_declared_once() -> None:
 
 def test_every_key_has_a_row_in_the_table() -> None:
     page = (PACKAGE.parent / "docs/reference/messages.md").read_text()
-    rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1].strip(" `")
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     assert sorted(rows) == sorted(KEYS)
 
 
 def test_keys_added_to_a_users_config_have_the_prefix() -> None:
     not_added = {"server-round", "test-sets"}  # Flower's own, and the caller's
-    scalars = [key for key in KEYS if "Record" not in key.kind and "message" not in key.kind]
-    added = [key for key in scalars if "server" in key.writer and "client" in key.reader]
+    scalars = [
+        key for key in KEYS if "Record" not in key.kind and "message" not in key.kind
+    ]
+    added = [
+        key for key in scalars if "server" in key.writer and "client" in key.reader
+    ]
     assert added
     assert {key for key in added if not key.startswith(protocol.PREFIX)} == not_added
 
@@ -68,8 +82,15 @@ def test_a_copy_of_a_key_is_a_plain_name() -> None:
     "config",
     [
         MessageConfig(),
-        MessageConfig(server_round=3, local_entries=("a.b", 'c"d'), local_sha256="", continuity=Continuity("s", "r")),
-        TrainConfig(server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))),
+        MessageConfig(
+            server_round=3,
+            local_entries=("a.b", 'c"d'),
+            local_sha256="",
+            continuity=Continuity("s", "r"),
+        ),
+        TrainConfig(
+            server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))
+        ),
         TrainConfig(frozen=True, attempt=0, fresh_batches=2),
         EvaluateConfig(local_sha256="0" * 64, test_sets=("own", "global")),
     ],
@@ -87,7 +108,8 @@ def test_what_is_not_said_is_not_written() -> None:
 
 @pytest.fixture
 def message() -> Message:
-    with InProcessGrid(lambda message, context: message, 1) as grid:  # gives this process Flower's identity
+    # gives this process Flower's identity
+    with InProcessGrid(lambda message, context: message, 1) as grid:
         return Message(RecordDict(), grid.get_node_ids()[0], MessageType.QUERY)
 
 
@@ -100,16 +122,36 @@ def message() -> Message:
         NodeProperties(2, num_partitions=3),
     ],
 )
-def test_a_nodes_properties_come_back(message: Message, properties: NodeProperties) -> None:
-    assert NodeProperties.read(Message(RecordDict(properties.write()), reply_to=message)) == properties
+def test_a_nodes_properties_come_back(
+    message: Message, properties: NodeProperties
+) -> None:
+    assert (
+        NodeProperties.read(Message(RecordDict(properties.write()), reply_to=message))
+        == properties
+    )
 
 
 def test_numbers_below_zero_are_not_said(message: Message) -> None:
-    records = {"metrics": MetricRecord({"partition-id": -1, "num-examples": 3, "batch-size": 2.5})}
-    assert NodeProperties.read(Message(RecordDict(records), reply_to=message)) == NodeProperties(num_examples=3)
+    records = {
+        "metrics": MetricRecord(
+            {"partition-id": -1, "num-examples": 3, "batch-size": 2.5}
+        )
+    }
+    assert NodeProperties.read(
+        Message(RecordDict(records), reply_to=message)
+    ) == NodeProperties(num_examples=3)
 
 
-@pytest.mark.parametrize("info", [ReplyInfo(), ReplyInfo(local_sha256="ab"), ReplyInfo(frozenset(), "ab", True, True)])
+@pytest.mark.parametrize(
+    "info",
+    [
+        ReplyInfo(),
+        ReplyInfo(local_sha256="ab"),
+        ReplyInfo(frozenset(), "ab", True, True),
+    ],
+)
 def test_what_a_client_part_says_comes_back(message: Message, info: ReplyInfo) -> None:
-    reply = Message(RecordDict({"properties": ConfigRecord(info.write())}), reply_to=message)
+    reply = Message(
+        RecordDict({"properties": ConfigRecord(info.write())}), reply_to=message
+    )
     assert ReplyInfo.read(reply) == info

@@ -43,7 +43,9 @@ STATE = {
 
 def through_flower(record: ArrayRecord) -> ArrayRecord:
     """Rebuild every array from its bytes, as a network does."""
-    return ArrayRecord({k: Array(v.dtype, v.shape, v.stype, bytes(v.data)) for k, v in record.items()})
+    return ArrayRecord(
+        {k: Array(v.dtype, v.shape, v.stype, bytes(v.data)) for k, v in record.items()}
+    )
 
 
 def test_tensors_come_back_bit_for_bit() -> None:
@@ -56,7 +58,9 @@ def test_tensors_come_back_bit_for_bit() -> None:
 
 def test_arrays_and_tensors_give_the_same_record() -> None:
     record = to_record(to_state(STATE))
-    assert [a.data for a in record.values()] == [a.data for a in to_record(STATE).values()]
+    assert [a.data for a in record.values()] == [
+        a.data for a in to_record(STATE).values()
+    ]
 
 
 def test_strides_do_not_travel_but_values_do() -> None:
@@ -73,9 +77,11 @@ def test_strides_do_not_travel_but_values_do() -> None:
 def test_dtypes_that_flower_cannot_send_are_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(StateError) as error:
         to_record({"fine": torch.zeros(1), "layer.weight": torch.zeros(2).to(dtype)})
-    assert str(error.value) == (
-        f"entry 'layer.weight' is {dtype}, which Flower's records cannot carry. Keep the model's state in float32 "
-        "(mixed precision goes through autocast, amp=true)."
+    assert (
+        str(error.value)
+        == f"entry 'layer.weight' is {dtype}, which Flower's records cannot carry. Keep"
+        " the model's state in float32 (mixed precision goes through autocast,"
+        " amp=true)."
     )
 
 
@@ -96,20 +102,47 @@ SHAPES: dict[str, Callable[[np.dtype[Any]], np.ndarray]] = {
     "broadcast": lambda dtype: np.broadcast_to(np.ones(3, dtype), (2, 3)),
     "many dimensions": lambda dtype: np.zeros((1,) * 60, dtype),
 }
-DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "<u8", "<f2", "<f4", "<f8", ">f4", ">i8", "<c8", "<c16", "g", "<U3", "M8[s]"]
+DTYPES = [
+    "?",
+    "i1",
+    "<i2",
+    "<i4",
+    "<i8",
+    "<u8",
+    "<f2",
+    "<f4",
+    "<f8",
+    ">f4",
+    ">i8",
+    "<c8",
+    "<c16",
+    "g",
+    "<U3",
+    "M8[s]",
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_array_is_written_as_numpy_writes_it_and_read_without_a_copy(shape: str) -> None:
+def test_an_array_is_written_as_numpy_writes_it_and_read_without_a_copy(
+    shape: str,
+) -> None:
     for dtype in DTYPES:
         array, out = SHAPES[shape](np.dtype(dtype)), io.BytesIO()
         np.save(out, array)
         written, flowers = encode(array), Array(array)
         assert written.data == out.getvalue() == flowers.data, dtype
-        assert (written.dtype, written.shape, written.stype) == (flowers.dtype, flowers.shape, flowers.stype)
+        assert (written.dtype, written.shape, written.stype) == (
+            flowers.dtype,
+            flowers.shape,
+            flowers.stype,
+        )
         read, copy = view(written), decode(written)
         for found in (read, copy):
-            assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes()), dtype
+            assert (found.dtype, found.shape, found.tobytes()) == (
+                array.dtype,
+                array.shape,
+                array.tobytes(),
+            ), dtype
         assert not read.flags.writeable
         assert copy.flags.writeable
         assert copy.flags.c_contiguous
@@ -128,12 +161,20 @@ def in_mapped_memory(data: bytes) -> memoryview:
     return memoryview(memory)[64:]
 
 
-@pytest.mark.parametrize("place", [bytearray, memoryview, in_bytearray, in_mapped_memory, np.frombuffer])
+@pytest.mark.parametrize(
+    "place", [bytearray, memoryview, in_bytearray, in_mapped_memory, np.frombuffer]
+)
 def test_the_bytes_may_lie_in_any_buffer(place: Callable[..., Any]) -> None:
     record = to_record(STATE)
     for array in record.values():
-        array.data = place(array.data, np.uint8) if place is np.frombuffer else place(array.data)
-    for found in (views(record), from_record(record), views(select(record, list(STATE)))):
+        array.data = (
+            place(array.data, np.uint8) if place is np.frombuffer else place(array.data)
+        )
+    for found in (
+        views(record),
+        from_record(record),
+        views(select(record, list(STATE))),
+    ):
         for name, tensor in STATE.items():
             assert found[name].dtype == tensor.numpy().dtype
             assert found[name].tobytes() == tensor.numpy().tobytes(), name
@@ -159,7 +200,9 @@ def test_tensors_share_the_memory_of_read_only_arrays_without_a_warning() -> Non
         assert found[name].data_ptr() == array.ctypes.data or not array.size, name
     kept = found["z"]
     del record, read, found
-    assert torch.equal(kept.nan_to_num(), STATE["z"].nan_to_num()), "the tensor keeps the memory"
+    assert torch.equal(kept.nan_to_num(), STATE["z"].nan_to_num()), (
+        "the tensor keeps the memory"
+    )
 
 
 def peak(work: Callable[[], Any]) -> int:
@@ -176,7 +219,11 @@ def peak(work: Callable[[], Any]) -> int:
 def test_an_entry_is_copied_once_when_written_and_never_when_read_or_hashed() -> None:
     image = torch.ones(4, 64, 32, 32)
     size = image.numpy().nbytes
-    for tensor in (image, image.contiguous(memory_format=torch.channels_last), image.transpose(0, 1)):
+    for tensor in (
+        image,
+        image.contiguous(memory_format=torch.channels_last),
+        image.transpose(0, 1),
+    ):
         assert peak(lambda tensor=tensor: to_record({"x": tensor})) < 1.1 * size
         assert peak(lambda tensor=tensor: to_record({"x": tensor.numpy()})) < 1.1 * size
     record = to_record({"x": image})
@@ -189,6 +236,8 @@ def test_the_hash_of_a_state_is_that_of_its_names_dtypes_shapes_and_bytes() -> N
     state = {**to_state(STATE), "turned": GRID.T, "swapped": GRID.astype(">f4")}
     text = hashlib.sha256()
     for name, array in state.items():
-        text.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
+        text.update(
+            f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes()
+        )
     text.update(b"local 2 ab\nlocal 10 cd\n")
     assert state_sha256(state, {"10": "cd", "2": "ab"}) == text.hexdigest()

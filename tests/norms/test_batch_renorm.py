@@ -33,14 +33,22 @@ def strange(layer: nn.Module) -> nn.Module:
     random = torch_generator(0, "strange")
     for name, value in layer.state_dict().items():
         if value.is_floating_point():
-            value.copy_(torch.randn(C, generator=random, dtype=torch.float64) + (3 if "var" in name else 0))
+            value.copy_(
+                torch.randn(C, generator=random, dtype=torch.float64)
+                + (3 if "var" in name else 0)
+            )
             value.abs_() if "var" in name else value
     return layer
 
 
-def batches(kind: type[nn.Module], count: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def batches(
+    kind: type[nn.Module], count: int = 4, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     random = torch_generator(0, "batches")
-    draw = [torch.randn(SHAPES[kind], generator=random, dtype=torch.float64) for _ in range(count)]
+    draw = [
+        torch.randn(SHAPES[kind], generator=random, dtype=torch.float64)
+        for _ in range(count)
+    ]
     return [((0.3 + k) * x + 2 * k).to(dtype) for k, x in enumerate(draw)]
 
 
@@ -62,15 +70,22 @@ def test_without_corrections_it_is_batchnorm_bit_for_bit(
             y.backward(upstream)
         assert torch.equal(out[0], out[1])
         assert torch.equal(pair[0].grad, pair[1].grad)
-    assert all(torch.equal(value, new.state_dict()[name]) for name, value in old.state_dict().items())
+    assert all(
+        torch.equal(value, new.state_dict()[name])
+        for name, value in old.state_dict().items()
+    )
     if affine:
         assert torch.equal(old.weight.grad, new.weight.grad)
         assert torch.equal(old.bias.grad, new.bias.grad)
     assert torch.equal(old.eval()(x), new.eval()(x))
 
 
-def slow(x: Tensor, state: dict[str, Tensor], rmax: float, dmax: float, eps: float) -> Tensor:
-    """Ioffe's Algorithm 1, forward, one channel at a time; ``state`` is updated as torch does (unbiased variance)."""
+def slow(
+    x: Tensor, state: dict[str, Tensor], rmax: float, dmax: float, eps: float
+) -> Tensor:
+    """Ioffe's Algorithm 1, forward, one channel at a time; ``state`` is updated as
+    torch does (unbiased variance).
+    """
     channels = []
     for c in range(x.shape[1]):
         values = x[:, c]
@@ -79,19 +94,25 @@ def slow(x: Tensor, state: dict[str, Tensor], rmax: float, dmax: float, eps: flo
         sigma_b = (((values - mean) ** 2).sum() / n + eps).sqrt()
         sigma = (state["running_var"][c] + eps).sqrt()
         r = float((sigma_b / sigma).detach().clamp(1 / rmax, rmax))
-        d = float(((mean - state["running_mean"][c]) / sigma).detach().clamp(-dmax, dmax))
+        d = float(
+            ((mean - state["running_mean"][c]) / sigma).detach().clamp(-dmax, dmax)
+        )
         x_hat = (values - mean) / sigma_b * r + d
         channels.append(state["weight"][c] * x_hat + state["bias"][c])
         with torch.no_grad():
             state["running_mean"][c] += 0.1 * (mean - state["running_mean"][c])
-            state["running_var"][c] += 0.1 * (((values - mean) ** 2).sum() / (n - 1) - state["running_var"][c])
+            state["running_var"][c] += 0.1 * (
+                ((values - mean) ** 2).sum() / (n - 1) - state["running_var"][c]
+            )
     state["num_batches_tracked"] += 1
     return torch.stack(channels, 1)
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 1000])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_forward_backward_and_warm_up_equal_the_formula(kind: type[nn.BatchNorm2d], warmup: int) -> None:
+def test_forward_backward_and_warm_up_equal_the_formula(
+    kind: type[nn.BatchNorm2d], warmup: int
+) -> None:
     old = strange(kind(C, eps=1e-3).double())
     new, _ = replace_norm(old, "batch-renorm", rmax=1.5, dmax=0.7, warmup_steps=warmup)
     state = {name: value.clone() for name, value in old.state_dict().items()}
@@ -99,7 +120,9 @@ def test_forward_backward_and_warm_up_equal_the_formula(kind: type[nn.BatchNorm2
         state[name].requires_grad_()
     for step, x in enumerate(batches(kind)):
         share = min(1, step / warmup) if warmup else 1
-        assert [float(limit) for limit in new.limits()] == pytest.approx([1 + 0.5 * share, 0.7 * share], abs=1e-12)
+        assert [float(limit) for limit in new.limits()] == pytest.approx(
+            [1 + 0.5 * share, 0.7 * share], abs=1e-12
+        )
         pair = [x.clone().requires_grad_() for _ in range(2)]
         want = slow(pair[0], state, 1 + 0.5 * share, 0.7 * share, 1e-3)
         got = new(pair[1])
@@ -109,18 +132,28 @@ def test_forward_backward_and_warm_up_equal_the_formula(kind: type[nn.BatchNorm2
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(pair[1].grad, pair[0].grad, rtol=1e-10, atol=1e-10)
     for name in ("weight", "bias"):
-        torch.testing.assert_close(new.get_parameter(name).grad, state[name].grad, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            new.get_parameter(name).grad, state[name].grad, rtol=1e-10, atol=1e-10
+        )
     for name in ("running_mean", "running_var", "num_batches_tracked"):
-        torch.testing.assert_close(new.get_buffer(name), state[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            new.get_buffer(name), state[name], rtol=1e-12, atol=1e-12
+        )
 
 
 def test_corrections_are_clipped_on_all_sides_and_have_no_gradient() -> None:
-    layer, _ = replace_norm(nn.BatchNorm1d(4, affine=False).double(), "batch-renorm", warmup_steps=0)
+    layer, _ = replace_norm(
+        nn.BatchNorm1d(4, affine=False).double(), "batch-renorm", warmup_steps=0
+    )
     spread = torch.tensor([100.0, 1e-3, 1.0, 1.0], dtype=torch.float64)
     shift = torch.tensor([0.0, 0.0, 50.0, -50.0], dtype=torch.float64)
-    x = (torch.tensor([[-1.0], [1.0]], dtype=torch.float64) * spread + shift).requires_grad_()
+    x = (
+        torch.tensor([[-1.0], [1.0]], dtype=torch.float64) * spread + shift
+    ).requires_grad_()
     r, d = layer.corrections(x)
-    torch.testing.assert_close(r[:2], torch.tensor([3, 1 / 3], dtype=torch.float64), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        r[:2], torch.tensor([3, 1 / 3], dtype=torch.float64), rtol=1e-15, atol=0
+    )
     assert d.tolist()[2:] == [5.0, -5.0]
     assert not r.requires_grad
     assert not d.requires_grad
@@ -128,21 +161,35 @@ def test_corrections_are_clipped_on_all_sides_and_have_no_gradient() -> None:
 
 
 def test_with_wide_limits_training_equals_evaluation() -> None:
-    layer, _ = replace_norm(strange(nn.BatchNorm2d(C).double()), "batch-renorm", rmax=1e6, dmax=1e6, warmup_steps=0)
+    layer, _ = replace_norm(
+        strange(nn.BatchNorm2d(C).double()),
+        "batch-renorm",
+        rmax=1e6,
+        dmax=1e6,
+        warmup_steps=0,
+    )
     x = batches(nn.BatchNorm2d)[2]
     want = copy.deepcopy(layer).eval()(x)
     torch.testing.assert_close(layer(x), want, rtol=1e-10, atol=1e-10)
 
 
 def test_state_is_that_of_batchnorm() -> None:
-    model = nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C, momentum=0.3, dtype=torch.float64), nn.BatchNorm1d(C))
+    model = nn.Sequential(
+        nn.Linear(3, C),
+        nn.BatchNorm1d(C, momentum=0.3, dtype=torch.float64),
+        nn.BatchNorm1d(C),
+    )
     model[1].weight.requires_grad_(False)
     model[1].eval()
     new, report = replace_norm(model, "batch-renorm")
     assert split_state(new) == split_state(model)
     assert [row.new for row in report] == [f"BatchRenorm({C})"] * 2
     layer = new[1]
-    assert (layer.momentum, layer.training, layer.weight.dtype) == (0.3, False, torch.float64)
+    assert (layer.momentum, layer.training, layer.weight.dtype) == (
+        0.3,
+        False,
+        torch.float64,
+    )
     assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
     assert (layer.rmax, layer.dmax, layer.warmup_steps) == (3.0, 5.0, 1000)
     assert "rmax=3, dmax=5" in repr(layer)
@@ -151,12 +198,16 @@ def test_state_is_that_of_batchnorm() -> None:
 
 
 def test_frozen_in_eval_mode_inside_a_training_model() -> None:
-    model, _ = replace_norm(nn.Sequential(strange(nn.BatchNorm2d(C).double())), "batch-renorm")
+    model, _ = replace_norm(
+        nn.Sequential(strange(nn.BatchNorm2d(C).double())), "batch-renorm"
+    )
     model.train()
     model[0].eval()
     before = copy.deepcopy(model.state_dict())
     model(batches(nn.BatchNorm2d)[0])
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in before.items()
+    )
 
 
 def test_half_precision_inputs_keep_their_dtype() -> None:
@@ -167,15 +218,26 @@ def test_half_precision_inputs_keep_their_dtype() -> None:
 
 
 def test_layers_without_statistics_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(C), nn.Sequential(nn.BatchNorm2d(C, track_running_stats=False)))
+    model = nn.Sequential(
+        nn.BatchNorm2d(C), nn.Sequential(nn.BatchNorm2d(C, track_running_stats=False))
+    )
     with pytest.raises(NormLayerError, match=r"none: 1\.0 \(BatchNorm2d\)"):
         replace_norm(model, "batch-renorm")
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"rmax": 0.5}, {"dmax": -1}, {"warmup_steps": -1}, {"warmup_steps": 1.5}, {"rmax": float("nan")}, {"dmax": True}],
+    [
+        {"rmax": 0.5},
+        {"dmax": -1},
+        {"warmup_steps": -1},
+        {"warmup_steps": 1.5},
+        {"rmax": float("nan")},
+        {"dmax": True},
+    ],
 )
 def test_options_out_of_range(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=f"norm 'batch-renorm': {next(iter(wrong))} is"):
+    with pytest.raises(
+        ConfigError, match=f"norm 'batch-renorm': {next(iter(wrong))} is"
+    ):
         replace_norm(nn.BatchNorm1d(C), "batch-renorm", **wrong)

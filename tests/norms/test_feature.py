@@ -1,4 +1,6 @@
-"""Feature normalisation: its five laws, on models that are not ours, and where it is refused."""
+"""Feature normalisation: its five laws, on models that are not ours, and where it is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from fedbn_flwr.norms.feature import NormalisedLinear
 
 
 def normalised(layer: nn.Linear, x: Tensor, scale: Any = "sqrt-d") -> Tensor:
-    """The features that a normalised classifier uses: its outputs with unit weights and no bias."""
+    """The features that a normalised classifier uses: its outputs with unit weights and
+    no bias.
+    """
     features = nn.Linear(layer.in_features, layer.in_features, bias=False).double()
     with torch.no_grad():
         features.weight.copy_(torch.eye(layer.in_features))
@@ -31,26 +35,46 @@ def normalised(layer: nn.Linear, x: Tensor, scale: Any = "sqrt-d") -> Tensor:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("scale", ["sqrt-d", "1"])
 def test_features_have_a_fixed_length(x: Tensor, scale: Any) -> None:
     length = 12**0.5 if scale == "sqrt-d" else 1.0
     found = normalised(nn.Linear(12, 3), x, scale)
-    torch.testing.assert_close(found.norm(dim=1), torch.full((7,), length, dtype=torch.float64), rtol=1e-15, atol=0)
-    torch.testing.assert_close(found, length / 12**0.5 * functional.rms_norm(x, (12,), eps=0), rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(
+        found.norm(dim=1),
+        torch.full((7,), length, dtype=torch.float64),
+        rtol=1e-15,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        found,
+        length / 12**0.5 * functional.rms_norm(x, (12,), eps=0),
+        rtol=1e-14,
+        atol=1e-15,
+    )
 
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121", "mobilenet_v3_small"])
-def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(name: str) -> None:
+def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
+    name: str,
+) -> None:
     torch.manual_seed(0)
-    model = torchvision.models.get_model(name, weights=None, num_classes=5).double().eval()
+    model = (
+        torchvision.models.get_model(name, weights=None, num_classes=5).double().eval()
+    )
     before = list(model.state_dict())
     changed, report = use_feature_norm(model)
     ((path, old, new),) = report
     head = changed.get_submodule(path)
-    assert (type(head), old.startswith("Linear("), new.startswith("NormalisedLinear(")) == (
+    assert (
+        type(head),
+        old.startswith("Linear("),
+        new.startswith("NormalisedLinear("),
+    ) == (
         NormalisedLinear,
         True,
         True,
@@ -63,7 +87,12 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(name:
         plain = changed(inputs)
         handle.remove()
         fixed = functional.rms_norm(seen[0], seen[0].shape[1:], eps=0)
-        torch.testing.assert_close(plain, functional.linear(fixed, head.weight, head.bias), rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(
+            plain,
+            functional.linear(fixed, head.weight, head.bias),
+            rtol=1e-14,
+            atol=1e-15,
+        )
         handle = head.register_forward_pre_hook(lambda _, args: (args[0] * 37.5,))
         torch.testing.assert_close(changed(inputs), plain, rtol=1e-14, atol=1e-15)
         handle.remove()
@@ -85,7 +114,8 @@ def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_takes_the_length_in_float32(dtype: torch.dtype) -> None:
     head = use_feature_norm(nn.Linear(400, 2).to(dtype))[0]
-    x = torch.full((1, 400), 300.0, dtype=dtype)  # the sum of squares is above float16's largest
+    # the sum of squares is above float16's largest
+    x = torch.full((1, 400), 300.0, dtype=dtype)
     out = head(x)
     assert out.dtype == dtype
     ones = functional.linear(torch.ones(1, 400), head.weight.float(), head.bias.float())
@@ -98,8 +128,17 @@ def test_half_precision_takes_the_length_in_float32(dtype: torch.dtype) -> None:
 def test_a_model_without_a_plain_classifier_is_refused_by_name() -> None:
     with pytest.raises(NormLayerError, match="SqueezeNet has no linear layer"):
         use_feature_norm(torchvision.models.squeezenet1_1(weights=None))
-    with pytest.raises(NormLayerError, match=r"the last linear layer of .*, 'fc', is a BiasedLinear"):
-        build_model("resnet20", num_classes=10, channels=3, size=32, norm="fixup", feature_norm="sqrt-d")
+    with pytest.raises(
+        NormLayerError, match=r"the last linear layer of .*, 'fc', is a BiasedLinear"
+    ):
+        build_model(
+            "resnet20",
+            num_classes=10,
+            channels=3,
+            size=32,
+            norm="fixup",
+            feature_norm="sqrt-d",
+        )
 
 
 class HeadFirst(nn.Module):
@@ -108,23 +147,36 @@ class HeadFirst(nn.Module):
     def __init__(self, num_classes: int, channels: int, size: int) -> None:
         super().__init__()
         self.head = nn.Linear(6, num_classes)
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 6), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(channels * size * size, 6), nn.ReLU()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.body(x))
         return out
 
 
-def test_a_layer_that_is_not_the_classifier_is_refused_by_name(write_cityscapes, tmp_path, monkeypatch) -> None:
+def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
+    write_cityscapes, tmp_path, monkeypatch
+) -> None:
     sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}
     with pytest.raises(
-        NormLayerError, match=r"'encoder\.block4\.1\.mlp\.fc2', the last .* has 256 outputs, and .* has 5:"
+        NormLayerError,
+        match=(
+            r"'encoder\.block4\.1\.mlp\.fc2', the last .* has 256 outputs, and .*"
+            r" has 5:"
+        ),
     ):
         build_model("smp:Unet/mit_b0", **sizes)
     monkeypatch.setitem(sys.modules, "users", types.SimpleNamespace(net=HeadFirst))
-    with pytest.raises(NormLayerError, match=r"'body\.1', the last .* 6 outputs, .*Register the classifier last"):
+    with pytest.raises(
+        NormLayerError,
+        match=r"'body\.1', the last .* 6 outputs, .*Register the classifier last",
+    ):
         build_model("users:net", **sizes)
     folder = write_cityscapes(tmp_path, {"aachen": 2}, {"lindau": 1}, (32, 64))
     data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
-    with pytest.raises(ConfigError, match=r"feature-norm is for a vector of features .* segmentation"):
+    with pytest.raises(
+        ConfigError, match=r"feature-norm is for a vector of features .* segmentation"
+    ):
         Config.make({**data, "model": "smp:Unet/mit_b0", "feature-norm": "sqrt-d"})

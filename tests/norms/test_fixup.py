@@ -1,4 +1,6 @@
-"""Fixup: initial weights, scalars, hand-written networks of the paper, and refused models."""
+"""Fixup: initial weights, scalars, hand-written networks of the paper, and refused
+models.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def noise(model: nn.Module) -> nn.Module:
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random, dtype=parameter.dtype))
+            parameter.add_(
+                0.1
+                * torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
+            )
     return model
 
 
@@ -61,32 +66,50 @@ def test_the_initial_weights(name: str) -> None:
     assert not batchnorm_places(new)
     assert len(blocks(new)) == num_branches
     for before, after in zip(blocks(old), blocks(new), strict=True):
-        convolutions = [(getattr(before, f"conv{k}"), getattr(after, f"conv{k}")) for k in range(1, depth + 1)]
+        convolutions = [
+            (getattr(before, f"conv{k}"), getattr(after, f"conv{k}"))
+            for k in range(1, depth + 1)
+        ]
         for conv, scaled in convolutions[:-1]:
             fan_out = conv.weight.shape[0] * 3 ** (2 * (conv.kernel_size == (3, 3)))
             want = (2 / fan_out) ** 0.5 * num_branches ** (-1 / (2 * depth - 2))
-            assert float(scaled.weight.detach().square().mean().sqrt()) == pytest.approx(want, rel=1e-12)
+            assert float(
+                scaled.weight.detach().square().mean().sqrt()
+            ) == pytest.approx(want, rel=1e-12)
             ratio = scaled.weight / conv.weight
-            torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio), rtol=1e-12, atol=0)
+            torch.testing.assert_close(
+                ratio, ratio.flatten()[0].expand_as(ratio), rtol=1e-12, atol=0
+            )
         assert not convolutions[-1][1].weight.any()
     head, stem = ("fc", "conv") if name == "small" else ("fc", "conv1")
     assert not new.get_parameter(f"{head}.weight").any()
     assert not new.get_parameter(f"{head}.bias").any()
-    assert torch.equal(new.get_parameter(f"{stem}.weight"), old.get_parameter(f"{stem}.weight"))
+    assert torch.equal(
+        new.get_parameter(f"{stem}.weight"), old.get_parameter(f"{stem}.weight")
+    )
     for key, value in old.state_dict().items():
         if "downsample.0" in key:
             assert torch.equal(new.state_dict()[key], value)
-    scalars = {key: value for key, value in new.state_dict().items() if value.shape == (1,)}
+    scalars = {
+        key: value for key, value in new.state_dict().items() if value.shape == (1,)
+    }
     assert all(float(value) == key.endswith("scale") for key, value in scalars.items())
     assert sum(key.endswith("scale") for key in scalars) == num_branches
     shortcuts = sum("downsample.0.weight" in key for key in old.state_dict())
-    # A bias before and one after each convolution of a branch, one each for a shortcut's, the stem and the classifier.
+    # A bias before and one after each convolution of a branch, one each for
+    # a # shortcut's, the stem and the classifier.
     assert len(scalars) == num_branches * (2 * depth + 1) + shortcuts + 2
-    assert len(report) == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
+    assert (
+        len(report) == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
+    )
 
 
-def block_forward(block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, depth: int) -> Tensor:
-    """A Fixup block from its parameters: conv(x + a), + b, relu; the last one times scale; plus the shortcut."""
+def block_forward(
+    block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, depth: int
+) -> Tensor:
+    """A Fixup block from its parameters: conv(x + a), + b, relu; the last one times
+    scale; plus the shortcut.
+    """
     out = x
     for k in range(1, depth + 1):
         conv = getattr(block, f"conv{k}")
@@ -100,7 +123,11 @@ def block_forward(block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, 
             conv.dilation,
             conv.groups,
         )
-        out = F.relu(out + p[f"{norm}.bias"]) if k < depth else out * p[f"{norm}.scale"] + p[f"{norm}.bias"]
+        out = (
+            F.relu(out + p[f"{norm}.bias"])
+            if k < depth
+            else out * p[f"{norm}.scale"] + p[f"{norm}.bias"]
+        )
     if hasattr(block, "shortcut"):
         return F.relu(out + block.shortcut(x))
     if f"{path}.downsample.0.weight" in p:
@@ -116,16 +143,26 @@ def block_forward(block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, 
 def test_forward_and_backward_equal_the_network_written_out(name: str) -> None:
     make, _, depth = NETWORKS[name]
     new = noise(replace_norm(make().double(), "fixup")[0])
-    p = {key: value.detach().clone().requires_grad_() for key, value in new.named_parameters()}
+    p = {
+        key: value.detach().clone().requires_grad_()
+        for key, value in new.named_parameters()
+    }
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     if name == "small":
         out = F.relu(F.conv2d(x, p["conv.weight"], padding=1) + p["norm.bias"])
     else:
-        out = F.max_pool2d(F.relu(F.conv2d(x, p["conv1.weight"], stride=2, padding=3) + p["bn1.bias"]), 3, 2, 1)
+        out = F.max_pool2d(
+            F.relu(F.conv2d(x, p["conv1.weight"], stride=2, padding=3) + p["bn1.bias"]),
+            3,
+            2,
+            1,
+        )
     for path, module in new.named_modules():
         if hasattr(module, "conv2"):
             out = block_forward(module, out, p, path, depth)
-    want = F.linear(out.mean((2, 3)) + p["fc.bias_before"], p["fc.weight"], p["fc.bias"])
+    want = F.linear(
+        out.mean((2, 3)) + p["fc.bias_before"], p["fc.weight"], p["fc.bias"]
+    )
     got = new(x)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     want.square().sum().backward()
@@ -185,20 +222,36 @@ def with_stray() -> nn.Module:
         (Plain, "no block"),
         (lambda: nn.BatchNorm2d(3), "no block"),
         (lambda: torchvision.models.mobilenet_v2(), "no block"),
-        (lambda: torchvision.models.resnext50_32x4d(norm_layer=nn.Identity), "no block"),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Linear(2, 2)), "no block"),
+        (
+            lambda: torchvision.models.resnext50_32x4d(norm_layer=nn.Identity),
+            "no block",
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Linear(2, 2)),
+            "no block",
+        ),
         (headless, "no linear classifier"),
-        (with_stray, "neither in a residual block nor after the stem's convolution: fc.1"),
+        (
+            with_stray,
+            "neither in a residual block nor after the stem's convolution: fc.1",
+        ),
     ],
 )
-def test_other_networks_are_refused_with_the_reason(make: Callable[[], nn.Module], problem: str) -> None:
+def test_other_networks_are_refused_with_the_reason(
+    make: Callable[[], nn.Module], problem: str
+) -> None:
     with torch.device("meta"):
         model = make()
-    with pytest.raises(NormLayerError, match=rf"for residual networks .* is not one: .*{problem}.* Use another norm"):
+    with pytest.raises(
+        NormLayerError,
+        match=rf"for residual networks .* is not one: .*{problem}.* Use another norm",
+    ):
         replace_norm(model, "fixup")
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2"]
+)
 def test_torchvisions_residual_networks_are_accepted(name: str) -> None:
     with torch.device("meta"):
         model = torchvision.models.get_model(name)

@@ -1,4 +1,6 @@
-"""GroupNorm with weight standardisation against its formula, forward and backward, in float64."""
+"""GroupNorm with weight standardisation against its formula, forward and backward, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,16 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.seeds import torch_generator
 
-CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-NORMS: dict[int, type[nn.Module]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
+    1: nn.Conv1d,
+    2: nn.Conv2d,
+    3: nn.Conv3d,
+}
+NORMS: dict[int, type[nn.Module]] = {
+    1: nn.BatchNorm1d,
+    2: nn.BatchNorm2d,
+    3: nn.BatchNorm3d,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +46,42 @@ def reference(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_forward_and_backward_equal_the_formula(dim: int, groups: int) -> None:
     random = torch_generator(0, "group+ws", dim, groups)
-    conv = CONVOLUTIONS[dim](4, 6, 3, stride=2, padding=1, groups=groups, padding_mode="circular").double()
+    conv = CONVOLUTIONS[dim](
+        4, 6, 3, stride=2, padding=1, groups=groups, padding_mode="circular"
+    ).double()
     norm = NORMS[dim](6, eps=1e-3).double()
     new, report = replace_norm(nn.Sequential(conv, norm), "group+ws", groups=3)
     assert [row.path for row in report] == ["0", "1"]
-    assert report.replaced[0].new == f"StandardisedConv{dim}d(4, 6, {'x'.join('3' * dim)})"
+    assert (
+        report.replaced[0].new == f"StandardisedConv{dim}d(4, 6, {'x'.join('3' * dim)})"
+    )
 
     x = torch.randn(2, 4, *[5] * dim, generator=random, dtype=torch.float64)
     upstream = torch.randn(2, 6, *[3] * dim, generator=random, dtype=torch.float64)
     new(x).backward(upstream)
     weight = conv.weight.detach().clone().requires_grad_()
-    want = F.group_norm(conv._conv_forward(x, reference(weight), conv.bias), 3, norm.weight, norm.bias, 1e-3)
+    want = F.group_norm(
+        conv._conv_forward(x, reference(weight), conv.bias),
+        3,
+        norm.weight,
+        norm.bias,
+        1e-3,
+    )
     want.backward(upstream)
     torch.testing.assert_close(new(x), want, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(new.get_parameter("0.weight").grad, weight.grad, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        new.get_parameter("0.weight").grad, weight.grad, rtol=1e-9, atol=1e-11
+    )
 
 
 def test_only_convolutions_before_a_norm() -> None:
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        nn.Conv2d(3, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 4, 1),
+        nn.ReLU(),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 2, 1),
     )
     new, report = replace_norm(model, "group+ws")
     assert [row.path for row in report] == ["0", "1", "4"]
@@ -90,4 +117,6 @@ def test_filters_equal_timms_except_for_eps_and_the_unbiased_variance() -> None:
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     std = conv.weight.std((1, 2, 3), correction=1)
     factor = (35 / 36) ** 0.5 * std / (std + 1e-5)
-    torch.testing.assert_close(new[0](x), theirs(x) * factor.view(-1, 1, 1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        new[0](x), theirs(x) * factor.view(-1, 1, 1), rtol=1e-11, atol=1e-11
+    )

@@ -1,4 +1,6 @@
-"""Replacement on torchvision's own models: the number of layers, the paths, a forward pass."""
+"""Replacement on torchvision's own models: the number of layers, the paths, a forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,33 @@ from torch import nn
 
 from fedbn_flwr.norms import NORMS, replace_norm
 
-# ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x 2 convolutions of its blocks and
-# of 3 transitions, one after the stem, one at the end. MobileNetV2 and GoogLeNet: one after each convolution.
+# ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x
+# 2 # convolutions of its blocks and of 3 transitions, one after the stem, one at the
+# end. # MobileNetV2 and GoogLeNet: one after each convolution.
 LAYERS = {"resnet18": 20, "mobilenet_v2": 52, "densenet121": 121, "googlenet": 57}
 CHANGED = {"batch", "fixup"}  # fixup: test_fixup.py
 ABOUT_CONVOLUTIONS = {"group+ws", "wsconv"}
-# All convolutions; in DenseNet the stem and the first of each of 58 layers are followed by a norm, the others go to a
-# concatenation, a pooling or an activation.
+# All convolutions; in DenseNet the stem and the first of each of 58 layers are
+# followed # by a norm, the others go to a concatenation, a pooling or an activation.
 CONVOLUTIONS = {
     ("densenet121", "group+ws"): 59,
     ("densenet121", "wsconv"): 120,
-    **{(name, kind): LAYERS[name] for name in ("resnet18", "mobilenet_v2", "googlenet") for kind in ABOUT_CONVOLUTIONS},
+    **{
+        (name, kind): LAYERS[name]
+        for name in ("resnet18", "mobilenet_v2", "googlenet")
+        for kind in ABOUT_CONVOLUTIONS
+    },
 }
 
 
 def build(name: str) -> nn.Module:
-    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    options = (
+        {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    )
     options = {"init_weights": False} if name == "vgg11" else options
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=5, **options)
+    model: nn.Module = torchvision.models.get_model(
+        name, weights=None, num_classes=5, **options
+    )
     return model
 
 
@@ -36,21 +47,37 @@ def named(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NORMS if kind not in CHANGED])
-def test_all_layers_of_a_torchvision_model(named: tuple[str, nn.Module], kind: str) -> None:
+def test_all_layers_of_a_torchvision_model(
+    named: tuple[str, nn.Module], kind: str
+) -> None:
     name, model = named
     new, report = replace_norm(model, kind)
     norm_rows = [row for row in report if row.old.startswith("BatchNorm")]
     assert len(norm_rows) == LAYERS[name]
     assert len(report) - len(norm_rows) == CONVOLUTIONS.get((name, kind), 0)
     for row in report:
-        assert type(model.get_submodule(row.path)) is (nn.BatchNorm2d if row in norm_rows else nn.Conv2d)
-        assert new.get_submodule(row.path).__class__.__name__ == row.new.partition("(")[0]
-    order = [path for path, _ in model.named_modules() if path in {row.path for row in report}]
+        assert type(model.get_submodule(row.path)) is (
+            nn.BatchNorm2d if row in norm_rows else nn.Conv2d
+        )
+        assert (
+            new.get_submodule(row.path).__class__.__name__ == row.new.partition("(")[0]
+        )
+    order = [
+        path
+        for path, _ in model.named_modules()
+        if path in {row.path for row in report}
+    ]
     assert [row.path for row in report] == order
-    gone = set() if kind == "batch-renorm" else {"running_mean", "running_var", "num_batches_tracked"}
+    gone = (
+        set()
+        if kind == "batch-renorm"
+        else {"running_mean", "running_var", "num_batches_tracked"}
+    )
     gone |= {"weight", "bias"} if kind in ("none", "wsconv") else set()
     norm_entries = {f"{row.path}.{leaf}" for row in norm_rows for leaf in gone}
-    added = {f"{row.path}.{leaf}" for row in report if kind == "wsconv" for leaf in ("bias",)}
+    added = {
+        f"{row.path}.{leaf}" for row in report if kind == "wsconv" for leaf in ("bias",)
+    }
     kept = [key for key in model.state_dict() if key not in norm_entries | added]
     assert kept == [key for key in new.state_dict() if key not in added]
     with torch.no_grad():
@@ -59,7 +86,9 @@ def test_all_layers_of_a_torchvision_model(named: tuple[str, nn.Module], kind: s
 
 def test_layers_whose_names_do_not_say_batchnorm_are_found() -> None:
     paths = [row.path for row in replace_norm(build("resnet18"), "group")[1]]
-    assert [path for path in paths if "bn" not in path] == [f"layer{n}.0.downsample.1" for n in (2, 3, 4)]
+    assert [path for path in paths if "bn" not in path] == [
+        f"layer{n}.0.downsample.1" for n in (2, 3, 4)
+    ]
 
 
 def test_a_model_without_batchnorm_gives_an_empty_report() -> None:

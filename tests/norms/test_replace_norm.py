@@ -12,9 +12,16 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.norms import NORMS, NormReport, Replacement, batchnorm_places, replace_norm
+from fedbn_flwr.norms import (
+    NORMS,
+    NormReport,
+    Replacement,
+    batchnorm_places,
+    replace_norm,
+)
 
-REPLACING = [kind for kind in NORMS if kind not in ("batch", "fixup")]  # fixup: test_fixup.py
+# fixup: test_fixup.py
+REPLACING = [kind for kind in NORMS if kind not in ("batch", "fixup")]
 GROUPED = ["group", "layer", "instance"]
 
 
@@ -123,7 +130,12 @@ class Twice(nn.Module):
 
 
 def small() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), Whitening(4), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4)))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        Whitening(4),
+        nn.ReLU(),
+        nn.Sequential(nn.BatchNorm2d(4)),
+    )
 
 
 def norm_rows(report: NormReport) -> list[Replacement]:
@@ -150,7 +162,9 @@ def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
     with torch.no_grad():
         for tensor in new.state_dict().values():
             tensor.zero_()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in model.state_dict().items()
+    )
     assert type(new) is type(model)
     assert isinstance(new.get_submodule("0"), nn.Conv2d)
     assert type(new.get_submodule("2")) is nn.ReLU
@@ -190,7 +204,9 @@ def test_device_is_kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_without_affine_there_are_no_parameters(kind: str, tracked: bool) -> None:
-    model = nn.Sequential(nn.BatchNorm2d(4, affine=False, track_running_stats=tracked), nn.BatchNorm2d(4))
+    model = nn.Sequential(
+        nn.BatchNorm2d(4, affine=False, track_running_stats=tracked), nn.BatchNorm2d(4)
+    )
     new, report = replace_norm(model, kind)
     assert not new.get_submodule("0").affine
     assert not new.get_submodule("0").state_dict()
@@ -199,11 +215,16 @@ def test_without_affine_there_are_no_parameters(kind: str, tracked: bool) -> Non
     assert new(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Whitening])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Whitening],
+)
 def test_every_type_and_a_model_that_is_the_layer(layer: type[nn.BatchNorm2d]) -> None:
     new, report = replace_norm(layer(4), "group")
     assert isinstance(new, nn.GroupNorm)
-    assert report.replaced == (Replacement("", f"{layer.__name__}(4)", "CheckedGroupNorm(2, 4)"),)
+    assert report.replaced == (
+        Replacement("", f"{layer.__name__}(4)", "CheckedGroupNorm(2, 4)"),
+    )
     assert "(the model itself)" in str(report)
 
 
@@ -220,7 +241,9 @@ def test_a_shared_layer_stays_one_shared_layer(kind: str) -> None:
 
 
 def test_tied_parameters_stay_tied() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(
+        nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+    )
     model[1].weight = model[0].weight
     model[3].weight = model[2].weight
     new, _ = replace_norm(model, "layer")
@@ -230,18 +253,32 @@ def test_tied_parameters_stay_tied() -> None:
 
 
 def test_other_norm_layers_are_not_replaced() -> None:
-    model = nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(3))
+    model = nn.Sequential(
+        nn.InstanceNorm2d(4, track_running_stats=True),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(3),
+    )
     new, report = replace_norm(model, "none")
-    assert [type(m) for m in new.children()] == [nn.InstanceNorm2d, nn.GroupNorm, nn.LayerNorm]
+    assert [type(m) for m in new.children()] == [
+        nn.InstanceNorm2d,
+        nn.GroupNorm,
+        nn.LayerNorm,
+    ]
     assert not report
     assert list(report) == []
     assert str(report) == "norm 'none': no layer replaced"
 
 
 def test_indivisible_channels_name_every_layer() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(10)))
+    model = nn.Sequential(
+        nn.BatchNorm2d(6), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(10))
+    )
     with pytest.raises(
-        NormLayerError, match=r"by 4 in 0 \(6 channels\), 2.0 \(10 channels\)\. .* fit every layer: 1, 2\."
+        NormLayerError,
+        match=(
+            r"by 4 in 0 \(6 channels\), 2.0 \(10 channels\)\. .* fit every layer:"
+            r" 1, 2\."
+        ),
     ):
         replace_norm(model, "group", groups=4)
 
@@ -253,9 +290,13 @@ def test_groups_must_be_a_positive_whole_number(groups: object) -> None:
 
 
 def test_unknown_kind_and_option() -> None:
-    with pytest.raises(ConfigError, match=r"unknown norm 'groups'. Did you mean 'group'\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown norm 'groups'. Did you mean 'group'\?"
+    ):
         replace_norm(small(), "groups")
-    with pytest.raises(ConfigError, match=r"option of norm 'group' 'group'. Did you mean 'groups'\?"):
+    with pytest.raises(
+        ConfigError, match=r"option of norm 'group' 'group'. Did you mean 'groups'\?"
+    ):
         replace_norm(small(), "group", group=2)
     with pytest.raises(ConfigError, match="option of norm 'layer' 'groups'"):
         replace_norm(small(), "layer", groups=2)
@@ -264,7 +305,9 @@ def test_unknown_kind_and_option() -> None:
 @pytest.mark.parametrize("kind", NORMS)
 def test_lazy_layers_that_saw_no_batch_are_refused_by_name(kind: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.LazyBatchNorm2d()))
-    with pytest.raises(NormLayerError, match=r"1\.0 \(LazyBatchNorm2d\).*Run one batch"):
+    with pytest.raises(
+        NormLayerError, match=r"1\.0 \(LazyBatchNorm2d\).*Run one batch"
+    ):
         replace_norm(model, kind)
     model(torch.randn(2, 3, 2, 2))
     if kind != "fixup":
@@ -282,33 +325,59 @@ def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> Non
 @pytest.mark.parametrize(
     "make",
     [
-        *(Relu, Scaled, Leaky, Dropped, Gated, Conditional, ChannelsLast, patched, Called, hooked),
+        *(
+            Relu,
+            Scaled,
+            Leaky,
+            Dropped,
+            Gated,
+            Conditional,
+            ChannelsLast,
+            patched,
+            Called,
+            hooked,
+        ),
         lambda c: hooked(c, before=True),
         lambda c: weight_norm(Cast(c), dim=None),
     ],
 )
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
-def test_what_a_batchnorm_does_beside_normalising_is_not_lost(make, kind: str, gamma: float) -> None:
-    """Also where gamma is still zero, as at the end of a residual branch, and the output tells nothing."""
+def test_what_a_batchnorm_does_beside_normalising_is_not_lost(
+    make, kind: str, gamma: float
+) -> None:
+    """Also where gamma is still zero, as at the end of a residual branch, and the
+    output tells nothing.
+    """
     layer = make(4)
     with torch.no_grad():
         layer.bias.zero_()
         if gamma == 0.0:
             layer.weight.zero_()
-    with pytest.raises(NormLayerError, match=r"1\.0 \(.*(forward pass of its own|forward hooks| holds)"):
+    with pytest.raises(
+        NormLayerError, match=r"1\.0 \(.*(forward pass of its own|forward hooks| holds)"
+    ):
         replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(layer)), kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_batchnorm_that_casts_alone_is_replaced(dtype: torch.dtype) -> None:
-    model = nn.Sequential(Cast(4, dtype=dtype), nn.SyncBatchNorm(4, affine=False), nn.BatchNorm1d(4))
+    model = nn.Sequential(
+        Cast(4, dtype=dtype), nn.SyncBatchNorm(4, affine=False), nn.BatchNorm1d(4)
+    )
     assert len(replace_norm(model, "group")[1]) == 3
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (1, 4), (3, 4, 1, 1)])
 @pytest.mark.parametrize("training", [True, False])
-def test_groups_of_one_value_raise_with_the_path(shape: tuple[int, ...], training: bool) -> None:
+def test_groups_of_one_value_raise_with_the_path(
+    shape: tuple[int, ...], training: bool
+) -> None:
     inner = nn.BatchNorm2d(4) if len(shape) == 4 else nn.BatchNorm1d(4)
-    model, _ = replace_norm(nn.Sequential(nn.Sequential(inner)).train(training), "instance")
-    with pytest.raises(NormLayerError, match=r"at 0\.0: an input of shape .* in 4 groups has one value per group"):
+    model, _ = replace_norm(
+        nn.Sequential(nn.Sequential(inner)).train(training), "instance"
+    )
+    with pytest.raises(
+        NormLayerError,
+        match=r"at 0\.0: an input of shape .* in 4 groups has one value per group",
+    ):
         model(torch.randn(shape))

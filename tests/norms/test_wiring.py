@@ -1,4 +1,6 @@
-"""The norm layers after each convolution, for traced, branching, shared and unreached layers."""
+"""The norm layers after each convolution, for traced, branching, shared and unreached
+layers.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ class RepeatsBackwards(Net):
 
 def after(model: nn.Module) -> dict[str, list[str]]:
     paths = {id(module): path for path, module in model.named_modules()}
-    return {paths[key]: [paths[id(norm)] for norm in norms] for key, norms in wiring(model).norms_after.items()}
+    return {
+        paths[key]: [paths[id(norm)] for norm in norms]
+        for key, norms in wiring(model).norms_after.items()
+    }
 
 
 def test_the_forward_pass_counts_not_the_order_of_registration() -> None:
@@ -92,24 +97,38 @@ def test_sizes_and_identities_do_not_count() -> None:
 
 
 def test_if_values_decide_children_are_traced_and_neighbours_count() -> None:
-    assert after(Branches()) == {"inner.conv": ["inner.norm"], "inner.other": [], "conv": ["norm"]}
+    assert after(Branches()) == {
+        "inner.conv": ["inner.norm"],
+        "inner.other": [],
+        "conv": ["norm"],
+    }
 
 
 def test_every_use_of_a_convolution_counts() -> None:
-    assert after(Repeats()) == after(RepeatsBackwards()) == {"conv": [], "other": ["late"]}
+    assert (
+        after(Repeats()) == after(RepeatsBackwards()) == {"conv": [], "other": ["late"]}
+    )
 
 
 def test_torchvisions_segmentation_network_is_traced_completely() -> None:
     with torch.device("meta"):
-        model = torchvision.models.get_model("deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None)
+        model = torchvision.models.get_model(
+            "deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None
+        )
     found = wiring(model).norms_after
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm behind them.
+    convolutions = [
+        module for module in model.modules() if isinstance(module, nn.Conv2d)
+    ]
+    # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm
+    # behind # them.
     assert [len(convolutions), sum(bool(norms) for norms in found.values())] == [70, 53]
 
 
 @pytest.mark.parametrize("kind", ["group+ws", "wsconv"])
 def test_replace_norm_uses_the_wiring(kind: str) -> None:
     new, report = replace_norm(Net(), kind)
-    assert ("conv" in [row.path for row in report], "other" in [row.path for row in report]) == (True, kind == "wsconv")
+    assert (
+        "conv" in [row.path for row in report],
+        "other" in [row.path for row in report],
+    ) == (True, kind == "wsconv")
     assert new(torch.zeros(2, 4, 3, 3)).shape == (2, 4, 3, 3)

@@ -32,16 +32,22 @@ def reference(weight: Tensor, gain: Tensor, gamma: float) -> Tensor:
         n = one.numel()
         mean = one.sum() / n
         var = ((one - mean) ** 2).sum() / n
-        filters.append(factor * gamma * (one - mean) / ((var + 1e-6).sqrt() * math.sqrt(n)))
+        filters.append(
+            factor * gamma * (one - mean) / ((var + 1e-6).sqrt() * math.sqrt(n))
+        )
     return torch.stack(filters)
 
 
 @pytest.mark.parametrize("activation", ["relu", "identity", "silu"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("gain", [True, False])
-def test_forward_and_backward_equal_the_formula(activation: str, groups: int, gain: bool) -> None:
+def test_forward_and_backward_equal_the_formula(
+    activation: str, groups: int, gain: bool
+) -> None:
     random = torch_generator(0, "wsconv", groups)
-    conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=groups, padding_mode="reflect").double()
+    conv = nn.Conv2d(
+        4, 8, 3, stride=2, padding=1, groups=groups, padding_mode="reflect"
+    ).double()
     new, _ = replace_norm(conv, "wsconv", activation=activation, gain=gain)
     assert sorted(new.state_dict()) == sorted(["weight", "bias"] + ["gain"] * gain)
     factors = torch.ones(8, dtype=torch.float64)
@@ -55,12 +61,16 @@ def test_forward_and_backward_equal_the_formula(activation: str, groups: int, ga
     new(x).backward(upstream)
     weight = conv.weight.detach().clone().requires_grad_()
     factors.requires_grad_()
-    want = conv._conv_forward(x, reference(weight, factors, GAMMAS[activation]), conv.bias)
+    want = conv._conv_forward(
+        x, reference(weight, factors, GAMMAS[activation]), conv.bias
+    )
     want.backward(upstream)
     torch.testing.assert_close(new(x), want, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(new.weight.grad, weight.grad, rtol=1e-9, atol=1e-11)
     if gain:
-        torch.testing.assert_close(new.gain.grad.flatten(), factors.grad, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(
+            new.gain.grad.flatten(), factors.grad, rtol=1e-10, atol=1e-11
+        )
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -70,7 +80,9 @@ def test_timms_layer_is_the_same_at_equal_gamma(groups: int, gamma: float) -> No
     conv = nn.Conv2d(4, 8, 3, padding=1, stride=2, groups=groups).double()
     activation = {RELU: "relu", 1.0: "identity"}[gamma]
     new, _ = replace_norm(conv, "wsconv", activation=activation, gain=True)
-    theirs = layers.ScaledStdConv2d(4, 8, 3, padding=1, stride=2, groups=groups, gamma=gamma).double()
+    theirs = layers.ScaledStdConv2d(
+        4, 8, 3, padding=1, stride=2, groups=groups, gamma=gamma
+    ).double()
     with torch.no_grad():
         new.gain.normal_()
     theirs.load_state_dict(new.state_dict())
@@ -80,10 +92,14 @@ def test_timms_layer_is_the_same_at_equal_gamma(groups: int, gamma: float) -> No
     ours.square().sum().backward()
     want.square().sum().backward()
     for name, parameter in new.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs.get_parameter(name).grad, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(
+            parameter.grad, theirs.get_parameter(name).grad, rtol=1e-8, atol=1e-9
+        )
 
 
-ACTIVATIONS = {name: getattr(F, name) for name in GAMMAS if hasattr(F, name)} | {"identity": lambda x: x}
+ACTIVATIONS = {name: getattr(F, name) for name in GAMMAS if hasattr(F, name)} | {
+    "identity": lambda x: x
+}
 
 
 @pytest.mark.parametrize("activation", GAMMAS)
@@ -94,7 +110,11 @@ def test_gamma_makes_the_variance_of_the_activation_one(activation: str) -> None
 
     edges = [-9, -3, 0, 3, 6, 9]  # where some have kinks
     mean, square = (
-        sum(quad(moment, a, b, args=(p,), epsabs=1e-9)[0] for a, b in itertools.pairwise(edges)) for p in (1, 2)
+        sum(
+            quad(moment, a, b, args=(p,), epsabs=1e-9)[0]
+            for a, b in itertools.pairwise(edges)
+        )
+        for p in (1, 2)
     )
     assert GAMMAS[activation] == pytest.approx((square - mean**2) ** -0.5, rel=1e-7)
 
@@ -107,7 +127,8 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
         nn.ReLU(),
         nn.Conv2d(4, 4, 1),  # its own is kept
         nn.BatchNorm2d(4),
-        nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),  # a norm without beta: no bias
+        # a norm without beta: no bias
+        nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
         nn.BatchNorm2d(4, affine=False),
         nn.Flatten(),
         nn.Linear(16, 6, bias=False),
@@ -115,7 +136,17 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
         nn.Linear(6, 6, bias=False),
     )
     new, report = replace_norm(model, "wsconv")
-    assert [row.path for row in report] == ["0", "1", "2", "4", "5", "6", "7", "9", "10"]
+    assert [row.path for row in report] == [
+        "0",
+        "1",
+        "2",
+        "4",
+        "5",
+        "6",
+        "7",
+        "9",
+        "10",
+    ]
     assert not batchnorm_places(new)
     assert [new[k].bias is not None for k in (0, 2, 4, 6)] == [True, False, True, False]
     assert not new[0].bias.any()
@@ -123,7 +154,15 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
     assert type(new[9]) is nn.Linear
     assert torch.equal(new[9].weight, model[9].weight)
     assert new[9].bias.tolist() == [0] * 6
-    assert str(report).splitlines()[8].split() == ["9", "Linear(16,", "6,", "bias=False)", "->", "Linear(16,", "6)"]
+    assert str(report).splitlines()[8].split() == [
+        "9",
+        "Linear(16,",
+        "6,",
+        "bias=False)",
+        "->",
+        "Linear(16,",
+        "6)",
+    ]
     assert new[11].bias is None
     assert new(torch.randn(1, 3, 2, 2)).shape == (1, 6)
 
@@ -140,39 +179,67 @@ def test_filters_of_equal_weights_are_zero_never_nan(value: float) -> None:
 
 
 def test_one_weight_per_filter_and_transposed_convolutions_stay() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 1, groups=4), nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 1)
+    )
     new, report = replace_norm(model, "wsconv")
     assert [row.path for row in report] == ["2"]
     assert [type(layer) for layer in new][:2] == [nn.Conv2d, nn.ConvTranspose2d]
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.ConvTranspose2d(4, 6, 2, bias=False), nn.Conv2d(4, 4, 1, groups=4, bias=False)], ids=lambda m: str(m)
+    "layer",
+    [nn.ConvTranspose2d(4, 6, 2, bias=False), nn.Conv2d(4, 4, 1, groups=4, bias=False)],
+    ids=lambda m: str(m),
 )
 def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None:
     """For a shift of zero the network is the same; the bias learns if the weight does."""
     layer.weight.requires_grad_(False)
-    new, report = replace_norm(nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels)).double(), "wsconv")
+    new, report = replace_norm(
+        nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels)).double(), "wsconv"
+    )
     assert [row.path for row in report] == ["0", "1"]
     assert new[0].bias.shape == (layer.out_channels,)
-    assert (new[0].bias.dtype, new[0].bias.requires_grad, int(new[0].bias.count_nonzero())) == (torch.float64, False, 0)
+    assert (
+        new[0].bias.dtype,
+        new[0].bias.requires_grad,
+        int(new[0].bias.count_nonzero()),
+    ) == (torch.float64, False, 0)
     assert torch.equal(new[0].weight, layer.weight.double())
 
 
-@pytest.mark.parametrize(("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))])
+@pytest.mark.parametrize(
+    ("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))]
+)
 def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None:
     new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv", gain=True)
-    torch.testing.assert_close(new.derived_weight(), reference(new.weight, new.gain, RELU), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        new.derived_weight(),
+        reference(new.weight, new.gain, RELU),
+        rtol=1e-12,
+        atol=1e-12,
+    )
     assert new(torch.zeros(shape, dtype=torch.float64)).shape[1] == 4
 
 
 @pytest.mark.parametrize("norm", ["wsconv", "group+ws"])
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_the_memory_format_of_a_model_reaches_its_activations(norm: str, channels: int, memory_format: Any) -> None:
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
+def test_the_memory_format_of_a_model_reaches_its_activations(
+    norm: str, channels: int, memory_format: Any
+) -> None:
     """With one channel the input does not tell the format: the filters must."""
-    model = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6))
+    model = nn.Sequential(
+        nn.Conv2d(channels, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 6, 1),
+        nn.BatchNorm2d(6),
+    )
     model = replace_norm(model, norm)[0].to(memory_format=memory_format)
     out = model(inputs_for(model)(torch.randn(2, channels, 8, 8)))
-    assert out.is_contiguous(memory_format=torch.channels_last) == (memory_format == torch.channels_last)
+    assert out.is_contiguous(memory_format=torch.channels_last) == (
+        memory_format == torch.channels_last
+    )
     assert out.is_contiguous() == (memory_format == torch.contiguous_format)

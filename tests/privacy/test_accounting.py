@@ -1,4 +1,6 @@
-"""Epsilon against computations of one's own, and against the library's other accountants."""
+"""Epsilon against computations of one's own, and against the library's other
+accountants.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,28 @@ from fedbn_flwr.privacy.accounting import PrivacyAccountant
 
 
 def delta_of(epsilon: float, noises: list[float]) -> float:
-    """Delta of composed Gaussian mechanisms (Balle and Wang 2018, Theorem 8, with mu^2 = sum 1 / z^2)."""
+    """Delta of composed Gaussian mechanisms (Balle and Wang 2018, Theorem 8, with
+    mu^2 = sum 1 / z^2).
+    """
     mu = math.sqrt(sum(z**-2 for z in noises))
-    return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+    return float(
+        norm.cdf(mu / 2 - epsilon / mu)
+        - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+    )
 
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ConfigError, match=r'not installed; pip install "fedbn-flwr\[privacy\]"'):
+    with pytest.raises(
+        ConfigError, match=r'not installed; pip install "fedbn-flwr\[privacy\]"'
+    ):
         PrivacyAccountant(1e-5, releases=[1.0]).epsilon()
 
 
 @pytest.mark.parametrize("noises", [[0.7], [4.0] * 3, [0.5, 2.0, 4.0, 4.0]])
-def test_epsilon_is_that_of_the_analytic_gaussian_and_of_a_second_accountant(noises: list[float]) -> None:
+def test_epsilon_is_that_of_the_analytic_gaussian_and_of_a_second_accountant(
+    noises: list[float],
+) -> None:
     accountant = PrivacyAccountant(1e-5, releases=noises)
     epsilon = accountant.epsilon()
     assert delta_of(epsilon, noises) == pytest.approx(1e-5, rel=1e-6)
@@ -57,7 +68,8 @@ def test_releases_outlive_a_crash(tmp_path: Path) -> None:
     for z in (1.0, 2.0):
         first.add(z)
     with file.open("a") as lines:
-        lines.write('{"noise-multip')  # killed in mid-write: the result of this release was never used
+        # killed in mid-write: the result of this release was never used
+        lines.write('{"noise-multip')
     second = PrivacyAccountant(1e-5, file=file)
     second.restore([1.0])  # of an older checkpoint
     assert second.releases == [1.0, 2.0]
@@ -65,7 +77,8 @@ def test_releases_outlive_a_crash(tmp_path: Path) -> None:
     third = PrivacyAccountant(1e-5, file=file)
     third.restore(())
     assert third.releases == second.releases
-    file.write_text(file.read_text().splitlines(keepends=True)[0])  # a copy of an older file
+    # a copy of an older file
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
     third.restore(second.releases)
     assert third.releases == second.releases
     assert len(file.read_text().splitlines()) == 3

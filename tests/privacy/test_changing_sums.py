@@ -1,4 +1,6 @@
-"""Sums over changing clients: what the server can solve from them, the warning, and the clients that stay."""
+"""Sums over changing clients: what the server can solve from them, the warning, and the
+clients that stay.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ def members(strategy: Strategy) -> list[list[int]]:
     return [list(report.participants) for report in strategy.reports]
 
 
-def trained(federate: Any, mlp: Any, datasets: Any, cohort_rounds: int, **options: Any) -> list[list[int]]:
-    strategy = FedAvg(fraction_train=0.67, fraction_evaluate=0.0, cohort_rounds=cohort_rounds)
+def trained(
+    federate: Any, mlp: Any, datasets: Any, cohort_rounds: int, **options: Any
+) -> list[list[int]]:
+    strategy = FedAvg(
+        fraction_train=0.67, fraction_evaluate=0.0, cohort_rounds=cohort_rounds
+    )
     federate(strategy, mlp, datasets, local_steps=1, **{"rounds": ROUNDS, **options})
     return members(strategy)
 
@@ -31,11 +37,15 @@ def trained(federate: Any, mlp: Any, datasets: Any, cohort_rounds: int, **option
 def test_the_server_solves_single_clients_from_sums_unless_the_clients_stay(
     federate, mlp, datasets, cohort_rounds, equations
 ) -> None:
-    """What is the same in all rounds of a client, x, by least squares from the sums of those in each round."""
+    """What is the same in all rounds of a client, x, by least squares from the sums of
+    those in each round.
+    """
     sets = trained(federate, mlp, datasets, cohort_rounds)
     assert {len(each) for each in sets} == {4}
     assert all(sets[i] == sets[i - i % cohort_rounds] for i in range(ROUNDS))
-    takes_part = np.array([[client in each for client in range(6)] for each in sets], float)
+    takes_part = np.array(
+        [[client in each for client in range(6)] for each in sets], float
+    )
     assert np.linalg.matrix_rank(takes_part) == equations
     x = np.random.default_rng(0).normal(size=6)
     found = np.linalg.lstsq(takes_part, takes_part @ x, rcond=None)[0]
@@ -45,7 +55,9 @@ def test_the_server_solves_single_clients_from_sums_unless_the_clients_stay(
         np.testing.assert_allclose(found[sets[0]], x[sets[0]].mean(), atol=1e-9)
 
 
-def test_of_a_cohort_the_others_stay_where_a_client_is_lost(federate, mlp, datasets) -> None:
+def test_of_a_cohort_the_others_stay_where_a_client_is_lost(
+    federate, mlp, datasets
+) -> None:
     whole = trained(federate, mlp, datasets, 3, rounds=3)
     assert whole[0] == whole[1] == whole[2]
     inside, outside = whole[0][1], min(set(range(6)) - set(whole[0]))
@@ -57,12 +69,15 @@ def test_of_a_cohort_the_others_stay_where_a_client_is_lost(federate, mlp, datas
 
 
 @pytest.mark.parametrize(
-    ("fraction", "cohort_rounds", "warns"), [(0.67, 1, True), (0.67, 2, True), (0.67, 3, False), (1.0, 1, False)]
+    ("fraction", "cohort_rounds", "warns"),
+    [(0.67, 1, True), (0.67, 2, True), (0.67, 3, False), (1.0, 1, False)],
 )
 def test_a_warning_comes_before_the_first_training(
     federate, mlp, datasets, caplog, fraction, cohort_rounds, warns
 ) -> None:
-    strategy = FedAvg(fraction_train=fraction, fraction_evaluate=0.0, cohort_rounds=cohort_rounds)
+    strategy = FedAvg(
+        fraction_train=fraction, fraction_evaluate=0.0, cohort_rounds=cohort_rounds
+    )
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     caplog.set_level(logging.INFO, logger="flwr")
     federate(strategy, mlp, datasets, rounds=3, local_steps=1)

@@ -1,4 +1,6 @@
-"""The coordinates of an update: linear, with a way back that gives every variance above zero."""
+"""The coordinates of an update: linear, with a way back that gives every variance above
+zero.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from fedbn_flwr.privacy.coordinates import Coordinates, norm
 def net() -> nn.Module:
     """BatchNorm, an InstanceNorm with statistics, and an integer entry."""
     model = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True)
+        nn.Conv2d(1, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.InstanceNorm2d(3, track_running_stats=True),
     ).double()
     model.register_buffer("table", torch.arange(4))
     return model
@@ -30,7 +34,9 @@ def moved(seed: int) -> dict[str, np.ndarray]:
     for name, array in state.items():
         if array.dtype.kind == "f":
             state[name] = (
-                array * rng.lognormal(0, 1, array.shape) if "var" in name else array + rng.normal(size=array.shape)
+                array * rng.lognormal(0, 1, array.shape)
+                if "var" in name
+                else array + rng.normal(size=array.shape)
             )
     return state | {"1.num_batches_tracked": np.array(7 + seed)}
 
@@ -43,11 +49,18 @@ def test_an_average_of_updates_is_the_update_of_the_average() -> None:
     states = [moved(seed) for seed in (1, 2, 3)]
     coordinates = Coordinates(BEFORE, PARTS)
     updates = [coordinates.update(state) for state in states]
-    mean = {name: sum(0.5 * w * u[name] for w, u in zip((1.0, 0.5, 0.5), updates, strict=True)) for name in updates[0]}
+    mean = {
+        name: sum(
+            0.5 * w * u[name] for w, u in zip((1.0, 0.5, 0.5), updates, strict=True)
+        )
+        for name in updates[0]
+    }
     found, expected = coordinates.state(mean, 0.0), average(states, [2, 1, 1], PARTS)
     for name in expected:
         if expected[name].dtype.kind == "f":
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=1e-12, atol=1e-12, err_msg=name
+            )
         else:
             assert np.array_equal(found[name], BEFORE[name])
 
@@ -69,35 +82,56 @@ def test_the_unit_of_statistics_is_that_of_their_layer() -> None:
 @settings(max_examples=50, deadline=None)
 def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
     coordinates, rng = Coordinates(BEFORE, PARTS), np.random.default_rng(seed)
-    noise = {name: deviation * rng.standard_normal(a.shape) for name, a in coordinates.update(BEFORE).items()}
+    noise = {
+        name: deviation * rng.standard_normal(a.shape)
+        for name, a in coordinates.update(BEFORE).items()
+    }
     state = coordinates.state(noise, deviation)
     for name in ("1.running_var", "2.running_var"):
         assert (state[name] > 0).all()
         assert np.isfinite(state[name]).all()
-    large = np.asarray(noise["1.running_var"]) > 0  # what noise left large enough stays as it is
-    exact = BEFORE["1.running_var"] + noise["1.running_var"] * (BEFORE["1.running_var"] + 1e-5) / 0.1
+    # what noise left large enough stays as it is
+    large = np.asarray(noise["1.running_var"]) > 0
+    exact = (
+        BEFORE["1.running_var"]
+        + noise["1.running_var"] * (BEFORE["1.running_var"] + 1e-5) / 0.1
+    )
     kept = large & (exact >= deviation * (BEFORE["1.running_var"] + 1e-5) / 0.1)
     np.testing.assert_allclose(state["1.running_var"][kept], exact[kept], rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
-def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_rounds(kind: type) -> None:
+def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_rounds(
+    kind: type,
+) -> None:
     rng = np.random.default_rng(0)
-    state = {name: array.astype(kind) if array.dtype.kind == "f" else array for name, array in BEFORE.items()}
+    state = {
+        name: array.astype(kind) if array.dtype.kind == "f" else array
+        for name, array in BEFORE.items()
+    }
     for _ in range(600):
         coordinates = Coordinates(state, PARTS)
-        noise = {name: 0.3 * rng.standard_normal(a.shape) for name, a in coordinates.update(state).items()}
+        noise = {
+            name: 0.3 * rng.standard_normal(a.shape)
+            for name, a in coordinates.update(state).items()
+        }
         state = coordinates.state(noise, 0.3)
         assert all(np.isfinite(array).all() for array in state.values())
-        assert all((state[name] > 0).all() for name in ("1.running_var", "2.running_var"))
+        assert all(
+            (state[name] > 0).all() for name in ("1.running_var", "2.running_var")
+        )
 
 
-def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them() -> None:
+def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them() -> (
+    None
+):
     before = {**BEFORE, "1.running_var": np.array([1e-30, 1e15, 1.0])}
     coordinates = Coordinates(before, PARTS)
     states = [{**before, "1.running_var": np.array([3e-30, 2e15, 2.0])}] * 2
     update = coordinates.update(states[0])
-    np.testing.assert_allclose(coordinates.state(update, 0.0)["1.running_var"], [3e-30, 2e15, 2.0], rtol=1e-12)
+    np.testing.assert_allclose(
+        coordinates.state(update, 0.0)["1.running_var"], [3e-30, 2e15, 2.0], rtol=1e-12
+    )
 
 
 def test_a_complex_entry_is_refused() -> None:

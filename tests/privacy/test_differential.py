@@ -1,4 +1,6 @@
-"""Client-level differential privacy: the laws of clipping and noise, who is refused, and what a run tells."""
+"""Client-level differential privacy: the laws of clipping and noise, who is refused,
+and what a run tells.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,15 @@ from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.travels import Travels
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, Method, Strategy, combined
+from fedbn_flwr.strategies import (
+    STRATEGIES,
+    FedAvg,
+    FedBN,
+    FixBN,
+    Method,
+    Strategy,
+    combined,
+)
 from tests.support.noise import SeededNoise
 
 SIZES = (9, 4, 12)
@@ -64,67 +74,100 @@ def test_without_noise_and_clipping_it_is_the_unprotected_run(
     strategy = Equal()
     DPWrapper(strategy, 0.0, 1e9, where=where)
     protected = federate(strategy, torchvision_net, data, rounds=3)
-    for server_round, error in ((1, 1e-12), (3, 1e-9)):  # training makes a difference in the last bit larger
+    # training makes a difference in the last bit larger
+    for server_round, error in ((1, 1e-12), (3, 1e-9)):
         for name, array in plain.history[server_round].items():
             found = protected.history[server_round][name]
             if array.dtype.kind == "f":
-                np.testing.assert_allclose(found, array, rtol=error, atol=error, err_msg=name)
+                np.testing.assert_allclose(
+                    found, array, rtol=error, atol=error, err_msg=name
+                )
             else:
                 assert found == server_round
 
 
 def pooled(
-    privacy: ClientLevelDP, before: dict[str, Any], states: list[dict[str, Any]], asked: int = 0
+    privacy: ClientLevelDP,
+    before: dict[str, Any],
+    states: list[dict[str, Any]],
+    asked: int = 0,
 ) -> dict[str, Any]:
     """What the method gets in place of the replies."""
     state = FedAvg(parts=split_state(before)).run
     state.reports.append(RoundReport(1, "train", asked=asked or len(states)))
     state.num_able = asked or len(states)
-    (reply,) = privacy.pool(state, [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)], before)
+    (reply,) = privacy.pool(
+        state, [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)], before
+    )
     return dict(reply.state)
 
 
-def federation(mlp: Any, seed: int, clients: int = 4) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def federation(
+    mlp: Any, seed: int, clients: int = 4
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rng, before = np.random.default_rng(seed), to_state(mlp().state_dict())
     before["1.running_var"] = rng.lognormal(0, 2, before["1.running_var"].shape)
-    before["scale"] = np.array(0.5)  # without dimensions: NumPy makes scalars of such arrays
+    # without dimensions: NumPy makes scalars of such arrays
+    before["scale"] = np.array(0.5)
 
     def client() -> dict[str, Any]:
         size = rng.lognormal(0, 2)
-        own = {n: a + size * rng.normal(size=a.shape) if a.dtype.kind == "f" else a + 9 for n, a in before.items()}
+        own = {
+            n: a + size * rng.normal(size=a.shape) if a.dtype.kind == "f" else a + 9
+            for n, a in before.items()
+        }
         return own | {"1.running_var": before["1.running_var"] * rng.lognormal(0, 1, 4)}
 
     return before, [client() for _ in range(clients)]
 
 
-def distance(before: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> float:
+def distance(
+    before: dict[str, Any], one: dict[str, Any], other: dict[str, Any]
+) -> float:
     coordinates = Coordinates(before, split_state(before))
     a, b = coordinates.update(one), coordinates.update(other)
     return norm({name: a[name] - b[name] for name in a})
 
 
 def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp: Any) -> None:
-    """Brute force: a client without a reply, and a client with another update, the opposite one included."""
+    """Brute force: a client without a reply, and a client with another update, the
+    opposite one included.
+    """
     c, most_without, most_replaced = 0.7, 0.0, 0.0
     for seed in range(40):
         before, states = federation(mlp, seed)
         privacy = ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=c))
         whole = pooled(privacy, before, states)
-        opposite = {n: 2 * before[n] - a if n != "1.running_var" else a for n, a in states[0].items()}
+        opposite = {
+            n: 2 * before[n] - a if n != "1.running_var" else a
+            for n, a in states[0].items()
+        }
         for other in (opposite, federation(mlp, seed + 1000)[1][0]):
-            most_replaced = max(most_replaced, distance(before, whole, pooled(privacy, before, [other, *states[1:]])))
-        most_without = max(most_without, distance(before, whole, pooled(privacy, before, states[1:], asked=4)))
+            most_replaced = max(
+                most_replaced,
+                distance(before, whole, pooled(privacy, before, [other, *states[1:]])),
+            )
+        most_without = max(
+            most_without,
+            distance(before, whole, pooled(privacy, before, states[1:], asked=4)),
+        )
     assert most_without <= c / 4 * (1 + 1e-9)
     assert most_replaced <= 2 * c / 4 * (1 + 1e-9)
     assert most_without > 0.99 * c / 4  # the bounds are reached
     assert most_replaced > 0.95 * 2 * c / 4
 
 
-@pytest.mark.parametrize("name", ["0.weight", "1.bias", "1.running_mean", "1.running_var"])
+@pytest.mark.parametrize(
+    "name", ["0.weight", "1.bias", "1.running_mean", "1.running_var"]
+)
 def test_clipping_binds_every_part_of_the_update(mlp: Any, name: str) -> None:
     before, states = federation(mlp, 0, clients=2)
     states[0] = {**before, name: before[name] + 1e12}
-    got = pooled(ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=0.5)), before, [states[0], dict(before)])
+    got = pooled(
+        ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=0.5)),
+        before,
+        [states[0], dict(before)],
+    )
     assert distance(before, got, before) == pytest.approx(0.25, rel=1e-6)
     assert got["1.num_batches_tracked"] == before["1.num_batches_tracked"] + 1
 
@@ -138,7 +181,9 @@ def test_noise_has_the_stated_deviation_and_is_new_in_every_draw(mlp: Any) -> No
         del values["1.running_var"]  # changed where it would be below zero
         return np.concatenate([v.ravel() for v in values.values()])
 
-    privacy = ClientLevelDP(DPSettings(dp="server", dp_clipping_norm=2.0, dp_noise_multiplier=0.1))
+    privacy = ClientLevelDP(
+        DPSettings(dp="server", dp_clipping_norm=2.0, dp_noise_multiplier=0.1)
+    )
     draws = np.stack([draw(privacy) for _ in range(60)])
     assert draws.std() == pytest.approx(0.1 * 2.0 / 4, rel=0.05)
     assert len(np.unique(draws)) == draws.size
@@ -159,10 +204,15 @@ def test_ten_rounds_of_heavy_noise_refuse_no_reply_and_keep_variances_positive(
     assert [report.rejected for report in strategy.reports] == [{}] * 10
     assert all((state["1.running_var"] > 0).all() for state in got.history)
     assert wrapper.guarantee().startswith("epsilon = ")
-    assert "after 10 releases: the models hide whether a client's update is in the sums." in wrapper.guarantee()
+    assert (
+        "after 10 releases: the models hide whether a client's update is in the sums."
+        in wrapper.guarantee()
+    )
 
 
-def test_what_stays_with_the_clients_or_is_frozen_gets_no_noise(federate: Any, mlp: Any, datasets: Any) -> None:
+def test_what_stays_with_the_clients_or_is_frozen_gets_no_noise(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
     fedbn, fixbn = FedBN(), FixBN(freeze_at=1)
     DPWrapper(fedbn, 1.0, 1.0)
     DPWrapper(fixbn, 1.0, 1.0)
@@ -171,8 +221,12 @@ def test_what_stays_with_the_clients_or_is_frozen_gets_no_noise(federate: Any, m
     assert (own.state["1.running_var"] == 1).all()  # of the initial model
     assert not np.array_equal(own.state["0.weight"], own.history[0]["0.weight"])
     frozen = federate(fixbn, mlp, datasets, rounds=3)
-    assert np.array_equal(frozen.history[3]["1.running_var"], frozen.history[1]["1.running_var"])
-    assert not np.array_equal(frozen.history[1]["1.running_var"], frozen.history[0]["1.running_var"])
+    assert np.array_equal(
+        frozen.history[3]["1.running_var"], frozen.history[1]["1.running_var"]
+    )
+    assert not np.array_equal(
+        frozen.history[1]["1.running_var"], frozen.history[0]["1.running_var"]
+    )
 
 
 def test_clipping_by_the_clients_gives_what_clipping_by_the_server_gives(
@@ -184,7 +238,9 @@ def test_clipping_by_the_clients_gives_what_clipping_by_the_server_gives(
         DPWrapper(strategy, 0.3, 0.05, where=where, noise=SeededNoise(1))
         states.append(federate(strategy, mlp, datasets, rounds=3).state)
     for name, array in states[0].items():
-        np.testing.assert_allclose(states[1][name], array, rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            states[1][name], array, rtol=1e-9, atol=1e-12, err_msg=name
+        )
 
 
 def app_that_adds_five(*mods: Any) -> ClientApp:
@@ -193,30 +249,52 @@ def app_that_adds_five(*mods: Any) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         key, record = next(iter(message.content.array_records.items()))
-        state = {n: a + 5 if a.dtype.kind == "f" else a + 3 for n, a in from_record(record).items()}
-        content = RecordDict({key: to_record(state), "metrics": MetricRecord({"num-examples": 5})})
+        state = {
+            n: a + 5 if a.dtype.kind == "f" else a + 3
+            for n, a in from_record(record).items()
+        }
+        content = RecordDict(
+            {key: to_record(state), "metrics": MetricRecord({"num-examples": 5})}
+        )
         return Message(content, reply_to=message)
 
     return app
 
 
-def test_the_mod_clips_what_leaves_an_app_of_any_kind(run_strategy: Any, mlp: Any) -> None:
+def test_the_mod_clips_what_leaves_an_app_of_any_kind(
+    run_strategy: Any, mlp: Any
+) -> None:
     strategy = FedAvg()
     DPWrapper(strategy, 0.0, 0.5, where="client")
-    got = run_strategy(strategy, app_that_adds_five(clipped_update, local_bn), mlp().state_dict(), 2, rounds=1)
+    got = run_strategy(
+        strategy,
+        app_that_adds_five(clipped_update, local_bn),
+        mlp().state_dict(),
+        2,
+        rounds=1,
+    )
     before, after = got.history
     assert distance(before, after, before) == pytest.approx(0.5, rel=1e-6)
     replies = [m for m in got.grid.received if m.metadata.message_type == "train"]
     sent = [from_record(message.content.array_records["arrays"]) for message in replies]
-    assert all(distance(before, own, before) == pytest.approx(0.5, rel=1e-6) for own in sent)
+    assert all(
+        distance(before, own, before) == pytest.approx(0.5, rel=1e-6) for own in sent
+    )
     assert all(own["1.num_batches_tracked"] == 0 for own in sent)
 
 
-def test_a_client_that_does_not_clip_is_refused_by_name(run_strategy: Any, mlp: Any) -> None:
+def test_a_client_that_does_not_clip_is_refused_by_name(
+    run_strategy: Any, mlp: Any
+) -> None:
     strategy = FedAvg()
     DPWrapper(strategy, 0.0, 0.5, where="client")
-    with pytest.raises(ClientPartError, match=r"its update has norm .* to clip it to 0\.5\. Make `clipped_update`"):
-        run_strategy(strategy, app_that_adds_five(local_bn), mlp().state_dict(), 2, rounds=1)
+    with pytest.raises(
+        ClientPartError,
+        match=r"its update has norm .* to clip it to 0\.5\. Make `clipped_update`",
+    ):
+        run_strategy(
+            strategy, app_that_adds_five(local_bn), mlp().state_dict(), 2, rounds=1
+        )
 
 
 REFUSED = {
@@ -242,7 +320,9 @@ SETTINGS_REFUSED: list[tuple[type[FedAvg], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "names"), SETTINGS_REFUSED)
-def test_settings_that_take_more_are_refused_by_name(federate, mlp, datasets, kind, settings, names) -> None:
+def test_settings_that_take_more_are_refused_by_name(
+    federate, mlp, datasets, kind, settings, names
+) -> None:
     strategy = kind(**settings)
     DPWrapper(strategy, 0.1, 1.0)
     with pytest.raises(ConfigError, match=names):
@@ -259,17 +339,26 @@ def test_methods_that_take_more_than_an_update_are_refused_by_name(
     if name not in REFUSED:
         federate(strategy, model, datasets, rounds=1)
         return
-    with pytest.raises(ConfigError, match=f"strategy '{name}' with dp=server: .*{REFUSED[name]}"):
+    with pytest.raises(
+        ConfigError, match=f"strategy '{name}' with dp=server: .*{REFUSED[name]}"
+    ):
         federate(strategy, model, datasets, rounds=1)
 
 
-def test_a_round_is_released_whoever_answers(federate: Any, mlp: Any, datasets: Any) -> None:
-    """All replies hold NaN: the model gets noise all the same, and the accountant counts it."""
+def test_a_round_is_released_whoever_answers(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
+    """All replies hold NaN: the model gets noise all the same, and the accountant
+    counts it.
+    """
     bad = [type(data)(data.inputs * float("nan"), data.targets) for data in datasets]
     strategy = FedAvg(min_replies=3, on_divergence="continue")
     wrapper = DPWrapper(strategy, 1.0, 1.0)
     got = federate(strategy, mlp, bad, rounds=2)
-    assert all(len(report.rejected) == 3 and not report.kept_previous for report in strategy.reports)
+    assert all(
+        len(report.rejected) == 3 and not report.kept_previous
+        for report in strategy.reports
+    )
     assert distance(got.history[0], got.history[1], got.history[0]) > 0.1
     assert len(wrapper.privacy.accountant.releases) == 2
 
@@ -282,27 +371,50 @@ def test_an_update_that_is_not_finite_in_its_units_adds_nothing(mlp: Any) -> Non
     assert all(np.isfinite(array).all() for array in got.values())
 
 
-def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(mlp: Any) -> None:
+def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
+    mlp: Any,
+) -> None:
     before, states = federation(mlp, 0)
     fixed = ["0.weight", "1.running_mean", "1.running_var"]
-    privacy = ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0), fixed=fixed)
+    privacy = ClientLevelDP(
+        DPSettings(dp="server", dp_noise_multiplier=1.0), fixed=fixed
+    )
     got = pooled(privacy, before, [before] * 4)
     assert all(np.array_equal(got[name], before[name]) for name in fixed)
     assert not np.array_equal(got["1.weight"], before["1.weight"])
-    with pytest.raises(ReplyError, match=r"entry '0\.weight' changed, and no client trains it"):
-        privacy.check(FedAvg().run, Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}), before)
+    with pytest.raises(
+        ReplyError, match=r"entry '0\.weight' changed, and no client trains it"
+    ):
+        privacy.check(
+            FedAvg().run,
+            Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}),
+            before,
+        )
 
 
 def test_a_frozen_backbone_stays_as_it_is(tmp_path: Path) -> None:
-    quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, train_only="fc", num_server_rounds=2)
+    quick(
+        tmp_path,
+        "run",
+        dp="server",
+        dp_noise_multiplier=1.0,
+        train_only="fc",
+        num_server_rounds=2,
+    )
     start = make_model(Config.make({**DIGITS, "train-only": "fc"})).state_dict()
     end = global_state(tmp_path / "run")
     same = {name for name in start if np.array_equal(start[name], end[name])}
-    assert same >= {name for name in start if not name.startswith("fc.") and not name.endswith("tracked")}
+    assert same >= {
+        name
+        for name in start
+        if not name.startswith("fc.") and not name.endswith("tracked")
+    }
     assert not same & {"fc.weight", "fc.bias"}
 
 
-def test_the_folder_of_a_run_holds_no_hash_of_what_a_client_keeps(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_holds_no_hash_of_what_a_client_keeps(
+    tmp_path: Path,
+) -> None:
     keys = {"strategy": "fedbn", "eval_on": "global", "state_dir": "out"}
     quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, **keys)
     assert not (tmp_path / "run" / "clients").exists()
@@ -321,7 +433,9 @@ class OfAnotherProject(Strategy):
     method = OfAnotherProjectMethod
 
 
-def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp: Any, datasets: Any) -> None:
+def test_wrappers_and_strategies_that_do_not_fit_are_refused(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
     strategy = FedAvg()
     DPWrapper(strategy, 1.0)
     with pytest.raises(ConfigError, match="has a protection already"):
@@ -329,11 +443,17 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp:
     with pytest.raises(ConfigError, match="works on Flower's Message API alone"):
         to_legacy(strategy, to_record(mlp().state_dict()))
     with pytest.raises(
-        ConfigError, match=r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is none"
+        ConfigError,
+        match=(
+            r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is"
+            r" none"
+        ),
     ):
         DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
     run = federate(FedAvg(), mlp, datasets, rounds=2)
-    with pytest.raises(ConfigError, match="has reports of 2 rounds, which nothing protected"):
+    with pytest.raises(
+        ConfigError, match="has reports of 2 rounds, which nothing protected"
+    ):
         DPWrapper(run.strategy, 1.0)
     assert len(run.strategy.reports) == 2, "they are not lost"
     with pytest.raises(ConfigError, match="where='off' protects nothing"):
@@ -342,7 +462,10 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp:
         DPWrapper(FedAvg(), 1.0, where="client", clipping="adaptive")
     other = OfAnotherProject()
     DPWrapper(other, 1.0)
-    with pytest.raises(ConfigError, match=r"OfAnotherProjectMethod\.aggregate may read anything of single replies"):
+    with pytest.raises(
+        ConfigError,
+        match=r"OfAnotherProjectMethod\.aggregate may read anything of single replies",
+    ):
         federate(other, mlp, datasets, rounds=1)
 
 
@@ -357,12 +480,21 @@ def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> Non
 
 
 def of_round(server_round: int, able: int, num_rounds: int = 10, after: int = 0) -> Run:
-    state = replace(FedAvg(parts=split_state({})).run, num_rounds=num_rounds, after=after, num_able=able)
-    state.reports = [RoundReport(r, "train") for r in range(after + 1, server_round + 1)]
+    state = replace(
+        FedAvg(parts=split_state({})).run,
+        num_rounds=num_rounds,
+        after=after,
+        num_able=able,
+    )
+    state.reports = [
+        RoundReport(r, "train") for r in range(after + 1, server_round + 1)
+    ]
     return state
 
 
-def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(federate: Any, mlp: Any, datasets: Any) -> None:
+def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
     strategy = FedAvg()
     wrapper = DPWrapper(strategy, clipping_norm=1.0, target_epsilon=100.0)
     admits = wrapper.privacy.admits
@@ -374,8 +506,13 @@ def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(federate: Any
 
     wrapper.privacy.admits = second_costs_too_much  # type: ignore[method-assign]
     got = federate(strategy, mlp, datasets, rounds=5)
-    assert [(report.asked, report.kept_previous) for report in strategy.reports] == [(3, False), (0, True)]
-    assert all(np.array_equal(array, got.history[1][name]) for name, array in got.state.items())
+    assert [(report.asked, report.kept_previous) for report in strategy.reports] == [
+        (3, False),
+        (0, True),
+    ]
+    assert all(
+        np.array_equal(array, got.history[1][name]) for name, array in got.state.items()
+    )
 
 
 def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
@@ -384,7 +521,8 @@ def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
     assert first.admits(of_round(1, 4), 4)
     planned = first.noise_multiplier
     assert planned is not None
-    first.accountant.releases = [planned] * 5  # four rounds, and one that a crash repeated
+    # four rounds, and one that a crash repeated
+    first.accountant.releases = [planned] * 5
     resumed = ClientLevelDP(settings)
     resumed.load_state_dict(first.state_dict())
     assert resumed.admits(of_round(5, 4, after=4), 4)
@@ -406,8 +544,12 @@ def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
 def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_told_before_the_first_round(
     settings: dict[str, float], told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)).admits(of_round(1, 10), 10)
-    assert [words for words in ("running variances", "dp-delta=0.1") if words in caplog.text] == told
+    ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)).admits(
+        of_round(1, 10), 10
+    )
+    assert [
+        words for words in ("running variances", "dp-delta=0.1") if words in caplog.text
+    ] == told
 
 
 def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
@@ -430,13 +572,22 @@ class Silent:
 
 
 @pytest.mark.parametrize(("z", "clients"), [(1.0, 4), (0.2, 8)])
-def test_average_and_quantile_together_hide_a_client_that_sends_nothing(mlp: Any, z: float, clients: int) -> None:
-    """Brute force: both changes, each in units of its noise, are at most 1 / z; an update of zero would change more."""
+def test_average_and_quantile_together_hide_a_client_that_sends_nothing(
+    mlp: Any, z: float, clients: int
+) -> None:
+    """Brute force: both changes, each in units of its noise, are at most 1 / z; an
+    update of zero would change more.
+    """
 
     def cost(before: Any, states: list[Any], neighbour: list[Any]) -> float:
         found, shares = [], []
         for replies in (states, neighbour):
-            settings = DPSettings(dp="server", dp_noise_multiplier=z, dp_clipping_norm=0.7, dp_clipping="adaptive")
+            settings = DPSettings(
+                dp="server",
+                dp_noise_multiplier=z,
+                dp_clipping_norm=0.7,
+                dp_clipping="adaptive",
+            )
             privacy = ClientLevelDP(settings, Silent())
             found.append(pooled(privacy, before, replies, asked=clients))
             shares.append(-math.log(privacy.clipping_norm / 0.7) / 0.2)
@@ -447,7 +598,8 @@ def test_average_and_quantile_together_hide_a_client_that_sends_nothing(mlp: Any
     most = with_zero = 0.0
     for seed in range(20):
         before, states = federation(mlp, seed, clients)
-        states = [own | {"1.running_var": before["1.running_var"]} for own in states]  # else noise would bound it
+        # else noise would bound it
+        states = [own | {"1.running_var": before["1.running_var"]} for own in states]
         most = max(most, cost(before, states, states[1:]))
         with_zero = max(with_zero, cost(before, states, [dict(before), *states[1:]]))
     assert 0.99 / z < most <= (1 + 1e-6) / z
@@ -455,17 +607,29 @@ def test_average_and_quantile_together_hide_a_client_that_sends_nothing(mlp: Any
 
 
 NOISY = {"dp-noise-multiplier": 1.0}
-DIGITS = {"dataset": "digits", "num-clients": 4, "num-server-rounds": 4, "local-steps": 2, "checkpoint-every": 2}
+DIGITS = {
+    "dataset": "digits",
+    "num-clients": 4,
+    "num-server-rounds": 4,
+    "local-steps": 2,
+    "checkpoint-every": 2,
+}
 
 
 def quick(tmp_path: Path, name: str, **keys: Any) -> dict[str, Any]:
     return run(
-        Config.make(DIGITS | {key.replace("_", "-"): value for key, value in keys.items()}), tmp_path / name, workers=0
+        Config.make(
+            DIGITS | {key.replace("_", "-"): value for key, value in keys.items()}
+        ),
+        tmp_path / name,
+        workers=0,
     )
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
@@ -481,17 +645,21 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
     )
 
 
-def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_that_a_resumed_run_repeats_are_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedbn_flwr.lab.output.recorder import Recorder
 
     original = Recorder.test
 
     def killed(self: Any, server_round: int, arrays: ArrayRecord) -> Any:
         if server_round == 3:
-            raise KeyboardInterrupt  # after the release of round 3, whose checkpoint is that of round 2
+            # after the release of round 3, whose checkpoint is that of round 2
+            raise KeyboardInterrupt
         return original(self, server_round, arrays)
 
-    adaptive = {"dp_clipping": "adaptive", "dp_clipping_norm": 1e-3}  # all are clipped, so C grows by 10 % a round
+    # all are clipped, so C grows by 10 % a round
+    adaptive = {"dp_clipping": "adaptive", "dp_clipping_norm": 1e-3}
     keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 0.1, **adaptive}
     monkeypatch.setattr(Recorder, "test", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -501,7 +669,8 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
     assert "after 5 releases" in summary["privacy"]["guarantee"]
     whole = quick(tmp_path, "whole", **keys)
     assert summary["privacy"]["epsilon"] > whole["privacy"]["epsilon"]
-    assert lines_of(tmp_path / "run")[2]["clipping-norm"] > 1.1e-3  # C went on from round 2
+    # C went on from round 2
+    assert lines_of(tmp_path / "run")[2]["clipping-norm"] > 1.1e-3
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.0, 4.0])
@@ -523,9 +692,19 @@ def test_without_noise_or_with_noise_that_can_be_repeated_nothing_is_guaranteed(
 
 def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
     """With one more record the model would have a third class."""
-    np.savez(tmp_path / "t.npz", x=np.zeros((20, 2)), y=np.arange(20) % 2, client=np.arange(20) // 10)
+    np.savez(
+        tmp_path / "t.npz",
+        x=np.zeros((20, 2)),
+        y=np.arange(20) % 2,
+        client=np.arange(20) // 10,
+    )
     keys = {"dp": "server", **NOISY, "dataset": f"npz:{tmp_path / 't.npz'}"}
-    with pytest.raises(ConfigError, match="dp=server: the data decide the number of classes, which epsilon does not"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "dp=server: the data decide the number of classes, which epsilon does not"
+        ),
+    ):
         Config.make(keys)
     assert data_of(Config.make({**keys, "num-classes": 3})).num_outputs == 3
     assert data_of(Config.make({**keys, "task": "binary"})).num_outputs == 1
@@ -535,7 +714,9 @@ def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
 def test_no_file_to_give_away_holds_what_a_client_reported(
     dp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clients' loss and an error of one are searched in all files but checkpoints; without dp they are found."""
+    """The clients' loss and an error of one are searched in all files but checkpoints;
+    without dp they are found.
+    """
     from fedbn_flwr.client import torch_client
 
     original, loss = torch_client.train, 0.7318284590452353
@@ -546,14 +727,33 @@ def test_no_file_to_give_away_holds_what_a_client_reported(
             raise ValueError("PLANTED-ERROR")
         return replace(result, loss=loss)
 
-    config = Config.make({**DIGITS, "dp": dp, "partition": "dirichlet", **(NOISY if dp == "server" else {})})
+    config = Config.make(
+        {
+            **DIGITS,
+            "dp": dp,
+            "partition": "dirichlet",
+            **(NOISY if dp == "server" else {}),
+        }
+    )
     smallest = min(len(own) for own in partitioned_data(config, 4).train)
     monkeypatch.setattr(torch_client, "train", planted)
     run(config, tmp_path / "run", workers=0)
-    traces = [b"PLANTED-ERROR", b"0.731828", *(np.array(loss, kind).tobytes() for kind in ("f4", "f8"))]
-    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "checkpoint" not in p.parts]
+    traces = [
+        b"PLANTED-ERROR",
+        b"0.731828",
+        *(np.array(loss, kind).tobytes() for kind in ("f4", "f8")),
+    ]
+    files = [
+        p
+        for p in (tmp_path / "run").rglob("*")
+        if p.is_file() and "checkpoint" not in p.parts
+    ]
     found = {trace for p in files for trace in traces if trace in p.read_bytes()}
-    assert {p.name for p in files} >= {"model.safetensors", "metrics.jsonl", "summary.json"}
+    assert {p.name for p in files} >= {
+        "model.safetensors",
+        "metrics.jsonl",
+        "summary.json",
+    }
     assert found == (set() if dp == "server" else {traces[0], traces[1]})
     report = write_report(tmp_path / "run")
     text = report.read_text()

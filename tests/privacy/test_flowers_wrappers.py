@@ -1,4 +1,6 @@
-"""Flower's wrappers for differential privacy around our strategies: they work, or are refused by name."""
+"""Flower's wrappers for differential privacy around our strategies: they work, or are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,20 @@ ADAPTIVE = {
 
 def start(wrapper: Any, strategy: Any, mlp: Any, datasets: Any) -> Any:
     adaptive = wrapper in ADAPTIVE.values()
-    wrapped = wrapper(strategy, 0.0, len(SIZES)) if adaptive else wrapper(strategy, 0.0, 100.0, len(SIZES))
-    app = client_app(torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)))
+    wrapped = (
+        wrapper(strategy, 0.0, len(SIZES))
+        if adaptive
+        else wrapper(strategy, 0.0, 100.0, len(SIZES))
+    )
+    app = client_app(
+        torch_clients(
+            mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+        )
+    )
     with InProcessGrid(app, len(SIZES)) as grid:
-        return wrapped.start(grid, to_record(mlp().state_dict()), num_rounds=2, timeout=30)
+        return wrapped.start(
+            grid, to_record(mlp().state_dict()), num_rounds=2, timeout=30
+        )
 
 
 @pytest.mark.parametrize("wrapper", [*FIXED.values(), *ADAPTIVE.values()])
@@ -50,23 +62,40 @@ def start(wrapper: Any, strategy: Any, mlp: Any, datasets: Any) -> Any:
         (FedAvg(momentum_scope="global"), "momentum-scope=global"),
     ],
 )
-def test_what_goes_round_a_wrapper_is_refused(mlp: Any, datasets: Any, wrapper: Any, strategy: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"{wrapper.__name__} around strategy .*{words}.*DPWrapper"):
+def test_what_goes_round_a_wrapper_is_refused(
+    mlp: Any, datasets: Any, wrapper: Any, strategy: Any, words: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{wrapper.__name__} around strategy .*{words}.*DPWrapper"
+    ):
         start(wrapper, strategy, mlp, datasets)
 
 
 @pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
-def test_local_parts_are_refused_where_the_server_clips(mlp: Any, datasets: Any, wrapper: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{wrapper.__name__} around strategy 'fedbn': it needs the whole model"):
+def test_local_parts_are_refused_where_the_server_clips(
+    mlp: Any, datasets: Any, wrapper: Any
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"{wrapper.__name__} around strategy 'fedbn': it needs the whole model",
+    ):
         start(wrapper, FedBN(), mlp, datasets)
 
 
 @pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
-def test_others_work_with_a_warning_of_counters_and_weights(mlp: Any, datasets: Any, wrapper: Any, caplog: Any) -> None:
+def test_others_work_with_a_warning_of_counters_and_weights(
+    mlp: Any, datasets: Any, wrapper: Any, caplog: Any
+) -> None:
     result = start(wrapper, FedAvgM(), mlp, datasets)
     assert len(result.arrays) == len(mlp().state_dict())
     assert caplog.text.count("int64 counters") == 1
-    assert caplog.text.count("weighs the clients by |D_i|, so that one of them can move the average by more than") == 1
+    assert (
+        caplog.text.count(
+            "weighs the clients by |D_i|, so that one of them can move the average by"
+            " more than"
+        )
+        == 1
+    )
     caplog.clear()
     start(wrapper, FedAvg(), lambda: mlp(norm=False), datasets)
     assert "int64 counters" not in caplog.text
@@ -80,10 +109,17 @@ class Failing(TorchClient):
         raise RuntimeError("out of cheese")
 
 
-def test_a_wrapper_around_failures_ends_with_an_error_too(mlp: Any, datasets: Any) -> None:
-    """On the Message API Flower's wrapper logs the clients' errors, and hands nothing on."""
+def test_a_wrapper_around_failures_ends_with_an_error_too(
+    mlp: Any, datasets: Any
+) -> None:
+    """On the Message API Flower's wrapper logs the clients' errors, and hands nothing
+    on.
+    """
     wrapped = FIXED["server"](FedAvg(), 0.0, 100.0, len(SIZES))
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     app = client_app(torch_clients(mlp, datasets, training, client=Failing))
-    with InProcessGrid(app, len(SIZES)) as grid, pytest.raises(NothingTrainedError, match="a wrapper"):
+    with (
+        InProcessGrid(app, len(SIZES)) as grid,
+        pytest.raises(NothingTrainedError, match="a wrapper"),
+    ):
         wrapped.start(grid, to_record(mlp().state_dict()), num_rounds=3, timeout=30)

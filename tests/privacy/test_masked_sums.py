@@ -1,4 +1,6 @@
-"""Runs with masked sums: the model of the plain run, whoever is lost, and nothing of a single client on its way."""
+"""Runs with masked sums: the model of the plain run, whoever is lost, and nothing of a
+single client on its way.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,13 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.transport import wrapped
 from tests.support.noise import SeededNoise
-from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
+from tests.support.synchronised import (
+    TRANSPORTS,
+    Branches,
+    client_data,
+    synchronised,
+    trained,
+)
 
 SIZES = (12, 5, 8, 21)
 
@@ -66,9 +74,13 @@ def furthest(one: State, other: State) -> float:
 
 
 class Losing:
-    """An app that fails at a stage of some rounds: ``{partition: stage}``; stage "train" fails after the training."""
+    """An app that fails at a stage of some rounds: ``{partition: stage}``; stage
+    "train" fails after the training.
+    """
 
-    def __init__(self, app: ClientApp, lost: Mapping[int, str], rounds: Collection[int]) -> None:
+    def __init__(
+        self, app: ClientApp, lost: Mapping[int, str], rounds: Collection[int]
+    ) -> None:
         self.app, self.lost, self.rounds = app, lost, rounds
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -83,28 +95,43 @@ class Losing:
         return reply
 
 
-def losing(lost: Mapping[int, str], rounds: Collection[int] = (1,)) -> Callable[[Any], Any]:
+def losing(
+    lost: Mapping[int, str], rounds: Collection[int] = (1,)
+) -> Callable[[Any], Any]:
     return lambda client_fn: Losing(client_app(client_fn), lost, rounds)
 
 
-# --- the law --------------------------------------------------------------------------------------------------------
+# --- the law --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedBN, FedAdam, FixBN])
-def test_a_masked_run_equals_the_plain_one(method, federate, datasets, mlp, same_bits) -> None:
+def test_a_masked_run_equals_the_plain_one(
+    method, federate, datasets, mlp, same_bits
+) -> None:
     options: dict[str, Any] = {"rounds": 2, "local_steps": 2}
-    plain, ours = (federate(kind(method()), mlp, datasets, **options) for kind in (lambda s: s, masked))
+    plain, ours = (
+        federate(kind(method()), mlp, datasets, **options)
+        for kind in (lambda s: s, masked)
+    )
     assert 0 < furthest(plain.state, ours.state) < 1e-11
     for partition in range(4) if method is FedBN else ():
-        assert furthest(plain.local_state(partition), ours.local_state(partition)) < 1e-11
-    assert [report.participants for report in ours.strategy.reports] == [[0, 1, 2, 3]] * 2
-    assert ours.state["1.num_batches_tracked"] == {FedBN: 0, FixBN: 1}.get(method, 2), "rounds"
+        assert (
+            furthest(plain.local_state(partition), ours.local_state(partition)) < 1e-11
+        )
+    assert [report.participants for report in ours.strategy.reports] == [
+        [0, 1, 2, 3]
+    ] * 2
+    assert ours.state["1.num_batches_tracked"] == {FedBN: 0, FixBN: 1}.get(method, 2), (
+        "rounds"
+    )
     if method is FixBN:  # frozen after round 1 of 2
         for name in ("1.running_mean", "1.running_var"):
             assert ours.history[2][name].tobytes() == ours.history[1][name].tobytes()
 
 
-def test_a_torchvision_net_has_the_stated_error(federate, points, torchvision_net, monkeypatch) -> None:
+def test_a_torchvision_net_has_the_stated_error(
+    federate, points, torchvision_net, monkeypatch
+) -> None:
     """With few digits after the point the rounding is seen, and stays within the bound."""
     data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
     value_range = 2.0**34
@@ -112,23 +139,37 @@ def test_a_torchvision_net_has_the_stated_error(federate, points, torchvision_ne
     options: dict[str, Any] = {"rounds": 1, "local_steps": 1}
     plain, ours = (
         federate(strategy, torchvision_net, data, **options)
-        for strategy in (FedAvg(fraction_evaluate=0.0), masked(FedAvg(fraction_evaluate=0.0)))
+        for strategy in (
+            FedAvg(fraction_evaluate=0.0),
+            masked(FedAvg(fraction_evaluate=0.0)),
+        )
     )
     allowed = FixedPoint(17.0, value_range).error(3, 17.0)
     assert 0.3 < furthest_in_units(plain, ours) / allowed <= 1.0
 
 
 def furthest_in_units(plain: Any, ours: Any) -> float:
-    """The largest difference of two runs of a round, in the coordinates that are masked."""
+    """The largest difference of two runs of a round, in the coordinates that are
+    masked.
+    """
     parts, start = split_state(plain.history[0]), plain.history[0]
-    one, other = (Coordinates(start, parts, scale=1.0).update(run.state) for run in (plain, ours))
+    one, other = (
+        Coordinates(start, parts, scale=1.0).update(run.state) for run in (plain, ours)
+    )
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def test_a_masked_step_of_a_torchvision_net_is_near_the_stated_error(run_step, points, torchvision_net) -> None:
-    """Each exchange has the stated error, and each layer's goes through the layers after it and back."""
+def test_a_masked_step_of_a_torchvision_net_is_near_the_stated_error(
+    run_step, points, torchvision_net
+) -> None:
+    """Each exchange has the stated error, and each layer's goes through the layers
+    after it and back.
+    """
     data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
-    plain, ours = (run_step(kind(synchronised(FedTAN)), torchvision_net(), data) for kind in (lambda s: s, masked))
+    plain, ours = (
+        run_step(kind(synchronised(FedTAN)), torchvision_net(), data)
+        for kind in (lambda s: s, masked)
+    )
     allowed = FixedPoint(17.0).error(3, 17.0)
     assert 1e-14 < allowed < 1e-13
     assert 1 < furthest_in_units(plain, ours) / allowed < 1000  # 204
@@ -139,28 +180,43 @@ def branches() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = trained(Branches())
-    model.a.momentum = 0.1  # without it the layer counts batches, and masks leave the server a count of rounds
+    # without it the layer counts batches, and masks leave the server a count of rounds
+    model.a.momentum = 0.1
     return model
 
 
 @pytest.mark.parametrize("method", [FedTAN, FedDNA])
-def test_a_masked_step_equals_the_plain_one(method, run_step, branches, same_bits) -> None:
+def test_a_masked_step_equals_the_plain_one(
+    method, run_step, branches, same_bits
+) -> None:
     """By each transport, with the same bits."""
     data = client_data((3, 6, 6), (2, 5, 1))
     plain = run_step(synchronised(method), branches, data)
     moved = plain.strategy.reports[0].train
     runs = []
     for transport in TRANSPORTS if method is FedTAN else ("barrier",):
-        runs.append(run_step(masked(synchronised(method, transport)), branches, data, transport=transport))
+        runs.append(
+            run_step(
+                masked(synchronised(method, transport)),
+                branches,
+                data,
+                transport=transport,
+            )
+        )
         ours = runs[-1].strategy.reports[0].train
         assert ours.exchanges == moved.exchanges + 3
-        assert (ours.down, ours.up) == (moved.down, moved.up), "float64 and int64 have the same size"
+        assert (ours.down, ours.up) == (
+            moved.down,
+            moved.up,
+        ), "float64 and int64 have the same size"
         same_bits(runs[-1].state, runs[0].state)
     assert 0 < furthest(plain.state, runs[0].state) < 1e-11
 
 
 def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
-    """As ``client_app``: any app whose first mods are ``masked_update`` and ``local_bn``."""
+    """As ``client_app``: any app whose first mods are ``masked_update`` and
+    ``local_bn``.
+    """
 
     def app_of(client_fn: Any) -> ClientApp:
         inner, app = client_app(client_fn), ClientApp(mods=[masked_update, local_bn])
@@ -180,7 +236,9 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
             from flwr.app import MetricRecord
 
             message.content["beside"] = ArrayRecord(model.state_dict())
-            message.content["metrics"] = MetricRecord({"num-examples": len(client.train_data), "secret": 3.0})
+            message.content["metrics"] = MetricRecord(
+                {"num-examples": len(client.train_data), "secret": 3.0}
+            )
             return Message(message.content, reply_to=message)
 
         @app.query()
@@ -189,31 +247,55 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
 
         return app
 
-    ours = federate(masked(FedBN(fraction_evaluate=0.0)), mlp, datasets, rounds=2, wrap=app_of)
+    ours = federate(
+        masked(FedBN(fraction_evaluate=0.0)), mlp, datasets, rounds=2, wrap=app_of
+    )
     shift = 0.1 * sum(size * (1 + i) for i, size in enumerate(SIZES)) / sum(SIZES)
     start = mlp().state_dict()
     for name in ("0.weight", "3.bias"):
-        assert ours.state[name] == pytest.approx(start[name].numpy() + 2 * shift, abs=1e-12)
+        assert ours.state[name] == pytest.approx(
+            start[name].numpy() + 2 * shift, abs=1e-12
+        )
     assert {"1.weight", "1.running_mean"} <= set(ours.local_state(0))
-    replies = [reply.content for reply in ours.grid.received if reply.metadata.message_type == "train"]
-    assert all({*reply.array_records} == {"arrays"} and {*reply["arrays"]} == {MASKED} for reply in replies)
+    replies = [
+        reply.content
+        for reply in ours.grid.received
+        if reply.metadata.message_type == "train"
+    ]
+    assert all(
+        {*reply.array_records} == {"arrays"} and {*reply["arrays"]} == {MASKED}
+        for reply in replies
+    )
 
 
-@pytest.mark.parametrize("lost", [{}, {1: "train"}, dict.fromkeys((0, 1, 2, 3), "train")])
-def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[int, str], federate, five, mlp) -> None:
-    """The same release as with updates that the server sees: a lost client's is zero, with too few all are."""
+@pytest.mark.parametrize(
+    "lost", [{}, {1: "train"}, dict.fromkeys((0, 1, 2, 3), "train")]
+)
+def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(
+    lost: dict[int, str], federate, five, mlp
+) -> None:
+    """The same release as with updates that the server sees: a lost client's is zero,
+    with too few all are.
+    """
 
     def protection() -> ClientLevelDP:
-        settings = DPSettings(dp="client", dp_noise_multiplier=0.5, dp_clipping_norm=0.05)
+        settings = DPSettings(
+            dp="client", dp_noise_multiplier=0.5, dp_clipping_norm=0.05
+        )
         return ClientLevelDP(settings, SeededNoise(3))
 
     runs = []
-    for protected in (lambda dp: dp, lambda dp: MaskedSums(MaskSettings(masked_sums=True), dp)):
+    for protected in (
+        lambda dp: dp,
+        lambda dp: MaskedSums(MaskSettings(masked_sums=True), dp),
+    ):
         strategy, dp = FedAvg(fraction_evaluate=0.0), protection()
         strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
         assert len(dp.accountant.releases) == 2
-        found, plain = (protection.outcome()["privacy"] for protection in (strategy.protection, dp))
+        found, plain = (
+            protection.outcome()["privacy"] for protection in (strategy.protection, dp)
+        )
         assert found.pop("guarantee").startswith(plain.pop("guarantee"))
         assert found == plain
     if len(lost) < 4:
@@ -223,10 +305,16 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(lost: dict[in
     assert furthest(runs[0].history[0], runs[0].state) > 1e-3
 
 
-def test_under_masks_epsilon_is_not_of_whether_a_client_answers(federate, five, mlp) -> None:
-    """With too few answers the sum is 0: one client that does not answer moves it by more than its own update."""
+def test_under_masks_epsilon_is_not_of_whether_a_client_answers(
+    federate, five, mlp
+) -> None:
+    """With too few answers the sum is 0: one client that does not answer moves it by
+    more than its own update.
+    """
     strategy = FedAvg(fraction_evaluate=0.0)
-    dp = ClientLevelDP(DPSettings(dp="client", dp_noise_multiplier=5.0, dp_clipping_norm=0.05))
+    dp = ClientLevelDP(
+        DPSettings(dp="client", dp_noise_multiplier=5.0, dp_clipping_norm=0.05)
+    )
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True), dp))
     federate(strategy, mlp, five, rounds=1)
     said = strategy.protection.outcome()["privacy"]["guarantee"]
@@ -234,7 +322,7 @@ def test_under_masks_epsilon_is_not_of_whether_a_client_answers(federate, five, 
     assert "not whether it answers" in said
 
 
-# --- lost clients ---------------------------------------------------------------------------------------------------
+# --- lost clients ---------------------------------------------------------------------
 
 LOST: dict[str, tuple[dict[int, str], Collection[int]]] = {
     "nobody": ({}, ()),
@@ -254,11 +342,15 @@ def five(points) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_a_round_equals_the_plain_one_without_the_lost_clients(case: str, federate, five, mlp) -> None:
+def test_a_round_equals_the_plain_one_without_the_lost_clients(
+    case: str, federate, five, mlp
+) -> None:
     lost, without = LOST[case]
     made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
     ours = federate(made, mlp, five, rounds=1, wrap=losing(lost))
-    plain = federate(FedAvg(fraction_evaluate=0.0), mlp, five, rounds=1, hide={1: without})
+    plain = federate(
+        FedAvg(fraction_evaluate=0.0), mlp, five, rounds=1, hide={1: without}
+    )
     assert 0 < furthest(ours.state, plain.state) < 1e-11
     assert made.reports[0].participants == [i for i in range(5) if i not in without]
     assert len(made.reports[0].rejected) == len(without)
@@ -275,21 +367,33 @@ TOO_FEW = {
 
 
 @pytest.mark.parametrize("stage", TOO_FEW)
-def test_below_the_threshold_nothing_is_revealed(stage: str, federate, five, mlp, same_bits) -> None:
+def test_below_the_threshold_nothing_is_revealed(
+    stage: str, federate, five, mlp, same_bits
+) -> None:
     made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
-    ours = federate(made, mlp, five, rounds=2, wrap=losing(dict.fromkeys((0, 2, 4), stage)))
+    ours = federate(
+        made, mlp, five, rounds=2, wrap=losing(dict.fromkeys((0, 2, 4), stage))
+    )
     same_bits(ours.history[1], ours.history[0])
     assert made.reports[0].kept_previous
     assert any(TOO_FEW[stage] in why for why in made.reports[0].rejected.values())
-    asked = [config["fedbn-flwr.mask-stage"] for config in ours.grid.config("query") if "server-round" in config]
+    asked = [
+        config["fedbn-flwr.mask-stage"]
+        for config in ours.grid.config("query")
+        if "server-round" in config
+    ]
     assert asked.count("reveal") == (10 if stage == "reveal" else 5), "in round 2 alone"
     assert made.reports[1].participants == [0, 1, 2, 3, 4]
     assert furthest(ours.history[2], ours.history[1]) > 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branches, same_bits) -> None:
-    """The others' exchanges are not repeated without it: the difference would be its own."""
+def test_a_client_lost_in_a_step_ends_the_round(
+    transport: str, run_step, branches, same_bits
+) -> None:
+    """The others' exchanges are not repeated without it: the difference would be its
+    own.
+    """
 
     class Cut(TorchClient):
         def fit(self, parameters, config):
@@ -297,23 +401,42 @@ def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branch
                 self.model.head.register_forward_hook(lambda *_: 1 / 0)
             return super().fit(parameters, config)
 
-    data, made = client_data((3, 6, 6), (7, 5, 6)), masked(synchronised(FedTAN, transport))
-    ours = run_step(made, branches, data, transport=transport, rounds=2, client=Cut, batch_size=4)
+    data, made = (
+        client_data((3, 6, 6), (7, 5, 6)),
+        masked(synchronised(FedTAN, transport)),
+    )
+    ours = run_step(
+        made, branches, data, transport=transport, rounds=2, client=Cut, batch_size=4
+    )
     assert ours.seconds < 19, "nobody waited for the timeout of 20 s"
     same_bits(ours.history[1], ours.history[0])
     first, second = made.reports
     assert first.kept_previous
     assert "division by zero" in ours.reason(1)
     assert second.participants == [0, 1, 2]
-    attempts = {config.get("fedbn-flwr.fedtan-attempt", 0) for config in ours.grid.config("query.exchange")}
+    attempts = {
+        config.get("fedbn-flwr.fedtan-attempt", 0)
+        for config in ours.grid.config("query.exchange")
+    }
     assert attempts <= {0}, "no client is asked to repeat its step"
-    tags = [tag for m in ours.grid.received if m.has_content() for tag in m.content.array_records.get("fedtan", ())]
-    assert transport != "messages" or tags.count("mean/0/a") == 6, "3 clients in 2 rounds, none of them again"
+    tags = [
+        tag
+        for m in ours.grid.received
+        if m.has_content()
+        for tag in m.content.array_records.get("fedtan", ())
+    ]
+    assert transport != "messages" or tags.count("mean/0/a") == 6, (
+        "3 clients in 2 rounds, none of them again"
+    )
 
 
 @pytest.mark.parametrize("sizes", [(5, 6, 7), (5, 30, 30)])
-def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(federate, points, mlp, sizes, caplog) -> None:
-    """The exchanges before the loss are known. Of the same batches without that client the difference is its own."""
+def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(
+    federate, points, mlp, sizes, caplog
+) -> None:
+    """The exchanges before the loss are known. Of the same batches without that client
+    the difference is its own.
+    """
 
     class Cut(TorchClient):
         def fit(self, parameters, config):
@@ -327,13 +450,20 @@ def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(federate, poin
     if sizes == (5, 30, 30):
         federate(made, mlp, data, **options)
         assert [report.participants for report in made.reports] == [[], [1, 2]]
-        assert "its batches are all of its data, and a sum of this model may be known" in caplog.text
+        assert (
+            "its batches are all of its data, and a sum of this model may be known"
+            in caplog.text
+        )
         return
-    with pytest.raises(ConfigError, match=r"no client can take part. Of each of them \(3\)"):
+    with pytest.raises(
+        ConfigError, match=r"no client can take part. Of each of them \(3\)"
+    ):
         federate(made, mlp, data, **options)
 
 
-def test_a_round_that_ends_before_a_sum_leaves_nobody_out(federate, points, mlp) -> None:
+def test_a_round_that_ends_before_a_sum_leaves_nobody_out(
+    federate, points, mlp
+) -> None:
     data = [points(size, number) for number, size in enumerate((5, 6, 7))]
     made = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=1.0)
     federate(made, mlp, data, rounds=2, batch_size=16, wrap=losing({2: "train"}))
@@ -341,19 +471,39 @@ def test_a_round_that_ends_before_a_sum_leaves_nobody_out(federate, points, mlp)
     assert made.reports[1].participants == [0, 1, 2]
 
 
-def test_a_client_lost_after_a_synchronised_step_ends_the_round(federate, datasets, mlp) -> None:
-    """With one step the exchanges tell the sums of all gradients of gamma and beta, the update those of the others."""
+def test_a_client_lost_after_a_synchronised_step_ends_the_round(
+    federate, datasets, mlp
+) -> None:
+    """With one step the exchanges tell the sums of all gradients of gamma and beta, the
+    update those of the others.
+    """
     made, threads = masked(FedTAN(fraction_evaluate=0.0)), {"threads": len(datasets)}
-    options: dict[str, Any] = {"local_steps": 1, "barrier": True, "timeout": 30, "grid_options": threads}
+    options: dict[str, Any] = {
+        "local_steps": 1,
+        "barrier": True,
+        "timeout": 30,
+        "grid_options": threads,
+    }
     run = federate(made, mlp, datasets, rounds=2, wrap=losing({2: "train"}), **options)
     assert [report.kept_previous for report in made.reports] == [True, False]
-    assert any("lost after the synchronised step" in why for why in made.reports[0].rejected.values())
-    revealed = [c["server-round"] for c in run.grid.config("query") if c.get("fedbn-flwr.mask-stage") == "reveal"]
+    assert any(
+        "lost after the synchronised step" in why
+        for why in made.reports[0].rejected.values()
+    )
+    revealed = [
+        c["server-round"]
+        for c in run.grid.config("query")
+        if c.get("fedbn-flwr.mask-stage") == "reveal"
+    ]
     assert set(revealed) == {2}
 
 
-def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(federate, datasets, mlp, same_bits) -> None:
-    """BN is frozen, and one client changes its statistics: nobody knows which, and the previous model is kept."""
+def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(
+    federate, datasets, mlp, same_bits
+) -> None:
+    """BN is frozen, and one client changes its statistics: nobody knows which, and the
+    previous model is kept.
+    """
 
     class Moves(TorchClient):
         def fit(self, parameters, config):
@@ -366,14 +516,18 @@ def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(federate, d
     ours = federate(made, mlp, datasets, rounds=3, client=Moves)
     assert list(ours.state)[4] == "1.running_mean"
     assert [report.kept_previous for report in made.reports] == [False, True, False]
-    assert any("nothing is revealed" in why for why in made.reports[1].rejected.values())
+    assert any(
+        "nothing is revealed" in why for why in made.reports[1].rejected.values()
+    )
     same_bits(ours.history[2], ours.history[1])
 
 
 def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
     party, context = Party.new(1), Context(1, 1, {"partition-id": 0}, RecordDict(), {})
     others = [Party.new(1) for _ in range(2)]
-    keys = {number: PublicKeys(*own.publics) for number, own in enumerate([party, *others])}
+    keys = {
+        number: PublicKeys(*own.publics) for number, own in enumerate([party, *others])
+    }
     party.shares(0, keys, 2)
     context.state["fedbn-flwr.masks"] = ConfigRecord({"secrets": party.dump()})
     told = {"mask-present": [1, 2], "mask-weight": 4.0, "mask-total-weight": 12.0}
@@ -401,7 +555,11 @@ def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
         return call
 
     def ask(value: float) -> None:
-        masked_update(Message(RecordDict({"arrays": state, "config": config}), 1, "train"), context, training(value))
+        masked_update(
+            Message(RecordDict({"arrays": state, "config": config}), 1, "train"),
+            context,
+            training(value),
+        )
 
     with pytest.raises(RuntimeError, match="the channel is closed"):
         ask(1.0)
@@ -411,7 +569,9 @@ def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
 
 
 def test_a_resumed_run_has_other_batches(federate, datasets, mlp) -> None:
-    """With the same ones the difference of two sums would be the update of a client that is lost in one of them."""
+    """With the same ones the difference of two sums would be the update of a client
+    that is lost in one of them.
+    """
 
     def second_round(make: Callable[[], Any]) -> State:
         first, resumed = make(), make()
@@ -423,9 +583,14 @@ def test_a_resumed_run_has_other_batches(federate, datasets, mlp) -> None:
         assert (furthest(second_round(make), second_round(make)) == 0) == repeats
 
 
-def test_a_resumed_run_leaves_out_clients_that_have_one_batch_alone(federate, points, mlp) -> None:
+def test_a_resumed_run_leaves_out_clients_that_have_one_batch_alone(
+    federate, points, mlp
+) -> None:
     data = [points(size, number) for number, size in enumerate((5, 30, 30))]
-    first, resumed = masked(FedAvg(fraction_evaluate=0.0)), masked(FedAvg(fraction_evaluate=0.0))
+    first, resumed = (
+        masked(FedAvg(fraction_evaluate=0.0)),
+        masked(FedAvg(fraction_evaluate=0.0)),
+    )
     federate(first, mlp, data, rounds=1, batch_size=16)
     resumed.load_state_dict(first.state_dict(), 1)
     federate(resumed, mlp, data, rounds=3, batch_size=16)
@@ -444,7 +609,9 @@ def out_of_range_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("why", ["out of range", "shares come late"])
-def test_a_sum_that_is_of_no_use_may_be_known(why: str, federate, points, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_is_of_no_use_may_be_known(
+    why: str, federate, points, mlp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = [points(size, number) for number, size in enumerate((5, 30, 30))]
     made = masked(FedAvg(fraction_evaluate=0.0))
     late = {0: "reveal", 1: "reveal"} if why == "shares come late" else {}
@@ -455,19 +622,23 @@ def test_a_sum_that_is_of_no_use_may_be_known(why: str, federate, points, mlp, m
     assert [report.participants for report in made.reports][1:] == [[1, 2], [0, 1, 2]]
 
 
-# --- what the server sees -------------------------------------------------------------------------------------------
+# --- what the server sees -------------------------------------------------------------
 
 
 def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
     """A client's numbers as bytes: in both float types and in fixed point."""
     for name, array in state.items():
         if array.dtype.kind == "f" and array.size > 3 and array.any():
-            yield from (array.astype(kind).tobytes() for kind in (np.float32, np.float64))
+            yield from (
+                array.astype(kind).tobytes() for kind in (np.float32, np.float64)
+            )
             yield point.vector({name: array}, weight).tobytes()
 
 
 def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> None:
-    """Neither of models nor of exchanges, in any form; the same search finds those of a plain run."""
+    """Neither of models nor of exchanges, in any form; the same search finds those of a
+    plain run.
+    """
     seen: list[tuple[float, State]] = []
     weight = 0.0
 
@@ -479,7 +650,9 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
             found = super()._train(lent, parameters, config)
             for name, value in lent.state.items():
                 now = value.clone().numpy()
-                seen.append((weight, {name: now, f"update of {name}": now - before[name]}))
+                seen.append(
+                    (weight, {name: now, f"update of {name}": now - before[name]})
+                )
             return found
 
     exchange = SynchronisedStep.exchange
@@ -492,10 +665,29 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
     data, found = client_data((3, 6, 6), (2, 5, 1)), []
     for kind in (lambda s: s, masked):
         seen.clear()
-        run = run_step(kind(synchronised(FedTAN, "messages")), branches, data, transport="messages", client=Spied)
-        replies = [message.content.array_records for message in run.grid.received if message.has_content()]
-        received = b"".join(array.data for records in replies for r in records.values() for array in r.values())
-        forms = {form for weight, state in seen for form in forms_of(state, weight, FixedPoint(8.0))}
+        run = run_step(
+            kind(synchronised(FedTAN, "messages")),
+            branches,
+            data,
+            transport="messages",
+            client=Spied,
+        )
+        replies = [
+            message.content.array_records
+            for message in run.grid.received
+            if message.has_content()
+        ]
+        received = b"".join(
+            array.data
+            for records in replies
+            for r in records.values()
+            for array in r.values()
+        )
+        forms = {
+            form
+            for weight, state in seen
+            for form in forms_of(state, weight, FixedPoint(8.0))
+        }
         found.append(sum(form in received for form in forms))
     assert found[0] > 50
     assert found[1] == 0
@@ -510,7 +702,9 @@ def test_a_reply_holds_no_metrics(federate, datasets, mlp) -> None:
     assert "evaluate" not in {m.metadata.message_type for m in run.grid.sent}
 
 
-def test_layers_that_need_the_number_of_batches_are_refused_before_training(federate, datasets, mlp) -> None:
+def test_layers_that_need_the_number_of_batches_are_refused_before_training(
+    federate, datasets, mlp
+) -> None:
     def cumulative() -> nn.Module:
         model = mlp()
         model[1].momentum = None
@@ -524,17 +718,26 @@ def test_layers_that_need_the_number_of_batches_are_refused_before_training(fede
     assert error.value.code == CUMULATIVE
 
 
-def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_weighs_its_numbers_by_its_own_count(
+    federate, datasets, mlp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that gives one client a large weight sees little but its update."""
     weight = MaskedRound.weight
-    monkeypatch.setattr(MaskedRound, "weight", lambda self, them: 1e6 if set(them) == {1} else weight(self, them))
+    monkeypatch.setattr(
+        MaskedRound,
+        "weight",
+        lambda self, them: 1e6 if set(them) == {1} else weight(self, them),
+    )
     strategy = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
     run = federate(strategy, mlp, datasets, rounds=1)
-    assert "the server gives this client the weight 1e+06, and it has trained on [5] examples" in run.reason(1)
+    assert (
+        "the server gives this client the weight 1e+06, and it has trained on [5]"
+        " examples" in run.reason(1)
+    )
     assert strategy.reports[0].participants == [0, 2, 3]
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------
 
 
 class MedianMethod(Method):
@@ -565,26 +768,61 @@ class Mean(Strategy):
 class Logged(Strategy):
     """It only reports the record."""
 
-    method = type("LoggedMethod", (MeanMethod,), {"name": "record-in-the-log", "read": "log"})
+    method = type(
+        "LoggedMethod", (MeanMethod,), {"name": "record-in-the-log", "read": "log"}
+    )
 
 
 BESIDE = Key("tests.beside", "ArrayRecord: a record of the test", "client", "server")
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 the server computes more than sums"),
+    "2L+1": (
+        lambda: FedTAN(fedtan_exchanges="2L+1"),
+        "with fedtan-exchanges=2L.1 the server computes more than sums",
+    ),
     "variates": (Scaffold, "the changes of the control variates come beside the model"),
     "losses": (FedBS, "the clients' losses are the weights"),
-    "re-estimation": (StaticBN, "collects statistics that are re-estimated on the clients' data"),
-    "recalibrate": (lambda: FedAvg(recalibrate=True), "collects statistics that are re-estimated"),
-    "recalibrated tests": (lambda: FedAvg(eval_on="recalibrated"), "collects statistics that are re-estimated"),
-    "SGD's buffers": (lambda: FedAvg(momentum_scope="global"), "'momentum' in the reply"),
+    "re-estimation": (
+        StaticBN,
+        "collects statistics that are re-estimated on the clients' data",
+    ),
+    "recalibrate": (
+        lambda: FedAvg(recalibrate=True),
+        "collects statistics that are re-estimated",
+    ),
+    "recalibrated tests": (
+        lambda: FedAvg(eval_on="recalibrated"),
+        "collects statistics that are re-estimated",
+    ),
+    "SGD's buffers": (
+        lambda: FedAvg(momentum_scope="global"),
+        "'momentum' in the reply",
+    ),
     "moments": (FBN, "strategy=fbn sends the moments"),
-    "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled reads the statistics of single replies"),
-    "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
-    "shared BN": (lambda: FedBN(eval_on="averaged-bn"), "eval-on=averaged-bn collects the BN parts"),
-    "a method of one's own": (lambda: Median(), r"MedianMethod\.aggregate may read anything of single replies"),
-    "a record of which a mean is read": (Mean, "mean-of-a-record.*'tests.beside' in the reply"),
+    "pooled": (
+        lambda: FedAvg(variance="pooled"),
+        "variance=pooled reads the statistics of single replies",
+    ),
+    "drift": (
+        lambda: FixBN(freeze_at="auto", freeze_window=2),
+        "freeze-at=auto follows delta_m of each client",
+    ),
+    "shared BN": (
+        lambda: FedBN(eval_on="averaged-bn"),
+        "eval-on=averaged-bn collects the BN parts",
+    ),
+    "a method of one's own": (
+        lambda: Median(),
+        r"MedianMethod\.aggregate may read anything of single replies",
+    ),
+    "a record of which a mean is read": (
+        Mean,
+        "mean-of-a-record.*'tests.beside' in the reply",
+    ),
     "a record for the log": (Logged, "record-in-the-log.*'tests.beside' in the reply"),
-    "another weight": (lambda: FedAvg(weighted_by_key="w"), "weighted_by_key='w': masked sums are weighted by"),
+    "another weight": (
+        lambda: FedAvg(weighted_by_key="w"),
+        "weighted_by_key='w': masked sums are weighted by",
+    ),
 }
 
 
@@ -594,10 +832,16 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
 ) -> None:
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0))
     if refusals(strategy.methods):
-        with pytest.raises(ConfigError, match=f"strategy '{name}' with masked-sums=true"):
+        with pytest.raises(
+            ConfigError, match=f"strategy '{name}' with masked-sums=true"
+        ):
             federate(strategy, mlp, datasets)
     elif strategy.methods.whole.exchanges:
-        run_step(masked(synchronised(STRATEGIES[name])), branches, client_data((3, 6, 6), (2, 5, 1)))
+        run_step(
+            masked(synchronised(STRATEGIES[name])),
+            branches,
+            client_data((3, 6, 6), (2, 5, 1)),
+        )
     else:
         federate(strategy, wsconv_net if name == "fedwon" else mlp, datasets, rounds=1)
         assert strategy.reports[0].participants == [0, 1, 2, 3]
@@ -619,7 +863,9 @@ def test_an_app_without_the_mod_ends_the_run(federate, datasets, mlp) -> None:
         app.train()(lambda message, context: inner(message, context))
         return app
 
-    with pytest.raises(ReplyError, match=r"Make `masked_update` of fedbn_flwr.mods the app's first mod"):
+    with pytest.raises(
+        ReplyError, match=r"Make `masked_update` of fedbn_flwr.mods the app's first mod"
+    ):
         federate(masked(FedAvg()), mlp, datasets, wrap=without_mod)
 
 
@@ -629,7 +875,9 @@ def _without(message: Message) -> Message:
     return message
 
 
-def test_a_client_whose_count_is_not_known_takes_no_part(federate, datasets, mlp) -> None:
+def test_a_client_whose_count_is_not_known_takes_no_part(
+    federate, datasets, mlp
+) -> None:
     class Silent(TorchClient):
         def get_properties(self, config):
             found = super().get_properties(config)

@@ -1,4 +1,6 @@
-"""The masks of a round: they cancel in sums, hide each vector, repeat nowhere, and a client keeps to the protocol."""
+"""The masks of a round: they cancel in sums, hide each vector, repeat nowhere, and a
+client keeps to the protocol.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from scipy import stats
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import MaskingError
-from fedbn_flwr.privacy.masks import Party, PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+from fedbn_flwr.privacy.masks import (
+    Party,
+    PublicKeys,
+    add_pair_mask,
+    recovered_key,
+    recovered_seed,
+    seed_mask,
+)
 
 THRESHOLD = 3
 
@@ -22,10 +31,14 @@ THRESHOLD = 3
 def parties_of(
     size: int, threshold: int = THRESHOLD, server_round: int = 1
 ) -> tuple[list[Party], list[dict[int, bytes]]]:
-    """Clients that have exchanged keys and shares, and what each has encrypted for the others."""
+    """Clients that have exchanged keys and shares, and what each has encrypted for the
+    others.
+    """
     parties = [Party.new(server_round) for _ in range(size)]
     keys = keys_of(parties)
-    encrypted = [party.shares(number, keys, threshold) for number, party in enumerate(parties)]
+    encrypted = [
+        party.shares(number, keys, threshold) for number, party in enumerate(parties)
+    ]
     for number, party in enumerate(parties):
         party.set_present(set(range(size)) - {number})
     return parties, encrypted
@@ -36,17 +49,28 @@ def keys_of(parties: list[Party]) -> dict[int, PublicKeys]:
 
 
 def for_(receiver: int, encrypted: list[dict[int, bytes]]) -> dict[int, bytes]:
-    return {sender: own[receiver] for sender, own in enumerate(encrypted) if sender != receiver}
+    return {
+        sender: own[receiver]
+        for sender, own in enumerate(encrypted)
+        if sender != receiver
+    }
 
 
 def unmasked(
-    parties: list[Party], encrypted: list[dict[int, bytes]], vectors: Mapping[int, Array], threshold: int = THRESHOLD
+    parties: list[Party],
+    encrypted: list[dict[int, bytes]],
+    vectors: Mapping[int, Array],
+    threshold: int = THRESHOLD,
 ) -> Array:
-    """What the server does: ask for shares, rebuild secrets, remove the masks that are left."""
+    """What the server does: ask for shares, rebuild secrets, remove the masks that are
+    left.
+    """
     answered, lost = sorted(vectors), sorted(set(range(len(parties))) - set(vectors))
     shares: dict[int, list[bytes]] = {number: [] for number in range(len(parties))}
     for number in answered:
-        for owner, share in parties[number].reveal(answered, lost, for_(number, encrypted)).items():
+        for owner, share in (
+            parties[number].reveal(answered, lost, for_(number, encrypted)).items()
+        ):
             shares[owner].append(share)
     total = np.sum(list(vectors.values()), axis=0, dtype=np.int64)
     keys = keys_of(parties)
@@ -60,37 +84,59 @@ def unmasked(
 
 
 @settings(deadline=None, max_examples=8)
-@given(size=st.integers(3, 5), lost=st.integers(0, 2), length=st.integers(1, 40), seed=st.integers(0, 2**32))
-def test_the_masks_cancel_whoever_is_lost(size: int, lost: int, length: int, seed: int) -> None:
+@given(
+    size=st.integers(3, 5),
+    lost=st.integers(0, 2),
+    length=st.integers(1, 40),
+    seed=st.integers(0, 2**32),
+)
+def test_the_masks_cancel_whoever_is_lost(
+    size: int, lost: int, length: int, seed: int
+) -> None:
     threshold = size // 2 + 1
     lost = min(lost, size - threshold)
     parties, encrypted = parties_of(size, threshold)
     generator = np.random.default_rng(seed)
     plain = generator.integers(-(2**61), 2**61, (size, length))
-    masked = {number: party.masked(plain[number]) for number, party in enumerate(parties)}
+    masked = {
+        number: party.masked(plain[number]) for number, party in enumerate(parties)
+    }
     for number in generator.choice(size, lost, replace=False):
         del masked[int(number)]
     found = unmasked(parties, encrypted, masked, threshold)
-    assert np.array_equal(found, np.sum([plain[number] for number in masked], axis=0, dtype=np.int64))
+    assert np.array_equal(
+        found, np.sum([plain[number] for number in masked], axis=0, dtype=np.int64)
+    )
 
 
 def test_the_masks_of_an_exchange_cancel() -> None:
     parties, _ = parties_of(4)
     plain = np.random.default_rng(0).integers(-(2**61), 2**61, (4, 9))
     for tag in ("mean/0", "variance/0"):
-        sent = [party.exchange(tag, own) for party, own in zip(parties, plain, strict=True)]
-        assert np.array_equal(np.sum(sent, axis=0, dtype=np.int64), np.sum(plain, axis=0, dtype=np.int64))
-        assert not np.array_equal(np.sum(sent[:3], axis=0, dtype=np.int64), np.sum(plain[:3], axis=0, dtype=np.int64))
+        sent = [
+            party.exchange(tag, own) for party, own in zip(parties, plain, strict=True)
+        ]
+        assert np.array_equal(
+            np.sum(sent, axis=0, dtype=np.int64), np.sum(plain, axis=0, dtype=np.int64)
+        )
+        assert not np.array_equal(
+            np.sum(sent[:3], axis=0, dtype=np.int64),
+            np.sum(plain[:3], axis=0, dtype=np.int64),
+        )
 
 
 def test_a_masked_vector_is_uniform_and_no_stream_comes_twice() -> None:
-    """Bytes of a masked zero are uniform; streams of two rounds and of all exchanges have no word in common."""
+    """Bytes of a masked zero are uniform; streams of two rounds and of all exchanges
+    have no word in common.
+    """
     size = 4096
     zero = np.zeros(size, np.int64)
     streams = []
     for server_round in (1, 2):
         parties, _ = parties_of(3, 2, server_round)
-        streams += [parties[0].exchange(tag, zero) for tag in ("mean/0", "mean/1", "variance/0")]
+        streams += [
+            parties[0].exchange(tag, zero) for tag in ("mean/0", "mean/1", "variance/0")
+        ]
         streams += [party.masked(zero) for party in parties]
     for stream in streams:
         counts = np.bincount(stream.view(np.uint8), minlength=256)
@@ -104,7 +150,10 @@ def test_a_client_survives_between_two_messages() -> None:
     parties, encrypted = parties_of(3, 2)
     plain = np.arange(6).reshape(3, 2)
     kept = [Party.load(party.dump()) for party in parties]
-    tensors = [Party.load(party.dump()).exchange("mean/0", own) for party, own in zip(kept, plain, strict=True)]
+    tensors = [
+        Party.load(party.dump()).exchange("mean/0", own)
+        for party, own in zip(kept, plain, strict=True)
+    ]
     assert np.sum(tensors, axis=0).tolist() == [6, 9]
     masked = {number: party.masked(plain[number]) for number, party in enumerate(kept)}
     kept = [Party.load(party.dump()) for party in kept]
@@ -115,7 +164,10 @@ def test_fewer_shares_than_the_threshold_give_no_secret() -> None:
     parties, encrypted = parties_of(4)
     for party in parties:
         party.masked(np.zeros(1, np.int64))
-    shares = [party.reveal(range(4), [], for_(number, encrypted))[0] for number, party in enumerate(parties)]
+    shares = [
+        party.reveal(range(4), [], for_(number, encrypted))[0]
+        for number, party in enumerate(parties)
+    ]
     seeds = [recovered_seed(list(some)) for some in combinations(shares, 3)]
     assert len(set(seeds)) == 1
     for two in combinations(shares, 2):
@@ -129,7 +181,9 @@ def test_a_share_of_another_key_is_noticed() -> None:
     parties, encrypted = parties_of(4)
     for party in parties:
         party.masked(np.zeros(1, np.int64))
-    shares = [parties[n].reveal([0, 1, 2], [3], for_(n, encrypted))[3] for n in (0, 1, 2)]
+    shares = [
+        parties[n].reveal([0, 1, 2], [3], for_(n, encrypted))[3] for n in (0, 1, 2)
+    ]
     assert recovered_key(shares, parties[3].publics[0])
     with pytest.raises(MaskingError, match="not those of its key"):
         recovered_key(shares, parties[2].publics[0])
@@ -139,8 +193,18 @@ REFUSED = {
     "a threshold of half": (4, 2, {}, "2 of 4 shares would give the server a secret"),
     "a threshold of one": (1, 1, {}, "1 of 1 shares would give the server a secret"),
     "fewer clients than shares needed": (3, 4, {}, "4 of 3 shares would give"),
-    "its own key is another one": (4, 3, {0: 1}, "public keys of the round are not those that its clients have sent"),
-    "a key comes twice": (4, 3, {2: 1}, "public keys of the round are not those that its clients have sent"),
+    "its own key is another one": (
+        4,
+        3,
+        {0: 1},
+        "public keys of the round are not those that its clients have sent",
+    ),
+    "a key comes twice": (
+        4,
+        3,
+        {2: 1},
+        "public keys of the round are not those that its clients have sent",
+    ),
 }
 
 
@@ -165,7 +229,9 @@ def test_a_client_refuses_to_share_its_secrets(case: str) -> None:
         ([0, 1], [2, 3], "2 clients have answered, 3 needed: nothing is revealed"),
     ],
 )
-def test_a_client_refuses_to_reveal(answered: Collection[int], lost: Collection[int], message: str) -> None:
+def test_a_client_refuses_to_reveal(
+    answered: Collection[int], lost: Collection[int], message: str
+) -> None:
     parties, encrypted = parties_of(4)
     parties[0].masked(np.zeros(1, np.int64))
     with pytest.raises(MaskingError, match=message):
@@ -173,20 +239,32 @@ def test_a_client_refuses_to_reveal(answered: Collection[int], lost: Collection[
 
 
 def test_a_client_does_each_step_once() -> None:
-    """A second vector under the same masks, or a second answer with other lists, would unmask the first."""
+    """A second vector under the same masks, or a second answer with other lists, would
+    unmask the first.
+    """
     parties, encrypted = parties_of(3, 2)
     zero, everyone = np.zeros(1, np.int64), keys_of(parties)
-    with pytest.raises(MaskingError, match="step 'shares' of a masked sum follows 'keys'"):
+    with pytest.raises(
+        MaskingError, match="step 'shares' of a masked sum follows 'keys'"
+    ):
         parties[0].shares(0, everyone, 2)
-    with pytest.raises(MaskingError, match="step 'revealed' of a masked sum follows 'masked'"):
+    with pytest.raises(
+        MaskingError, match="step 'revealed' of a masked sum follows 'masked'"
+    ):
         parties[1].reveal([0, 1, 2], [], for_(1, encrypted))
     parties[0].masked(zero)
-    with pytest.raises(MaskingError, match=r"step 'shares' of .* this client has done 'masked'"):
+    with pytest.raises(
+        MaskingError, match=r"step 'shares' of .* this client has done 'masked'"
+    ):
         parties[0].set_present([1, 2])
-    with pytest.raises(MaskingError, match="step 'masked' of a masked sum follows 'shares'"):
+    with pytest.raises(
+        MaskingError, match="step 'masked' of a masked sum follows 'shares'"
+    ):
         parties[0].masked(zero)
     parties[0].reveal([0, 1], [2], for_(0, encrypted))
-    with pytest.raises(MaskingError, match="step 'revealed' of a masked sum follows 'masked'"):
+    with pytest.raises(
+        MaskingError, match="step 'revealed' of a masked sum follows 'masked'"
+    ):
         parties[0].reveal([0, 1, 2], [], for_(0, encrypted))
 
 
@@ -196,25 +274,39 @@ def test_a_client_refuses_other_or_too_few_members() -> None:
         parties[0].set_present([1])
     with pytest.raises(MaskingError, match="names a client twice, or one without keys"):
         parties[0].set_present([1, 2, 7])
-    with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
+    with pytest.raises(
+        MaskingError,
+        match="members of the round, or what is said of the sum, have changed",
+    ):
         parties[0].set_present([1, 2])
-    with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
+    with pytest.raises(
+        MaskingError,
+        match="members of the round, or what is said of the sum, have changed",
+    ):
         parties[0].set_present([1, 2, 3], "other range")
     with pytest.raises(MaskingError, match="names a client twice, or one without keys"):
         parties[0].set_present([1, 1])
 
 
 def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> None:
-    """A server that gives one client a range of its own would see that client's numbers in the sum."""
+    """A server that gives one client a range of its own would see that client's numbers
+    in the sum.
+    """
     parties = [Party.new(1) for _ in range(3)]
     for number, party in enumerate(parties):
         party.shares(number, keys_of(parties), 2)
     for same in (True, False):
         for number, party in enumerate(parties):
             party._present = None
-            party.set_present({0, 1, 2} - {number}, "same" if same else f"about {number}")
+            party.set_present(
+                {0, 1, 2} - {number}, "same" if same else f"about {number}"
+            )
         zero = np.zeros(50, np.int64)
-        total = np.sum([party.exchange(f"{same}", zero) for party in parties], axis=0, dtype=np.int64)
+        total = np.sum(
+            [party.exchange(f"{same}", zero) for party in parties],
+            axis=0,
+            dtype=np.int64,
+        )
         assert (total == 0).all() == same
 
 

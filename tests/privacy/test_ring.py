@@ -1,4 +1,6 @@
-"""Fixed-point sums in the ring: the mean within the stated error, no overflow, values out of range refused by name."""
+"""Fixed-point sums in the ring: the mean within the stated error, no overflow, values
+out of range refused by name.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,26 @@ from fedbn_flwr.privacy.ring import FixedPoint, split
     value_range=st.sampled_from([1e-3, 1.0, 1000.0, 65536.0]),
     seed=st.integers(0, 2**32),
 )
-def test_a_mean_has_the_stated_error(weights: list[int], value_range: float, seed: int) -> None:
+def test_a_mean_has_the_stated_error(
+    weights: list[int], value_range: float, seed: int
+) -> None:
     """Also at both ends of the range, where a sum is as large as it can be."""
     generator = np.random.default_rng(seed)
     values = [generator.uniform(-value_range, value_range, 20) for _ in weights]
     for own in values:
         own[:2] = value_range, -value_range
     point = FixedPoint(float(sum(weights)), value_range)
-    vectors = [point.vector({"x": own}, weight) for own, weight in zip(values, weights, strict=True)]
+    vectors = [
+        point.vector({"x": own}, weight)
+        for own, weight in zip(values, weights, strict=True)
+    ]
     with np.errstate(over="ignore"):
         found = point.mean(np.sum(vectors, axis=0, dtype=np.int64), float(sum(weights)))
-    exact = [math.fsum(w * own[i] for w, own in zip(weights, values, strict=True)) / sum(weights) for i in range(20)]
+    exact = [
+        math.fsum(w * own[i] for w, own in zip(weights, values, strict=True))
+        / sum(weights)
+        for i in range(20)
+    ]
     allowed = point.error(len(weights), sum(weights)) + 2**-51 * value_range
     assert np.abs(found - exact).max() <= allowed
 
@@ -72,10 +83,16 @@ def test_a_sum_that_still_holds_a_mask_is_refused() -> None:
 
 
 def test_a_vector_is_split_by_names_whatever_their_order() -> None:
-    values = {"b": np.arange(6.0).reshape(2, 3), "a": np.asarray(7.0), "c": np.zeros((0, 2))}
+    values = {
+        "b": np.arange(6.0).reshape(2, 3),
+        "a": np.asarray(7.0),
+        "c": np.zeros((0, 2)),
+    }
     point = FixedPoint(1.0, 64.0)
     vector = point.vector(values, 1.0)
     again = point.vector(dict(reversed(values.items())), 1.0)
     found = split(point.mean(vector, 1.0), values)
     assert np.array_equal(vector, again)
-    assert {name: array.tolist() for name, array in found.items()} == {n: v.tolist() for n, v in values.items()}
+    assert {name: array.tolist() for name, array in found.items()} == {
+        n: v.tolist() for n, v in values.items()
+    }

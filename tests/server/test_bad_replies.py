@@ -1,4 +1,6 @@
-"""A client with bad replies is named and left out; the round continues as if it had not been there."""
+"""A client with bad replies is named and left out; the round continues as if it had not
+been there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
@@ -40,11 +51,15 @@ def put(value: float, index: int = 0) -> Callable[[np.ndarray], np.ndarray]:
 def record(content: RecordDict, **entries: Array | None) -> None:
     """Put these arrays into the reply's state; None takes one out."""
     changed = {**content["arrays"], **entries}
-    content["arrays"] = ArrayRecord({name: array for name, array in changed.items() if array is not None})
+    content["arrays"] = ArrayRecord(
+        {name: array for name, array in changed.items() if array is not None}
+    )
 
 
 def garbage(data: bytes, dtype: str = "float64") -> Spoil:
-    return lambda content: record(content, **{"0.bias": Array(dtype, (4,), "numpy.ndarray", data)})
+    return lambda content: record(
+        content, **{"0.bias": Array(dtype, (4,), "numpy.ndarray", data)}
+    )
 
 
 def wrong_header(content: RecordDict) -> None:
@@ -55,7 +70,9 @@ def wrong_header(content: RecordDict) -> None:
 def count(value: float | None) -> Spoil:
     def spoil(content: RecordDict) -> None:
         numbers = {k: v for k, v in content["metrics"].items() if k != "num-examples"}
-        content["metrics"] = MetricRecord(numbers if value is None else {**numbers, "num-examples": value})
+        content["metrics"] = MetricRecord(
+            numbers if value is None else {**numbers, "num-examples": value}
+        )
 
     return spoil
 
@@ -84,10 +101,18 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     "nan": (entry("0.weight", put(np.nan, 3)), NOT_FINITE, "'0.weight'"),
     "inf": (entry("1.running_mean", put(-np.inf)), NOT_FINITE, "'1.running_mean'"),
     "shape": (entry("0.bias", lambda a: a[:2]), None, "'0.bias' has shape (2,)"),
-    "dtype": (entry("0.bias", lambda a: a.astype(np.float32)), None, "'0.bias' has dtype float32"),
+    "dtype": (
+        entry("0.bias", lambda a: a.astype(np.float32)),
+        None,
+        "'0.bias' has dtype float32",
+    ),
     "missing": (lambda content: record(content, **{"3.bias": None}), None, "'3.bias'"),
     "extra": (lambda content: record(content, own=Array(np.zeros(1))), None, "'own'"),
-    "variance": (entry("1.running_var", put(-0.5, 2)), None, "'1.running_var' holds a negative variance"),
+    "variance": (
+        entry("1.running_var", put(-0.5, 2)),
+        None,
+        "'1.running_var' holds a negative variance",
+    ),
     "zero": (count(0), None, "'num-examples' is 0"),
     "negative": (count(-3), None, "'num-examples' is -3"),
     "count nan": (count(float("nan")), None, "'num-examples' is nan"),
@@ -110,7 +135,9 @@ def without_bad(federate, points, mlp):
 
     def run(rounds: int) -> Any:
         if rounds not in WITHOUT:
-            WITHOUT[rounds] = federate(FedAvg(), mlp, [points(6, 0), points(0), points(9, 2)], rounds=rounds)
+            WITHOUT[rounds] = federate(
+                FedAvg(), mlp, [points(6, 0), points(0), points(9, 2)], rounds=rounds
+            )
         return WITHOUT[rounds]
 
     return run
@@ -120,9 +147,13 @@ WITHOUT: dict[int, Any] = {}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_bad_reply_is_refused_by_name(federate, datasets, mlp, same_bits, without_bad, wrong: str) -> None:
+def test_a_bad_reply_is_refused_by_name(
+    federate, datasets, mlp, same_bits, without_bad, wrong: str
+) -> None:
     spoil, code, name = WRONG[wrong]
-    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
+    run = federate(
+        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
+    )
     node_id = run.grid.get_node_ids()[BAD]
     (report,) = run.strategy.reports
     assert list(report.rejected) == [node_id]
@@ -134,53 +165,92 @@ def test_a_bad_reply_is_refused_by_name(federate, datasets, mlp, same_bits, with
     same_bits(run.state, without_bad(1).state)
 
 
-@pytest.mark.parametrize("data", [to_record({"a": np.full(2, np.nan)})["a"].data, b"not an array"], ids=["nan", "text"])
-def test_a_further_record_that_the_method_does_not_read_is_left_alone(federate, datasets, mlp, data: bytes) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [to_record({"a": np.full(2, np.nan)})["a"].data, b"not an array"],
+    ids=["nan", "text"],
+)
+def test_a_further_record_that_the_method_does_not_read_is_left_alone(
+    federate, datasets, mlp, data: bytes
+) -> None:
     def note(content: RecordDict) -> None:
-        content["notes"] = ArrayRecord({"a": Array("float64", (2,), "numpy.ndarray", data)})
+        content["notes"] = ArrayRecord(
+            {"a": Array("float64", (2,), "numpy.ndarray", data)}
+        )
 
-    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, note))
+    run = federate(
+        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, note)
+    )
     assert run.strategy.reports[0].rejected == {}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(federate, datasets, mlp, value: float) -> None:
+def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(
+    federate, datasets, mlp, value: float
+) -> None:
     def spoil(content: RecordDict) -> None:
-        variates = {name: array.copy() for name, array in views(content[VARIATES]).items()}
+        variates = {
+            name: array.copy() for name, array in views(content[VARIATES]).items()
+        }
         variates["0.weight"].flat[3] = value
         content[VARIATES] = to_record(variates)
 
-    run = federate(Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
+    run = federate(
+        Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
+    )
     node_id = run.grid.get_node_ids()[BAD]
-    refused = f"node {node_id} (partition {BAD}): record '{VARIATES}': entry '0.weight' holds {value}"
+    refused = (
+        f"node {node_id} (partition {BAD}): record '{VARIATES}': entry '0.weight' holds"
+        f" {value}"
+    )
     assert run.strategy.reports[0].rejected[node_id].startswith(refused)
 
 
-@pytest.mark.parametrize(("name", "value"), [("0.bias", np.inf), ("1.running_mean", np.nan), ("1.running_var", -1.0)])
-def test_an_initial_entry_that_every_reply_would_repeat_is_refused_before_the_run(mlp, name: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("0.bias", np.inf), ("1.running_mean", np.nan), ("1.running_var", -1.0)],
+)
+def test_an_initial_entry_that_every_reply_would_repeat_is_refused_before_the_run(
+    mlp, name: str, value: float
+) -> None:
     state = to_state(mlp().state_dict())
     state[name] = put(value)(state[name].copy())
-    with pytest.raises(ConfigError, match=rf"^initial_arrays: entry '{name}' holds .*{value}"):
+    with pytest.raises(
+        ConfigError, match=rf"^initial_arrays: entry '{name}' holds .*{value}"
+    ):
         FedAvg().prepare(to_record(state), 1, 1.0)
 
 
-def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(federate, datasets, mlp, caplog) -> None:
+def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
+    federate, datasets, mlp, caplog
+) -> None:
     """The query's count weighs the reply: the result is that of replies with it."""
     with caplog.at_level(logging.WARNING, "flwr"):
-        run = federate(FedAvg(), mlp, datasets, rounds=2, wrap=functools.partial(spoiling, count(99)))
+        run = federate(
+            FedAvg(),
+            mlp,
+            datasets,
+            rounds=2,
+            wrap=functools.partial(spoiling, count(99)),
+        )
     node_id, size = run.grid.get_node_ids()[BAD], len(datasets[BAD])
     (said,) = [text for text in caplog.messages if "num-examples" in text]
     assert f"node {node_id} (partition {BAD}): " in said
     assert f"num-examples=99, and it answered the query with {size}" in said
     run_with_query_count = federate(FedAvg(), mlp, datasets, rounds=2)
-    assert all((run.state[name] == array).all() for name, array in run_with_query_count.state.items())
+    assert all(
+        (run.state[name] == array).all()
+        for name, array in run_with_query_count.state.items()
+    )
 
 
 def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> None:
     def spoil(content: RecordDict) -> None:
         content["metrics"]["train-loss"] = [1.0, 2.0]
 
-    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
+    run = federate(
+        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
+    )
     assert run.strategy.reports[0].participants == [0, 1, 2]
     assert "train-loss" not in run.result.train_metrics_clientapp[1]
     assert run.result.train_metrics_clientapp[1]["steps"] == 2 + 3 + 2
@@ -188,13 +258,26 @@ def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> 
 
 def test_a_client_takes_part_again_when_it_recovers(federate, datasets, mlp) -> None:
     spoil = entry("0.weight", put(np.nan))
-    run = federate(FedAvg(), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
-    assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    run = federate(
+        FedAvg(), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,))
+    )
+    assert [r.participants for r in run.strategy.reports] == [
+        [0, 1, 2],
+        [0, 2],
+        [0, 1, 2],
+    ]
 
 
-def test_below_the_minimum_the_previous_model_is_kept(federate, datasets, mlp, same_bits) -> None:
+def test_below_the_minimum_the_previous_model_is_kept(
+    federate, datasets, mlp, same_bits
+) -> None:
     spoil = entry("0.weight", put(np.nan))
-    run = federate(FedAvg(min_replies=3), mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(2,)))
+    run = federate(
+        FedAvg(min_replies=3),
+        mlp,
+        datasets,
+        wrap=functools.partial(spoiling, spoil, rounds=(2,)),
+    )
     same_bits(run.history[2], run.history[1])
     assert [r.kept_previous for r in run.strategy.reports] == [False, True, False]
     assert not np.array_equal(run.history[3]["0.weight"], run.history[2]["0.weight"])
@@ -206,7 +289,9 @@ def test_a_bad_test_is_reported_beside_a_bad_training(federate, datasets, mlp) -
         def wrap(client_fn: Any) -> ClientApp:
             return spoiling(spoil, client_fn, kind=kinds)
 
-        return federate(FedAvg(), mlp, datasets, rounds=1, wrap=wrap).strategy.reports[0]
+        return federate(FedAvg(), mlp, datasets, rounds=1, wrap=wrap).strategy.reports[
+            0
+        ]
 
     report = report_of(count(-1), [MessageType.EVALUATE])
     (reason,) = report.rejected.values()
@@ -216,18 +301,27 @@ def test_a_bad_test_is_reported_beside_a_bad_training(federate, datasets, mlp) -
     report = report_of(count(0), [MessageType.EVALUATE])
     assert not report.rejected
     assert list(report.evaluations) == ["0", "2"]
-    (reason,) = report_of(fail, [MessageType.TRAIN, MessageType.EVALUATE]).rejected.values()
+    (reason,) = report_of(
+        fail, [MessageType.TRAIN, MessageType.EVALUATE]
+    ).rejected.values()
     assert reason.count("disk full") == 2
 
 
-def test_a_client_that_does_not_answer_in_time_is_rejected(federate, datasets, mlp, same_bits, without_bad) -> None:
-    expected, over = without_bad(1).state, threading.Event()  # first: a process's first step takes seconds
+def test_a_client_that_does_not_answer_in_time_is_rejected(
+    federate, datasets, mlp, same_bits, without_bad
+) -> None:
+    # first: a process's first step takes seconds
+    expected, over = without_bad(1).state, threading.Event()
 
     def hang(content: RecordDict) -> None:
         with interrupted():
             over.wait(60)
 
-    hanging = {"wrap": functools.partial(spoiling, hang), "grid_options": {"threads": 3}, "timeout": 3.0}
+    hanging = {
+        "wrap": functools.partial(spoiling, hang),
+        "grid_options": {"threads": 3},
+        "timeout": 3.0,
+    }
     run = federate(FedAvg(fraction_evaluate=0.0), mlp, datasets, rounds=1, **hanging)
     over.set()
     assert run.strategy.reports[0].participants == [0, 2]
@@ -235,8 +329,12 @@ def test_a_client_that_does_not_answer_in_time_is_rejected(federate, datasets, m
 
 
 @pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE])
-def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(federate, datasets, mlp, kind: str) -> None:
-    """As after a restarted SuperNode: the context is empty, the server thinks the client has had the start."""
+def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(
+    federate, datasets, mlp, kind: str
+) -> None:
+    """As after a restarted SuperNode: the context is empty, the server thinks the
+    client has had the start.
+    """
     lost = []
 
     def forgetful(client_fn) -> ClientApp:
@@ -244,7 +342,11 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(federate,
 
         def answer(message: Message, context: Context) -> Message:
             config = next(iter(message.content.config_records.values()), ConfigRecord())
-            asked = config.get("server-round"), message.metadata.message_type, context.node_config["partition-id"]
+            asked = (
+                config.get("server-round"),
+                message.metadata.message_type,
+                context.node_config["partition-id"],
+            )
             if asked == (2, kind, BAD) and not lost:
                 lost.append(context.state.pop("fedbn-flwr.local"))
                 context.state.pop("fedbn-flwr.local.about")
@@ -255,9 +357,15 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(federate,
         return app
 
     run = federate(FedBN(), mlp, datasets, rounds=4, wrap=forgetful)
-    # An error rolls the context back, so the client has its part again in this engine; the server sends it anyway.
+    # An error rolls the context back, so the client has its part again in this
+    # engine; # the server sends it anyway.
     second = [0, 2] if kind == MessageType.TRAIN else [0, 1, 2]
-    assert [r.participants for r in run.strategy.reports] == [[0, 1, 2], second, [0, 1, 2], [0, 1, 2]]
+    assert [r.participants for r in run.strategy.reports] == [
+        [0, 1, 2],
+        second,
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
     (reason,) = run.strategy.reports[1].rejected.values()
     assert "no value for 5 entries ('1.weight', ...)" in reason
     node_id = run.grid.get_node_ids()[BAD]
@@ -270,6 +378,11 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(federate,
 
 
 def test_observers_of_quantisation_aware_training_are_told_from_a_constant(mlp) -> None:
-    state = {**to_state(mlp().state_dict()), "activation_post_process.min_val": np.array(np.inf)}
-    with pytest.raises(ConfigError, match=r"'activation_post_process\.min_val' holds inf.*observers"):
+    state = {
+        **to_state(mlp().state_dict()),
+        "activation_post_process.min_val": np.array(np.inf),
+    }
+    with pytest.raises(
+        ConfigError, match=r"'activation_post_process\.min_val' holds inf.*observers"
+    ):
         FedAvg().prepare(to_record(state), 1, 1.0)

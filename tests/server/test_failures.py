@@ -1,4 +1,6 @@
-"""A run that diverged or trained nothing raises: its error holds the result, and says why and what to do."""
+"""A run that diverged or trained nothing raises: its error holds the result, and says
+why and what to do.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.method import Facts
-from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, combined
+from fedbn_flwr.strategies import (
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedBN,
+    FedBS,
+    FedProx,
+    FedTAN,
+    FedWon,
+    FixBN,
+    combined,
+)
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
@@ -28,8 +41,12 @@ SIZES = (6, 13, 9)
 NAN = float("nan")
 
 
-def client(fit: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None) -> type[TorchClient]:
-    """Return a client that changes its results: ``fit(client, server_round, result)`` and ``evaluate`` alike."""
+def client(
+    fit: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None
+) -> type[TorchClient]:
+    """Return a client that changes its results: ``fit(client, server_round, result)``
+    and ``evaluate`` alike.
+    """
 
     class Changed(TorchClient):
         def fit(self, parameters, config):
@@ -38,7 +55,9 @@ def client(fit: Callable[..., Any] | None = None, evaluate: Callable[..., Any] |
 
         def evaluate(self, parameters, config):
             result = super().evaluate(parameters, config)
-            return evaluate(self, config["server-round"], result) if evaluate else result
+            return (
+                evaluate(self, config["server-round"], result) if evaluate else result
+            )
 
     return Changed
 
@@ -51,33 +70,56 @@ def untestable(result: Any) -> Any:
     return NAN, result[1], {**result[2], "loss": NAN}
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------
 
 
 def test_losses_that_are_not_finite_are_named() -> None:
-    assert losses_not_finite({"": {"test-loss": NAN, "loss": 1.0, "test-accuracy": 0.1}}) == ["test-loss is nan"]
+    assert losses_not_finite(
+        {"": {"test-loss": NAN, "loss": 1.0, "test-accuracy": 0.1}}
+    ) == ["test-loss is nan"]
     assert losses_not_finite({"": {"loss": -math.inf}}) == ["loss is -inf"]
-    clients = {str(i): {"own-loss": math.inf, "loss": math.inf} for i in range(7)} | {"7": {"own-loss": 1.0}}
-    assert losses_not_finite(clients) == ["own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite"]
+    clients = {str(i): {"own-loss": math.inf, "loss": math.inf} for i in range(7)} | {
+        "7": {"own-loss": 1.0}
+    }
+    assert losses_not_finite(clients) == [
+        "own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite"
+    ]
     assert losses_not_finite({"": {"loss": "no number", "delta": NAN}, "0": {}}) == []
 
 
 def test_a_test_in_which_nothing_counts_is_no_divergence() -> None:
-    empty = {"own-loss": NAN, "own-accuracy": NAN, "loss": NAN, "global-loss": 1.0, "global-accuracy": 0.5}
+    empty = {
+        "own-loss": NAN,
+        "own-accuracy": NAN,
+        "loss": NAN,
+        "global-loss": 1.0,
+        "global-accuracy": 0.5,
+    }
     assert losses_not_finite({"0": empty}) == []
     assert losses_not_finite({"0": {"val_loss": NAN, "val_acc": NAN}}) == []
     unknown = {"own-loss": NAN, "own-mae": NAN, "own-num-examples": 0}
     assert losses_not_finite({"0": unknown}) == []
-    assert losses_not_finite({"0": {**unknown, "own-num-examples": 3}}) == ["own-loss of client 0 is not finite"]
+    assert losses_not_finite({"0": {**unknown, "own-num-examples": 3}}) == [
+        "own-loss of client 0 is not finite"
+    ]
 
 
 def first_only(server_round: int) -> dict[str, float]:
     return {"loss": 1.0 if server_round < 2 else NAN}
 
 
-def test_a_loss_of_the_servers_test_ends_the_run(federate, datasets, mlp, same_bits, caplog) -> None:
+def test_a_loss_of_the_servers_test_ends_the_run(
+    federate, datasets, mlp, same_bits, caplog
+) -> None:
     with caplog.at_level(logging.ERROR, logger="flwr"):
-        run = federate(FedAvg(), mlp, datasets, rounds=4, evaluate_fn=first_only, fails=DivergedError)
+        run = federate(
+            FedAvg(),
+            mlp,
+            datasets,
+            rounds=4,
+            evaluate_fn=first_only,
+            fails=DivergedError,
+        )
     assert len(run.strategy.reports) == 2, "it ends at once"
     same_bits(run.state, run.history[2])
     assert list(run.result.evaluate_metrics_serverapp) == [0, 1, 2]
@@ -87,27 +129,52 @@ def test_a_loss_of_the_servers_test_ends_the_run(federate, datasets, mlp, same_b
     assert len(caplog.messages) == 1
 
 
-def test_with_continue_the_run_goes_on_and_logs_it(federate, datasets, mlp, caplog) -> None:
+def test_with_continue_the_run_goes_on_and_logs_it(
+    federate, datasets, mlp, caplog
+) -> None:
     with caplog.at_level(logging.ERROR, logger="flwr"):
-        run = federate(FedAvg(on_divergence="continue"), mlp, datasets, rounds=4, evaluate_fn=first_only)
+        run = federate(
+            FedAvg(on_divergence="continue"),
+            mlp,
+            datasets,
+            rounds=4,
+            evaluate_fn=first_only,
+        )
     assert [report.diverged_at for report in run.strategy.reports] == [None, 2, 3, 4]
     assert ["Likely cause" in text for text in caplog.messages] == [True, False, False]
 
 
 def test_a_clients_own_loss_counts(federate, datasets, mlp) -> None:
     def evaluate(self, server_round, result):
-        return untestable(result) if (self.partition_id, server_round) == (1, 2) else result
+        return (
+            untestable(result)
+            if (self.partition_id, server_round) == (1, 2)
+            else result
+        )
 
-    run = federate(FedBN(), mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError)
+    run = federate(
+        FedBN(), mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError
+    )
     assert run.error.diverged_at == 2
     assert "loss of client 1 is not finite" in str(run.error)
     every_other = FedBN(eval_every=2)
-    assert federate(every_other, mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError).error
+    assert federate(
+        every_other,
+        mlp,
+        datasets,
+        client=client(evaluate=evaluate),
+        fails=DivergedError,
+    ).error
 
 
-def test_a_training_loss_counts_although_the_model_is_finite(federate, datasets, mlp) -> None:
+def test_a_training_loss_counts_although_the_model_is_finite(
+    federate, datasets, mlp
+) -> None:
     def fit(self, server_round, result):
-        return *result[:2], {**result[2], "train-loss": NAN if self.partition_id == 2 else 1.0}
+        return *result[:2], {
+            **result[2],
+            "train-loss": NAN if self.partition_id == 2 else 1.0,
+        }
 
     run = federate(FedAvg(), mlp, datasets, client=client(fit), fails=DivergedError)
     assert run.error.diverged_at == 1
@@ -116,14 +183,18 @@ def test_a_training_loss_counts_although_the_model_is_finite(federate, datasets,
 
 @pytest.mark.parametrize("share", [1.0, 0.0])
 @pytest.mark.parametrize("of_clients", [True, False])
-def test_a_foreign_loop_is_ended_too(run_legacy_loop, datasets, mlp, share: float, of_clients: bool) -> None:
+def test_a_foreign_loop_is_ended_too(
+    run_legacy_loop, datasets, mlp, share: float, of_clients: bool
+) -> None:
     """By the clients' losses, or by those of its own ``evaluate_fn``."""
     if of_clients and not share:
         pytest.skip("no client is tested")
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     diverging = client(evaluate=lambda self, server_round, result: untestable(result))
     kind = diverging if of_clients else TorchClient
-    app = ClientApp(torch_clients(mlp, datasets, training, client=kind), mods=[local_bn])
+    app = ClientApp(
+        torch_clients(mlp, datasets, training, client=kind), mods=[local_bn]
+    )
 
     def tested(server_round: int, arrays: Any, config: Any) -> Any:
         return (1.0 if of_clients or server_round == 1 else NAN), {}
@@ -134,101 +205,217 @@ def test_a_foreign_loop_is_ended_too(run_legacy_loop, datasets, mlp, share: floa
     assert caught.value.diverged_at == (1 if of_clients else 2)
 
 
-# --- replies ---------------------------------------------------------------------------------------------------------
+# --- replies --------------------------------------------------------------------------
 
 
 def all_spoilt(*rounds: int) -> type[TorchClient]:
-    return client(lambda self, server_round, result: spoilt(self, result) if server_round in rounds else result)
+    return client(
+        lambda self, server_round, result: (
+            spoilt(self, result) if server_round in rounds else result
+        )
+    )
 
 
-def test_a_single_round_without_a_used_reply_is_a_warning(federate, datasets, mlp, caplog) -> None:
+def test_a_single_round_without_a_used_reply_is_a_warning(
+    federate, datasets, mlp, caplog
+) -> None:
     run = federate(FedAvg(), mlp, datasets, rounds=4, client=all_spoilt(2, 4))
-    assert [report.kept_previous for report in run.strategy.reports] == [False, True, False, True]
-    (said, _) = (text for text in caplog.messages if "min_replies" in text)
+    assert [report.kept_previous for report in run.strategy.reports] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    said, _ = (text for text in caplog.messages if "min_replies" in text)
     assert "3 clients asked, 3 replied, 3 refused or lost: 3 x entry '0.weight'" in said
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN])
-def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(federate, datasets, mlp, strategy) -> None:
-    """The evaluated loss stays finite, since the model does: no reply is used. FedBN's clients refuse to keep NaN."""
-    run = federate(strategy(), mlp, datasets, rounds=5, client=all_spoilt(2, 3), fails=DivergedError)
+def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
+    federate, datasets, mlp, strategy
+) -> None:
+    """The evaluated loss stays finite, since the model does: no reply is used. FedBN's
+    clients refuse to keep NaN.
+    """
+    run = federate(
+        strategy(),
+        mlp,
+        datasets,
+        rounds=5,
+        client=all_spoilt(2, 3),
+        fails=DivergedError,
+    )
     assert len(run.strategy.reports) == 3
     assert run.error.diverged_at == 2
-    assert "in round 2: since round 2 all replies hold values that are not finite" in str(run.error)
-    assert "'0.weight'" in str(run.error) or strategy is FedBN, "the first reason is named"
+    assert (
+        "in round 2: since round 2 all replies hold values that are not finite"
+        in str(run.error)
+    )
+    assert "'0.weight'" in str(run.error) or strategy is FedBN, (
+        "the first reason is named"
+    )
 
 
 def test_a_run_of_one_round_has_no_second(federate, datasets, mlp) -> None:
-    assert federate(FedAvg(), mlp, datasets, rounds=1, client=all_spoilt(1), fails=DivergedError).error.diverged_at == 1
+    assert (
+        federate(
+            FedAvg(), mlp, datasets, rounds=1, client=all_spoilt(1), fails=DivergedError
+        ).error.diverged_at
+        == 1
+    )
 
 
 @pytest.mark.parametrize("min_replies", [1, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_step_of_values_that_are_not_finite_diverges_too(run_step, mlp, transport: str, min_replies: int) -> None:
+def test_a_step_of_values_that_are_not_finite_diverges_too(
+    run_step, mlp, transport: str, min_replies: int
+) -> None:
     data = client_data((5,), (6, 5, 9, 7))
     for points in data:
         points.inputs *= NAN
     made = synchronised(FedTAN, transport, min_replies=min_replies)
-    run = run_step(made, mlp(), data, transport=transport, rounds=3, fails=DivergedError)
+    run = run_step(
+        made, mlp(), data, transport=transport, rounds=3, fails=DivergedError
+    )
     assert run.error.diverged_at == 1
 
 
-def test_rounds_without_replies_for_other_reasons_do_not_diverge(federate, datasets, mlp) -> None:
+def test_rounds_without_replies_for_other_reasons_do_not_diverge(
+    federate, datasets, mlp
+) -> None:
     def fit(self, server_round, result):
         if server_round in (2, 3):
             raise RuntimeError("disk full")
         return result
 
     run = federate(FedAvg(), mlp, datasets, rounds=4, client=client(fit))
-    assert [report.kept_previous for report in run.strategy.reports] == [False, True, True, False]
+    assert [report.kept_previous for report in run.strategy.reports] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
-    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=4, client=all_spoilt(2, 3), fails=DivergedError)
-    assert "frozen after round T*=1, are far from those of the batches" in str(run.error)
+    run = federate(
+        FixBN(freeze_at=1),
+        mlp,
+        datasets,
+        rounds=4,
+        client=all_spoilt(2, 3),
+        fails=DivergedError,
+    )
+    assert "frozen after round T*=1, are far from those of the batches" in str(
+        run.error
+    )
     assert "lr-decay-at=freeze" in str(run.error)
-    early = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=all_spoilt(1, 2), fails=DivergedError)
-    assert "Likely cause: the training steps are too large for the model." in str(early.error)
+    early = federate(
+        FixBN(freeze_at=3),
+        mlp,
+        datasets,
+        rounds=4,
+        client=all_spoilt(1, 2),
+        fails=DivergedError,
+    )
+    assert "Likely cause: the training steps are too large for the model." in str(
+        early.error
+    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "named", "left_out"),
     [
-        (FedWon(agc=0.1), "What helped in small runs: a tenth of the learning-rate.", "agc=0.1, or"),
+        (
+            FedWon(agc=0.1),
+            "What helped in small runs: a tenth of the learning-rate.",
+            "agc=0.1, or",
+        ),
         (FedWon(agc=0.01), "agc=0.01. What helped in small runs: a tenth", "agc=0.1"),
-        (FedWon(agc=0.0), "agc=0. What helped in small runs: agc=0.1, or a tenth of the learning-rate.", "proximal"),
+        (
+            FedWon(agc=0.0),
+            (
+                "agc=0. What helped in small runs: agc=0.1, or a tenth of the"
+                " learning-rate."
+            ),
+            "proximal",
+        ),
         (
             FedAdam(eta=100.0),
-            "the server's steps are too large: server-learning-rate=100. In small runs its default, 0.1, helped.",
+            (
+                "the server's steps are too large: server-learning-rate=100. In small"
+                " runs its default, 0.1, helped."
+            ),
             "T*",
         ),
-        (FedAdam(), "the server's steps are too large: lower server-learning-rate=0.1.", "default"),
-        (FedAvgM(server_learning_rate=9.0), "server-learning-rate=9. In small runs its default, 1, helped.", "eta="),
-        (FedProx(proximal_mu=2.0), "With proximal-mu=2 a learning-rate above 2 / proximal-mu", "eta="),
+        (
+            FedAdam(),
+            "the server's steps are too large: lower server-learning-rate=0.1.",
+            "default",
+        ),
+        (
+            FedAvgM(server_learning_rate=9.0),
+            "server-learning-rate=9. In small runs its default, 1, helped.",
+            "eta=",
+        ),
+        (
+            FedProx(proximal_mu=2.0),
+            "With proximal-mu=2 a learning-rate above 2 / proximal-mu",
+            "eta=",
+        ),
         (FedProx(proximal_mu=0.0), "a lower learning-rate", "proximal-mu"),
         (FedBS(), "a lower learning-rate", "proximal-mu"),
-        (combined(FixBN, FedAdam)(freeze_at=1, eta=9.0), "frozen after round T*=1", "lower learning-rate"),
-        (combined(FixBN, FedAdam)(freeze_at=1, eta=9.0), "its default, 0.1, helped.", "training steps"),
-        (combined(FixBN, FedProx)(freeze_at=1), "With proximal-mu=0.01", "training steps"),
-        (FixBN(freeze_at=1), "lr-decay-at=freeze, or a smaller lr-decay-factor where it is set", "training steps"),
+        (
+            combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),
+            "frozen after round T*=1",
+            "lower learning-rate",
+        ),
+        (
+            combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),
+            "its default, 0.1, helped.",
+            "training steps",
+        ),
+        (
+            combined(FixBN, FedProx)(freeze_at=1),
+            "With proximal-mu=0.01",
+            "training steps",
+        ),
+        (
+            FixBN(freeze_at=1),
+            "lr-decay-at=freeze, or a smaller lr-decay-factor where it is set",
+            "training steps",
+        ),
     ],
 )
-def test_the_advice_names_the_settings_that_count(strategy: FedAvg[Any], named: str, left_out: str) -> None:
+def test_the_advice_names_the_settings_that_count(
+    strategy: FedAvg[Any], named: str, left_out: str
+) -> None:
     facts = Facts(0, 9, split_state({}), {})
     advice = " ".join(strategy.methods.advice(strategy.methods.begin(facts), 2))
     assert named in advice
     assert left_out not in advice
 
 
-def test_a_run_in_which_no_round_used_a_reply_fails(federate, datasets, mlp, same_bits) -> None:
+def test_a_run_in_which_no_round_used_a_reply_fails(
+    federate, datasets, mlp, same_bits
+) -> None:
     def fit(self, server_round, result):
         if self.partition_id < 2:
             raise RuntimeError("disk full")
         return result
 
-    run = federate(FedAvg(min_replies=2), mlp, datasets, rounds=2, client=client(fit), fails=NothingTrainedError)
+    run = federate(
+        FedAvg(min_replies=2),
+        mlp,
+        datasets,
+        rounds=2,
+        client=client(fit),
+        fails=NothingTrainedError,
+    )
     same_bits(run.state, run.history[0])
-    assert "6 clients asked, 6 replied, 4 refused or lost: 4 x error 2: " in str(run.error)
+    assert "6 clients asked, 6 replied, 4 refused or lost: 4 x error 2: " in str(
+        run.error
+    )
 
 
 def test_a_run_that_only_tests_is_no_failure(federate, datasets, mlp) -> None:
@@ -238,22 +425,31 @@ def test_a_run_that_only_tests_is_no_failure(federate, datasets, mlp) -> None:
 
 def test_a_resumed_run_may_have_trained_before(federate, datasets, mlp) -> None:
     strategy = FedAvg()
-    strategy.load_state_dict(federate(FedAvg(), mlp, datasets, rounds=1).strategy.state_dict(), 1)
+    strategy.load_state_dict(
+        federate(FedAvg(), mlp, datasets, rounds=1).strategy.state_dict(), 1
+    )
     run = federate(strategy, mlp, datasets, rounds=2, client=all_spoilt(2))
     assert [report.server_round for report in run.strategy.reports] == [2]
 
 
-# --- one ConfigError of all clients ----------------------------------------------------------------------------------
+# --- one ConfigError of all clients ---------------------------------------------------
 
 
-def refusing(where: str, says: Callable[[int], str] = lambda partition: "agc=-1 must be at least 0") -> Any:
-    """Return a wrap for ``federate``: every client raises a ConfigError in ``where``, or None where ``says`` is ""."""
+def refusing(
+    where: str,
+    says: Callable[[int], str] = lambda partition: "agc=-1 must be at least 0",
+) -> Any:
+    """Return a wrap for ``federate``: every client raises a ConfigError in ``where``,
+    or None where ``says`` is "".
+    """
 
     def wrap(client_fn: Any) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()
 
         def answer(message: Message, context: Any) -> Message:
-            if message.metadata.message_type == where and (text := says(context.node_config["partition-id"])):
+            if message.metadata.message_type == where and (
+                text := says(context.node_config["partition-id"])
+            ):
                 raise ConfigError(text)
             return whole(message, context)
 
@@ -265,9 +461,16 @@ def refusing(where: str, says: Callable[[int], str] = lambda partition: "agc=-1 
 
 
 @pytest.mark.parametrize("where", ["query", "train", "evaluate"])
-def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(federate, datasets, mlp, where: str) -> None:
+def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(
+    federate, datasets, mlp, where: str
+) -> None:
     strategy = FedAvg()
-    with pytest.raises(ConfigError, match=r"^agc=-1 must be at least 0\n\(All 3 clients that were asked raised this"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^agc=-1 must be at least 0\n\(All 3 clients that were asked raised this"
+        ),
+    ):
         federate(strategy, mlp, datasets, wrap=refusing(where))
     assert len(strategy.reports) == 1
 
@@ -280,31 +483,59 @@ def test_it_ends_a_run_with_a_synchronised_step(run_step, mlp, transport: str) -
 
     made = synchronised(FedTAN, transport)
     with pytest.raises(ConfigError, match=r"^local_steps=-1 must be at least 0\n"):
-        run_step(made, mlp(), client_data((5,), (6, 5, 9)), transport=transport, client=Refusing)
+        run_step(
+            made,
+            mlp(),
+            client_data((5,), (6, 5, 9)),
+            transport=transport,
+            client=Refusing,
+        )
 
 
 def test_other_errors_do_not_end_the_run(federate, datasets, mlp) -> None:
     """Different texts; a client that trains; a client that is not there."""
-    for says in (lambda partition: f"device='cuda:{partition}'", lambda partition: "bad" if partition else ""):
+    for says in (
+        lambda partition: f"device='cuda:{partition}'",
+        lambda partition: "bad" if partition else "",
+    ):
         strategy = FedAvg()
         fails = NothingTrainedError if says(0) else None
-        federate(strategy, mlp, datasets, rounds=2, wrap=refusing("train", says), fails=fails)
+        federate(
+            strategy, mlp, datasets, rounds=2, wrap=refusing("train", says), fails=fails
+        )
         assert len(strategy.reports) == 2
-        assert all(len(report.rejected) == (3 if says(0) else 2) for report in strategy.reports)
+        assert all(
+            len(report.rejected) == (3 if says(0) else 2) for report in strategy.reports
+        )
 
 
 @pytest.mark.parametrize("where", ["train", "evaluate"])
-def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(federate, datasets, mlp, where) -> None:
+def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
+    federate, datasets, mlp, where
+) -> None:
     """With a share of the clients it can be the only one that is asked in a round."""
-    shares = {"fraction_train": 0.34, "fraction_evaluate": 0.34, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+    shares = {
+        "fraction_train": 0.34,
+        "fraction_evaluate": 0.34,
+        "min_train_nodes": 1,
+        "min_evaluate_nodes": 1,
+    }
     strategy = FedAvg(**shares, seed=1)
-    federate(strategy, mlp, datasets, rounds=6, wrap=refusing(where, lambda partition: "bad" if partition == 2 else ""))
+    federate(
+        strategy,
+        mlp,
+        datasets,
+        rounds=6,
+        wrap=refusing(where, lambda partition: "bad" if partition == 2 else ""),
+    )
     refused = [report.server_round for report in strategy.reports if report.rejected]
     assert refused, "it was asked"
     assert refused[0] > 1
 
 
-def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate, datasets, mlp) -> None:
+def test_it_does_not_end_a_run_in_which_a_client_has_trained(
+    federate, datasets, mlp
+) -> None:
     def fit(self, server_round, result):
         if server_round > 1:
             raise ConfigError("no disk")
@@ -319,15 +550,19 @@ def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate, datasets,
     assert [report.server_round for report in resumed.reports] == [2, 3]
 
 
-def test_it_does_not_end_a_run_in_which_a_client_was_tested(federate, datasets, mlp) -> None:
+def test_it_does_not_end_a_run_in_which_a_client_was_tested(
+    federate, datasets, mlp
+) -> None:
     """Nobody trains, so that only an earlier test tells that the clients work."""
     strategy = FedAvg(fraction_train=0.0)
-    late = refusing("evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else "")
+    late = refusing(
+        "evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else ""
+    )
     federate(strategy, mlp, datasets, rounds=3, wrap=late)
     assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
 
 
-# --- loops whose end nobody tells us ---------------------------------------------------------------------------------
+# --- loops whose end nobody tells us --------------------------------------------------
 
 
 def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClient]:  # noqa: B006
@@ -342,7 +577,9 @@ def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClie
 
 
 class OwnStart(FedAvg):
-    """A project's strategy with a loop of its own, as in Flower's advanced example; it may leave the tests out."""
+    """A project's strategy with a loop of its own, as in Flower's advanced example; it
+    may leave the tests out.
+    """
 
     tests = False
 
@@ -350,21 +587,44 @@ class OwnStart(FedAvg):
         arrays = initial_arrays
         for current in range(1, num_rounds + 1):
             messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            arrays = self.aggregate_train(current, grid.send_and_receive(messages, timeout=60))[0] or arrays
+            arrays = (
+                self.aggregate_train(
+                    current, grid.send_and_receive(messages, timeout=60)
+                )[0]
+                or arrays
+            )
             if self.tests:
-                messages = self.configure_evaluate(current, arrays, ConfigRecord(), grid)
-                self.aggregate_evaluate(current, grid.send_and_receive(messages, timeout=60))
+                messages = self.configure_evaluate(
+                    current, arrays, ConfigRecord(), grid
+                )
+                self.aggregate_evaluate(
+                    current, grid.send_and_receive(messages, timeout=60)
+                )
         return Result(arrays=arrays)
 
 
 @pytest.mark.parametrize("tests", [False, True])
-def test_a_start_of_the_users_own_that_trains_nothing_fails(tests: bool, federate, datasets, mlp) -> None:
+def test_a_start_of_the_users_own_that_trains_nothing_fails(
+    tests: bool, federate, datasets, mlp
+) -> None:
     strategy = OwnStart()
     strategy.tests = tests
-    with pytest.raises(NothingTrainedError, match=r"(?s)6 clients asked, 6 replied, 6 refused or lost: 6 x .*full"):
+    with pytest.raises(
+        NothingTrainedError,
+        match=r"(?s)6 clients asked, 6 replied, 6 refused or lost: 6 x .*full",
+    ):
         federate(strategy, mlp, datasets, client=raising(), rounds=5)
     assert len(strategy.reports) == 2
     late = OwnStart()
-    assert len(federate(late, mlp, datasets, client=raising(until=2), rounds=3).strategy.reports) == 3
+    assert (
+        len(
+            federate(
+                late, mlp, datasets, client=raising(until=2), rounds=3
+            ).strategy.reports
+        )
+        == 3
+    )
     some = OwnStart(min_replies=2)
-    assert federate(some, mlp, datasets, client=raising({1}), rounds=3).strategy.reports[2].participants == [0, 2]
+    assert federate(
+        some, mlp, datasets, client=raising({1}), rounds=3
+    ).strategy.reports[2].participants == [0, 2]

@@ -25,7 +25,9 @@ from tests.support.federation import torch_clients
 
 
 class Answers(InProcessGrid):
-    """A grid whose nodes answer the query with what they are given, a number as an error; ``asked`` tells whom."""
+    """A grid whose nodes answer the query with what they are given, a number as an
+    error; ``asked`` tells whom.
+    """
 
     def __init__(self, nodes: Mapping[int, dict[str, Any] | int]) -> None:
         super().__init__(ClientApp(), 1)
@@ -35,7 +37,9 @@ class Answers(InProcessGrid):
     def get_node_ids(self) -> list[int]:
         return list(self.nodes)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         batch = list(messages)
         self.asked.append([message.metadata.dst_node_id for message in batch])
         return [self._reply(message) for message in batch]
@@ -45,14 +49,27 @@ class Answers(InProcessGrid):
         message.metadata.__dict__.update(_message_id="1", _run_id=1)
         if isinstance(said, int):
             return Message(Error(said, "lost"), reply_to=message)
-        content = RecordDict({"metrics": MetricRecord({k: v for k, v in said.items() if not isinstance(v, str)})})
-        if texts := {key: value for key, value in said.items() if isinstance(value, str)}:
+        content = RecordDict(
+            {
+                "metrics": MetricRecord(
+                    {k: v for k, v in said.items() if not isinstance(v, str)}
+                )
+            }
+        )
+        if texts := {
+            key: value for key, value in said.items() if isinstance(value, str)
+        }:
             content["properties"] = ConfigRecord(texts)
         return Message(content, reply_to=message)
 
 
 def node(partition: int, examples: int = 5, **more: Any) -> dict[str, Any]:
-    return {"partition-id": partition, "num-examples": examples, "batch-size": 1, **more}
+    return {
+        "partition-id": partition,
+        "num-examples": examples,
+        "batch-size": 1,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -60,20 +77,35 @@ def nodes() -> NodeRegistry:
     return NodeRegistry(seed=0, timeout=1)
 
 
-def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegistry) -> None:
-    with pytest.raises(ConfigError, match=r"node 11 \(partition 0\) and node 13 .* partition-id=0"):
+def test_two_nodes_with_one_partition_are_refused_at_the_start(
+    nodes: NodeRegistry,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"node 11 \(partition 0\) and node 13 .* partition-id=0"
+    ):
         nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)
 
 
 def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     """Their parts share examples. A node with its own data says no number of parts."""
     nodes = NodeRegistry(seed=0, timeout=1, num_partitions=0)
-    grid = Answers({11: node(0, **{"num-partitions": 2}), 12: node(1, **{"num-partitions": 3}), 13: node(2)})
+    grid = Answers(
+        {
+            11: node(0, **{"num-partitions": 2}),
+            12: node(1, **{"num-partitions": 3}),
+            13: node(2),
+        }
+    )
     loaded_by_users = NodeRegistry(seed=0, timeout=1)
     assert [n.node_id for n in loaded_by_users.present(grid, 1)] == [11, 12, 13]
-    with pytest.raises(ConfigError, match=r"node 11 .* num-partitions=2 and node 12 .* num-partitions=3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"node 11 .* num-partitions=2 and node 12 .* num-partitions=3",
+    ):
         nodes.present(grid, 1)
-    with pytest.raises(ConfigError, match=r"the server has num-partitions=1 and node 11"):
+    with pytest.raises(
+        ConfigError, match=r"the server has num-partitions=1 and node 11"
+    ):
         NodeRegistry(seed=0, timeout=1, num_partitions=1).present(grid, 1)
     later = grid.nodes.pop(12)
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
@@ -85,8 +117,12 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     assert "left out" in said
 
 
-def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry, caplog) -> None:
-    """As a SuperNode without a key does that was killed: it comes back under another node id."""
+def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
+    nodes: NodeRegistry, caplog
+) -> None:
+    """As a SuperNode without a key does that was killed: it comes back under another
+    node id.
+    """
     grid = Answers({11: node(0), 12: node(1)})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     grid.nodes[13] = node(1)
@@ -99,17 +135,35 @@ def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeR
 
 
 def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) -> None:
-    """Its partition matters as soon as it is back; an app that has no answer is taken without one."""
-    grid = Answers({11: node(0), 12: ErrorCode.NODE_UNAVAILABLE, 13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION})
+    """Its partition matters as soon as it is back; an app that has no answer is taken
+    without one.
+    """
+    grid = Answers(
+        {
+            11: node(0),
+            12: ErrorCode.NODE_UNAVAILABLE,
+            13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
+        }
+    )
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (13, None)]
+        assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [
+            (11, 0),
+            (13, None),
+        ]
     assert caplog.messages == [
-        f"node 13: its answer to the query failed: lost. If a mod raised it: {MOD_ON_QUERIES}",
+        (
+            "node 13: its answer to the query failed: lost. If a mod raised it:"
+            f" {MOD_ON_QUERIES}"
+        ),
         "node 12 did not say who it is (error 5: lost); asked again later",
     ]
     assert nodes.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)
-    assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (12, 1), (13, None)]
+    assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [
+        (11, 0),
+        (12, 1),
+        (13, None),
+    ]
     assert nodes.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
 
@@ -119,12 +173,24 @@ def test_the_reason_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) ->
     assert [n.unusable for n in nodes.present(grid, 1)] == ["", "no images"]
 
 
-def test_nodes_whose_properties_the_engine_knows_are_not_asked(nodes: NodeRegistry) -> None:
+def test_nodes_whose_properties_the_engine_knows_are_not_asked(
+    nodes: NodeRegistry,
+) -> None:
     """They are the same as if they had been asked."""
-    told = {11: node(3), 12: node(0, 0, unusable="no images"), 13: node(1), 14: {"num-examples": 5}}
+    told = {
+        11: node(3),
+        12: node(0, 0, unusable="no images"),
+        13: node(1),
+        14: {"num-examples": 5},
+    }
     asked, knowing = Answers(told), Answers(told)
     knowing.node_properties = lambda config, node_ids: {  # type: ignore[method-assign]
-        i: NodeProperties(told[i].get("partition-id"), told[i]["num-examples"], 1, str(told[i].get("unusable", "")))
+        i: NodeProperties(
+            told[i].get("partition-id"),
+            told[i]["num-examples"],
+            1,
+            str(told[i].get("unusable", "")),
+        )
         for i in node_ids
         if i < 13
     }
@@ -134,7 +200,9 @@ def test_nodes_whose_properties_the_engine_knows_are_not_asked(nodes: NodeRegist
     assert asked.asked == [[11, 12, 13, 14]]
 
 
-def test_a_reply_may_name_a_partition_that_no_other_node_has(nodes: NodeRegistry) -> None:
+def test_a_reply_may_name_a_partition_that_no_other_node_has(
+    nodes: NodeRegistry,
+) -> None:
     grid = Answers({11: node(1), 12: {"num-examples": 5}, 13: node(0)})
     nodes.present(grid, 1)
     for said, known in ((-1, None), (0, None), (7, 7)):
@@ -144,7 +212,9 @@ def test_a_reply_may_name_a_partition_that_no_other_node_has(nodes: NodeRegistry
     assert [n.node_id for n in nodes.present(grid, 1)] == [13, 11, 12]
 
 
-@pytest.mark.parametrize("unusable", ["no images", ""], ids=["unusable", "no training data"])
+@pytest.mark.parametrize(
+    "unusable", ["no images", ""], ids=["unusable", "no training data"]
+)
 def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tested_either(
     run_strategy, mlp, points, unusable: str
 ) -> None:
@@ -163,20 +233,49 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
     for register in (app.train(), app.evaluate(), app.query("statistics")):
         register(whole)
     run = run_strategy(FedAvg(recalibrate=True), app, mlp().state_dict(), 3, rounds=2)
-    asked = {(m.metadata.message_type, run.grid.partition(m.metadata.dst_node_id)) for m in run.grid.sent}
-    kinds = {"train": (0, 2), "query.statistics": (0, 2), "evaluate": (0, 2) if unusable else (0, 1, 2)}
-    assert asked == {("query", i) for i in range(3)} | {(kind, i) for kind, who in kinds.items() for i in who}
+    asked = {
+        (m.metadata.message_type, run.grid.partition(m.metadata.dst_node_id))
+        for m in run.grid.sent
+    }
+    kinds = {
+        "train": (0, 2),
+        "query.statistics": (0, 2),
+        "evaluate": (0, 2) if unusable else (0, 1, 2),
+    }
+    assert asked == {("query", i) for i in range(3)} | {
+        (kind, i) for kind, who in kinds.items() for i in who
+    }
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
         assert list(report.evaluations) == [str(i) for i in kinds["evaluate"]]
-        assert [why.partition(": ")[2] for why in report.rejected.values()] == ([unusable] if unusable else [])
+        assert [why.partition(": ")[2] for why in report.rejected.values()] == (
+            [unusable] if unusable else []
+        )
 
 
 @pytest.mark.parametrize(
     ("settings", "trained", "tested"),
     [
-        ({"fraction_train": 0.25, "min_train_nodes": 3, "fraction_evaluate": 0.25, "min_evaluate_nodes": 1}, 3, 1),
-        ({"fraction_train": 0.5, "min_train_nodes": 1, "fraction_evaluate": 0.25, "min_evaluate_nodes": 3}, 2, 3),
+        (
+            {
+                "fraction_train": 0.25,
+                "min_train_nodes": 3,
+                "fraction_evaluate": 0.25,
+                "min_evaluate_nodes": 1,
+            },
+            3,
+            1,
+        ),
+        (
+            {
+                "fraction_train": 0.5,
+                "min_train_nodes": 1,
+                "fraction_evaluate": 0.25,
+                "min_evaluate_nodes": 3,
+            },
+            2,
+            3,
+        ),
         ({"fraction_train": 0.0, "fraction_evaluate": 1.0}, 0, 4),
         ({"fraction_train": 0.75, "fraction_evaluate": 0.0}, 3, 0),
     ],
@@ -187,21 +286,36 @@ def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
     run = federate(FedAvg(**settings), mlp, [points(8, i) for i in range(4)], rounds=2)
     kinds = [message.metadata.message_type for message in run.grid.sent]
     assert (kinds.count("train"), kinds.count("evaluate")) == (2 * trained, 2 * tested)
-    assert [(report.asked, len(report.evaluations)) for report in run.strategy.reports] == [(trained, tested)] * 2
+    assert [
+        (report.asked, len(report.evaluations)) for report in run.strategy.reports
+    ] == [(trained, tested)] * 2
 
 
-def test_a_node_with_other_versions_is_named_before_round_1(nodes: NodeRegistry, caplog) -> None:
+def test_a_node_with_other_versions_is_named_before_round_1(
+    nodes: NodeRegistry, caplog
+) -> None:
     same = as_text(own_versions())
     other = same.replace("torch ", "torch 1.") + ", other 9"
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        nodes.present(Answers({11: node(0, **{VERSIONS: same}), 12: node(1, **{VERSIONS: other}), 13: node(2)}), 1)
+        nodes.present(
+            Answers(
+                {
+                    11: node(0, **{VERSIONS: same}),
+                    12: node(1, **{VERSIONS: other}),
+                    13: node(2),
+                }
+            ),
+            1,
+        )
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1
     assert warned[0].startswith("node 12 (partition 1): torch is ")
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_a_node_says_its_versions_over_a_network_alone(network: bool, points, mlp) -> None:
+def test_a_node_says_its_versions_over_a_network_alone(
+    network: bool, points, mlp
+) -> None:
     training = LocalTraining(learning_rate=LearningRate(0.1))
     app = client_app(torch_clients(mlp, [points(8)], training))
     message = Message(RecordDict(), dst_node_id=1, message_type="query")

@@ -15,7 +15,9 @@ from fedbn_flwr.transport.polling_grid import PollingGrid
 
 
 class Slow(PollingGrid):
-    """Answers the message of node k after ``delays[k]`` seconds; an infinite delay is a node that is lost."""
+    """Answers the message of node k after ``delays[k]`` seconds; an infinite delay is a
+    node that is lost.
+    """
 
     inner = None  # type: ignore[assignment]
 
@@ -32,7 +34,10 @@ class Slow(PollingGrid):
         self.polls += 1
         replies = []
         for i in message_ids:
-            if time.monotonic() - self.start >= self.delays[self.sent[i].metadata.dst_node_id]:
+            if (
+                time.monotonic() - self.start
+                >= self.delays[self.sent[i].metadata.dst_node_id]
+            ):
                 reply = Message(Error(5, "lost"), reply_to=self.sent[i])
                 reply.metadata.__dict__.update(_reply_to_message_id=i, _src_node_id=1)
                 replies.append(reply)
@@ -47,7 +52,9 @@ def identity():
 
 
 def asked(grid: Slow) -> list[Message]:
-    return [Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in grid.delays]
+    return [
+        Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in grid.delays
+    ]
 
 
 def test_replies_are_returned_by_node_id() -> None:
@@ -60,15 +67,21 @@ def test_replies_are_returned_by_node_id() -> None:
 
 def test_receiving_stops_as_soon_as_the_replies_are_enough() -> None:
     grid = Slow({7: 0.0, 8: 60.0})
-    assert list(send_until(grid, asked(grid), lambda replies, seconds: 7 in replies)) == [7]
-    assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 0.2)) == [7]
+    assert list(
+        send_until(grid, asked(grid), lambda replies, seconds: 7 in replies)
+    ) == [7]
+    assert list(
+        send_until(grid, asked(grid), lambda replies, seconds: seconds > 0.2)
+    ) == [7]
     assert 0.2 <= time.monotonic() - grid.start < 1
     assert grid.polls < 200
 
 
 def test_messages_that_could_not_be_pushed_are_left_out_or_an_error() -> None:
     grid = Slow({7: 0.0, 8: 0.0}, "not the first")
-    assert list(send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)) == [8]
+    assert list(
+        send_until(grid, asked(grid), lambda replies, seconds: seconds > 5)
+    ) == [8]
     grid = Slow({7: 0.0, 8: 0.0}, "none")
     with pytest.raises(EngineError, match="only 0 of 2 messages could be sent"):
         send_until(grid, asked(grid), lambda replies, seconds: True)

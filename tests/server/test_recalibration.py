@@ -1,4 +1,6 @@
-"""Recalibration: tests see re-estimated statistics, training does not; clients' statistics are checked; its cost."""
+"""Recalibration: tests see re-estimated statistics, training does not; clients'
+statistics are checked; its cost.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
 from fedbn_flwr.server.testing import completing_entries
-from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
+from fedbn_flwr.strategies import (
+    MTFL,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+)
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.synchronised import client_data
 
@@ -31,7 +42,10 @@ def trained(run) -> list[bytes]:
     for message in (*run.grid.sent, *run.grid.received):
         if message.metadata.message_type == "train":
             for key, record in message.content.array_records.items():
-                found += [key.encode() + name.encode() + array.data for name, array in record.items()]
+                found += [
+                    key.encode() + name.encode() + array.data
+                    for name, array in record.items()
+                ]
     return found
 
 
@@ -46,7 +60,9 @@ def trained(run) -> list[bytes]:
     ],
     ids=["fedavg", "fixbn", "scaffold", "silobn half", "fedavg half"],
 )
-def test_recalibration_asks_every_client_and_does_not_change_training(federate, datasets, mlp, method) -> None:
+def test_recalibration_asks_every_client_and_does_not_change_training(
+    federate, datasets, mlp, method
+) -> None:
     model = functools.partial(mlp, dropout=0.3)
     plain, mine, beside = (
         federate(method(**options), model, datasets, rounds=3)
@@ -55,46 +71,79 @@ def test_recalibration_asks_every_client_and_does_not_change_training(federate, 
     assert trained(plain) == trained(mine) == trained(beside)
     union = torch.cat([data.inputs for data in datasets])
     for found, without in zip(mine.history[1:], plain.history[1:], strict=True):
-        assert all(found[n].tobytes() == without[n].tobytes() for n in without if n not in STATISTICS)
-        hidden = torch.nn.functional.linear(union, *(torch.from_numpy(found[f"0.{n}"]) for n in ("weight", "bias")))
-        for name, value in zip(STATISTICS, (hidden.mean(0), hidden.var(0)), strict=True):
+        assert all(
+            found[n].tobytes() == without[n].tobytes()
+            for n in without
+            if n not in STATISTICS
+        )
+        hidden = torch.nn.functional.linear(
+            union, *(torch.from_numpy(found[f"0.{n}"]) for n in ("weight", "bias"))
+        )
+        for name, value in zip(
+            STATISTICS, (hidden.mean(0), hidden.var(0)), strict=True
+        ):
             assert not np.allclose(without[name], value)
             np.testing.assert_allclose(found[name], value, rtol=1e-12)
     for name in STATISTICS:  # beside the plain model: offered, and not put into it
         assert beside.state[name].tobytes() == plain.state[name].tobytes()
-        assert completing_entries(beside.strategy.run, "recalibrated")[name].tobytes() == mine.state[name].tobytes()
+        assert (
+            completing_entries(beside.strategy.run, "recalibrated")[name].tobytes()
+            == mine.state[name].tobytes()
+        )
     assert completing_entries(plain.strategy.run, "recalibrated") == {}
 
 
 def test_recalibration_does_not_change_the_training_of_fedtan(run_step, mlp) -> None:
     data = client_data((5,), (6, 13, 9))
     runs = [
-        run_step(FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4) for on in (False, True)
+        run_step(
+            FedTAN(recalibrate=on), mlp(), data, rounds=3, local_steps=2, batch_size=4
+        )
+        for on in (False, True)
     ]
     plain, mine = runs
     for name in plain.state:
-        assert (plain.state[name].tobytes() == mine.state[name].tobytes()) == (name not in STATISTICS), name
+        assert (plain.state[name].tobytes() == mine.state[name].tobytes()) == (
+            name not in STATISTICS
+        ), name
     reports = zip(mine.strategy.reports, plain.strategy.reports, strict=True)
     assert [a.train.exchanges - b.train.exchanges for a, b in reports] == [1, 1, 1]
 
 
-def test_recalibration_runs_before_tests_and_its_traffic_is_counted(federate, datasets, mlp) -> None:
-    """Statistics of the one layer: 2 x 4 float64 up per client, and an int64 count; the state down once."""
+def test_recalibration_runs_before_tests_and_its_traffic_is_counted(
+    federate, datasets, mlp
+) -> None:
+    """Statistics of the one layer: 2 x 4 float64 up per client, and an int64 count; the
+    state down once.
+    """
     run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
     plain = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
     due = [2, 4, 5]
     for report, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
         extra = report.server_round in due
         a, b = report.train, other.train
-        assert (a.exchanges - b.exchanges, a.down - b.down, a.up - b.up) == (extra, extra * b.down, extra * 3 * 64)
-        assert (a.counters_down - b.counters_down, a.counters_up - b.counters_up) == (extra * 8, extra * 24)
-    beside = federate(FedAvg(eval_on="recalibrated", fraction_evaluate=0.0), mlp, datasets, rounds=1).strategy.reports[
-        0
-    ]
-    assert (beside.train.exchanges, beside.evaluate.exchanges, beside.evaluate.up) == (1, 1, 3 * 64)
+        assert (a.exchanges - b.exchanges, a.down - b.down, a.up - b.up) == (
+            extra,
+            extra * b.down,
+            extra * 3 * 64,
+        )
+        assert (a.counters_down - b.counters_down, a.counters_up - b.counters_up) == (
+            extra * 8,
+            extra * 24,
+        )
+    beside = federate(
+        FedAvg(eval_on="recalibrated", fraction_evaluate=0.0), mlp, datasets, rounds=1
+    ).strategy.reports[0]
+    assert (beside.train.exchanges, beside.evaluate.exchanges, beside.evaluate.up) == (
+        1,
+        1,
+        3 * 64,
+    )
 
 
-def test_between_two_tests_the_model_has_the_statistics_of_the_training(federate, datasets, mlp, same_bits) -> None:
+def test_between_two_tests_the_model_has_the_statistics_of_the_training(
+    federate, datasets, mlp, same_bits
+) -> None:
     """Those that were re-estimated two rounds ago are of other weights."""
     run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
     plain = federate(FedAvg(), mlp, datasets, rounds=5)
@@ -102,12 +151,21 @@ def test_between_two_tests_the_model_has_the_statistics_of_the_training(federate
         same_bits(run.history[number], plain.history[number])
 
 
-def test_statistics_of_a_model_that_two_rounds_kept_are_asked_for_once(federate, datasets, mlp, same_bits) -> None:
+def test_statistics_of_a_model_that_two_rounds_kept_are_asked_for_once(
+    federate, datasets, mlp, same_bits
+) -> None:
     """The first of these rounds has no test."""
     strategy = FedAvg(recalibrate=True, eval_every=2, min_replies=3)
     run = federate(strategy, mlp, datasets, rounds=4, hide={3: {1}, 4: {1}})
-    assert [report.kept_previous for report in strategy.reports] == [False, False, True, True]
-    assert {config["server-round"] for config in run.grid.config("query.statistics")} == {2}
+    assert [report.kept_previous for report in strategy.reports] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert {
+        config["server-round"] for config in run.grid.config("query.statistics")
+    } == {2}
     same_bits(run.state, run.history[2])
 
 
@@ -120,14 +178,22 @@ def spoil_statistics(change):
     ("change", "said"),
     [
         (lambda s: s.pop("1.m2"), "the reply lacks count, mean or m2 of layer '1'"),
-        (lambda s: s.update({"1.mean": s["1.mean"][:2]}), r"layer '1': int64 \(\), \(2,\), \(4,\) sent"),
+        (
+            lambda s: s.update({"1.mean": s["1.mean"][:2]}),
+            r"layer '1': int64 \(\), \(2,\), \(4,\) sent",
+        ),
         (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 -1.0"),
         (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' holds nan"),
         (lambda s: s.update({"1.count": np.asarray(0)}), "count is 0"),
-        (lambda s: s.update({"9.count": np.asarray(3)}), "'9.count' .* belongs to no BatchNorm layer"),
+        (
+            lambda s: s.update({"9.count": np.asarray(3)}),
+            "'9.count' .* belongs to no BatchNorm layer",
+        ),
     ],
 )
-def test_bad_statistics_are_rejected_and_the_others_pooled(federate, datasets, mlp, change, said) -> None:
+def test_bad_statistics_are_rejected_and_the_others_pooled(
+    federate, datasets, mlp, change, said
+) -> None:
     wrap = spoil_statistics(change)
     run = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
     (why,) = run.strategy.reports[0].rejected.values()
@@ -136,11 +202,15 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(federate, datasets, m
     assert re.search(said, why)
     assert run.strategy.reports[0].participants == [0, 1, 2]
     kept = torch.cat([datasets[i].inputs for i in (0, 2)])
-    hidden = torch.nn.functional.linear(kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias")))
+    hidden = torch.nn.functional.linear(
+        kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
+    )
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
 
 
-def test_below_min_replies_the_model_keeps_its_statistics(federate, datasets, mlp, same_bits) -> None:
+def test_below_min_replies_the_model_keeps_its_statistics(
+    federate, datasets, mlp, same_bits
+) -> None:
     wrap = spoil_statistics(lambda state: state.clear() or state.update(x=np.zeros(1)))
     run = federate(FedAvg(recalibrate=True, min_replies=3), mlp, datasets, wrap=wrap)
     same_bits(run.state, federate(FedAvg(), mlp, datasets).state)
@@ -149,36 +219,70 @@ def test_below_min_replies_the_model_keeps_its_statistics(federate, datasets, ml
 @pytest.mark.parametrize("method", [FedBN, MTFL, Standalone])
 def test_methods_without_global_weights_refuse_recalibration(method) -> None:
     for options in ({"recalibrate": True}, {"eval_on": "recalibrated"}):
-        with pytest.raises(ConfigError, match=f"strategy '{method.name}' keeps affine .*no global weights"):
+        with pytest.raises(
+            ConfigError,
+            match=f"strategy '{method.name}' keeps affine .*no global weights",
+        ):
             method(**options)
 
 
 def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
-    with pytest.raises(NormLayerError, match=r"the model has none\. Use recalibrate=false"):
+    with pytest.raises(
+        NormLayerError, match=r"the model has none\. Use recalibrate=false"
+    ):
         federate(FedAvg(recalibrate=True), functools.partial(mlp, norm=False), datasets)
 
 
 def test_a_numpy_client_without_statistics_is_named(federate, datasets, mlp) -> None:
     class Other(NumPyClient):
         def __init__(self, client) -> None:
-            self.fit, self.evaluate, self.get_properties = client.fit, client.evaluate, client.get_properties
+            self.fit, self.evaluate, self.get_properties = (
+                client.fit,
+                client.evaluate,
+                client.get_properties,
+            )
 
     def one_other(make: Callable[[Context], Any], others: Collection[int]) -> ClientApp:
-        return client_app(lambda c: Other(make(c)) if c.node_config["partition-id"] in others else make(c))
+        return client_app(
+            lambda c: (
+                Other(make(c)) if c.node_config["partition-id"] in others else make(c)
+            )
+        )
 
     recalibrating = FedAvg(recalibrate=True)
-    federate(recalibrating, mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [1]))
+    federate(
+        recalibrating, mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [1])
+    )
     (why,) = recalibrating.reports[0].rejected.values()
     assert "Other does not re-estimate BN statistics" in why
     assert recalibrating.reports[0].participants == [0, 1, 2]
-    with pytest.raises(ClientPartError, match=r"no client could measure its statistics: (?s:.*)Other does not"):
-        federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [0, 1, 2]))
+    with pytest.raises(
+        ClientPartError,
+        match=r"no client could measure its statistics: (?s:.*)Other does not",
+    ):
+        federate(
+            FedAvg(recalibrate=True),
+            mlp,
+            datasets,
+            rounds=1,
+            wrap=lambda make: one_other(make, [0, 1, 2]),
+        )
 
 
-def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_models(federate, datasets, mlp) -> None:
-    """Each answer was refused for want of the models' key, and the run ended with the statistics of its start."""
+def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_models(
+    federate, datasets, mlp
+) -> None:
+    """Each answer was refused for want of the models' key, and the run ended with the
+    statistics of its start.
+    """
     plain, other = (
-        federate(FedAvg(recalibrate=True, fraction_evaluate=0.0, **key), mlp, datasets, rounds=1, local_steps=2)
+        federate(
+            FedAvg(recalibrate=True, fraction_evaluate=0.0, **key),
+            mlp,
+            datasets,
+            rounds=1,
+            local_steps=2,
+        )
         for key in ({}, {"weighted_by_key": "steps"})
     )
     assert other.strategy.reports[0].rejected == {}

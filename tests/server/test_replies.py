@@ -1,4 +1,6 @@
-"""How the server reads replies: in place, and with the memory of a few models for any number of replies."""
+"""How the server reads replies: in place, and with the memory of a few models for any
+number of replies.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ TERMS = Terms(
 
 def reply(value: float) -> Message:
     identify_process(1)
-    state = {name: (array * value).astype(array.dtype) for name, array in STATE.items() if array.ndim}
+    state = {
+        name: (array * value).astype(array.dtype)
+        for name, array in STATE.items()
+        if array.ndim
+    }
     content = RecordDict({"arrays": to_record(state), "more": to_record(state)})
     content["metrics"] = MetricRecord({"num-examples": 2})
     return Message(content, 1, MessageType.TRAIN)
@@ -50,16 +56,24 @@ def test_a_reply_is_a_read_only_view_of_its_message() -> None:
     read = TERMS.read(Node(1), message)
     for key, state in (("arrays", read.state), ("more", read.extras["more"])):
         for name, array in state.items():
-            assert np.shares_memory(array, np.frombuffer(message.content[key][name].data, np.uint8))
+            assert np.shares_memory(
+                array, np.frombuffer(message.content[key][name].data, np.uint8)
+            )
             assert not array.flags.writeable
 
 
-def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for_any_number_of_replies() -> None:
+def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for_any_number_of_replies() -> (
+    None
+):
     messages = [reply(1.0 + i) for i in range(12)]
     tracemalloc.start()
     try:
         replies = [TERMS.read(Node(i), message) for i, message in enumerate(messages)]
-        mean = average([read.state for read in replies], [read.num_examples for read in replies], TERMS.facts.parts)
+        mean = average(
+            [read.state for read in replies],
+            [read.num_examples for read in replies],
+            TERMS.facts.parts,
+        )
         averaging = tracemalloc.get_traced_memory()[1]
         record = to_record(mean)
         everything = tracemalloc.get_traced_memory()[1]
@@ -72,7 +86,9 @@ def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for
 
 
 def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
-    """They stay until the client's next reply; the message may lie in memory shared with a client's process."""
+    """They stay until the client's next reply; the message may lie in memory shared
+    with a client's process.
+    """
     message, latest = reply(2.0), LatestBN()
     state, _, _ = read_arrays(message, "arrays")
     ((_, _, kept, _),) = latest.with_latest([((False, 0, 7), state, 2.0)]).tree

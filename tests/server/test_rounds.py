@@ -1,4 +1,6 @@
-"""The loop over rounds equals Flower's; the checkpoint of a strategy; the hash that clients are expected to hold."""
+"""The loop over rounds equals Flower's; the checkpoint of a strategy; the hash that
+clients are expected to hold.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def run_of(strategy: Any, timeout: float = 1.0) -> Run:
     return strategy.run
 
 
-def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, monkeypatch) -> None:
+def test_our_loop_over_rounds_equals_flowers(
+    federate, mlp, points, same_bits, monkeypatch
+) -> None:
     def run() -> tuple[Any, list[tuple[int, str]]]:
         calls: list[tuple[int, str]] = []
 
@@ -63,37 +67,57 @@ def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, m
 
     ours, calls = run()
 
-    def flowers(strategy, grid, num_rounds, train_config, evaluate_config, test_model, stop):
+    def flowers(
+        strategy, grid, num_rounds, train_config, evaluate_config, test_model, stop
+    ):
         run = strategy.run
         assert run.after == 0
         configs = train_config, evaluate_config
-        return FlowerFedAvg.start(strategy, grid, run.arrays, num_rounds, run.timeout, *configs, test_model)
+        return FlowerFedAvg.start(
+            strategy, grid, run.arrays, num_rounds, run.timeout, *configs, test_model
+        )
 
     monkeypatch.setattr(strategy_module, "run_rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)
     assert len(ours.history) == len(theirs.history) == 4
-    for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+    for kind in (
+        "train_metrics_clientapp",
+        "evaluate_metrics_clientapp",
+        "evaluate_metrics_serverapp",
+    ):
         assert getattr(ours.result, kind) == getattr(theirs.result, kind), kind
 
 
 Asked = list[tuple[int, dict[str, Array], dict[str, Any]]]
 
 
-def asking(strategy: FedAvg, last: int, start: Callable[..., Any] | None = None) -> Asked:
-    """Let ``should_stop`` end the strategy's runs after round ``last``; return what it is going to be called with."""
+def asking(
+    strategy: FedAvg, last: int, start: Callable[..., Any] | None = None
+) -> Asked:
+    """Let ``should_stop`` end the strategy's runs after round ``last``; return what it
+    is going to be called with.
+    """
     asked: Asked = []
 
     def should_stop(server_round: int, result: Any) -> bool:
-        asked.append((server_round, from_record(result.arrays), {kind: dict(getattr(result, kind)) for kind in KINDS}))
+        asked.append(
+            (
+                server_round,
+                from_record(result.arrays),
+                {kind: dict(getattr(result, kind)) for kind in KINDS},
+            )
+        )
         return server_round == last
 
     strategy.start = functools.partial(start or strategy.start, should_stop=should_stop)  # type: ignore[method-assign]
     return asked
 
 
-def test_should_stop_is_asked_after_the_test_of_each_round(federate, mlp, points, same_bits) -> None:
+def test_should_stop_is_asked_after_the_test_of_each_round(
+    federate, mlp, points, same_bits
+) -> None:
     strategy = FedAvg()
     asked = asking(strategy, 3)
     tests = {"evaluate_fn": lambda server_round: {"accuracy": server_round / 10}}
@@ -108,11 +132,17 @@ def test_should_stop_is_asked_after_the_test_of_each_round(federate, mlp, points
 
 
 @pytest.mark.parametrize("way", ["should_stop", "stopped"])
-def test_a_stopped_run_ends_as_a_shorter_one(federate, mlp, points, same_bits, way: str) -> None:
-    """``on_round_end`` knows that no round follows; a second run of the strategy is not stopped."""
+def test_a_stopped_run_ends_as_a_shorter_one(
+    federate, mlp, points, same_bits, way: str
+) -> None:
+    """``on_round_end`` knows that no round follows; a second run of the strategy is not
+    stopped.
+    """
     last: dict[int, bool] = {}
     strategy = FedAvg(
-        on_round_end=lambda server_round, *_: last.update({server_round: strategy.stops_after(server_round)})
+        on_round_end=lambda server_round, *_: last.update(
+            {server_round: strategy.stops_after(server_round)}
+        )
     )
     data, plain = two(points), strategy.start
 
@@ -137,7 +167,11 @@ CALLBACK_METHODS: dict[str, Callable[..., FedAvg]] = {
     "averaged-bn": functools.partial(FedBN, eval_on="personal-own,averaged-bn"),
     "kept previous": functools.partial(FedAvg, min_replies=3),
 }
-KINDS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+KINDS = (
+    "train_metrics_clientapp",
+    "evaluate_metrics_clientapp",
+    "evaluate_metrics_serverapp",
+)
 
 
 @dataclass
@@ -149,18 +183,27 @@ class Ends:
 
     def __call__(self, server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
         assert server_round not in self.states, "once a round"
-        self.states[server_round], self.metrics[server_round] = from_record(arrays), metrics
+        self.states[server_round], self.metrics[server_round] = (
+            from_record(arrays),
+            metrics,
+        )
 
 
 @pytest.mark.parametrize("name", CALLBACK_METHODS)
-def test_the_callback_gets_the_state_to_test_or_save(federate, mlp, points, same_bits, name: str) -> None:
-    """What the run would return if it ended there, and the metrics that Flower's result has for the round.
+def test_the_callback_gets_the_state_to_test_or_save(
+    federate, mlp, points, same_bits, name: str
+) -> None:
+    """What the run would return if it ended there, and the metrics that Flower's result
+    has for the round.
 
     In our loop and in Flower's.
     """
     make, data = CALLBACK_METHODS[name], two(points)
     fails = NothingTrainedError if name == "kept previous" else None  # in our own loop
-    shorter = {number: federate(make(), mlp, data, rounds=number, fails=fails).state for number in (1, 2, 3)}
+    shorter = {
+        number: federate(make(), mlp, data, rounds=number, fails=fails).state
+        for number in (1, 2, 3)
+    }
     for flowers_loop in (False, True):
         ends = Ends()
         strategy = make(on_round_end=ends)
@@ -172,38 +215,70 @@ def test_the_callback_gets_the_state_to_test_or_save(federate, mlp, points, same
                 federate(strategy, mlp, data, rounds=3)
             assert list(ends.states) == [1, 2]
             continue
-        done = federate(strategy, mlp, data, rounds=3, fails=None if flowers_loop else fails)
+        done = federate(
+            strategy, mlp, data, rounds=3, fails=None if flowers_loop else fails
+        )
         assert list(ends.states) == [1, 2, 3]
         for server_round in (1, 2, 3):
-            if (server_round, name) != (1, "re-estimated"):  # a run of one round would be tested in it
+            # a run of one round would be tested in it
+            if (server_round, name) != (1, "re-estimated"):
                 same_bits(ends.states[server_round], shorter[server_round])
-            known = {kind: getattr(done.result, kind) for kind in KINDS[: 2 if flowers_loop else 3]}
-            wanted = {kind: by_round[server_round] for kind, by_round in known.items() if server_round in by_round}
+            known = {
+                kind: getattr(done.result, kind)
+                for kind in KINDS[: 2 if flowers_loop else 3]
+            }
+            wanted = {
+                kind: by_round[server_round]
+                for kind, by_round in known.items()
+                if server_round in by_round
+            }
             assert ends.metrics[server_round] == wanted
-            assert bool(wanted) == (name != "kept previous" or bool(done.result.evaluate_metrics_clientapp))
+            assert bool(wanted) == (
+                name != "kept previous" or bool(done.result.evaluate_metrics_clientapp)
+            )
 
 
 def test_the_callback_gets_no_metrics_of_earlier_rounds(federate, mlp, points) -> None:
     """Round 3 has too few replies, and no test."""
     ends = Ends()
     strategy = FedAvg(eval_every=2, min_replies=3, on_round_end=ends)
-    federate(strategy, mlp, [points(8), points(12, 1), points(6, 2)], rounds=4, hide={3: {1}})
-    kinds = {server_round: set(metrics) for server_round, metrics in ends.metrics.items()}
+    federate(
+        strategy, mlp, [points(8), points(12, 1), points(6, 2)], rounds=4, hide={3: {1}}
+    )
+    kinds = {
+        server_round: set(metrics) for server_round, metrics in ends.metrics.items()
+    }
     both = {"train_metrics_clientapp", "evaluate_metrics_clientapp"}
     assert kinds == {1: {"train_metrics_clientapp"}, 2: both, 3: set(), 4: both}
 
 
 def test_the_callback_gets_the_servers_own_test_as_it_is(mlp) -> None:
-    """Numbers of NumPy and text are no values of a MetricRecord; a dict goes through Flower's loop as it is."""
+    """Numbers of NumPy and text are no values of a MetricRecord; a dict goes through
+    Flower's loop as it is.
+    """
     ends, tested = Ends(), {"accuracy": np.float32(0.5), "model": "a"}
-    strategy = FedAvg(0.0, 0.0, min_train_nodes=0, min_evaluate_nodes=0, on_round_end=ends)
+    strategy = FedAvg(
+        0.0, 0.0, min_train_nodes=0, min_evaluate_nodes=0, on_round_end=ends
+    )
     with InProcessGrid(client_app(lambda context: None), 2) as grid:
-        strategy.start(grid, to_record(mlp().state_dict()), 2, timeout=5, evaluate_fn=lambda *_: tested)  # type: ignore
-    assert ends.metrics == {server_round: {"evaluate_metrics_serverapp": tested} for server_round in (1, 2)}
+        strategy.start(
+            grid,
+            to_record(mlp().state_dict()),
+            2,
+            timeout=5,
+            evaluate_fn=lambda *_: tested,
+        )  # type: ignore
+    assert ends.metrics == {
+        server_round: {"evaluate_metrics_serverapp": tested} for server_round in (1, 2)
+    }
 
 
-@pytest.mark.parametrize("make", [functools.partial(FedAvg, recalibrate=True), Scaffold])
-def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(federate, mlp, points, same_bits, make) -> None:
+@pytest.mark.parametrize(
+    "make", [functools.partial(FedAvg, recalibrate=True), Scaffold]
+)
+def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
+    federate, mlp, points, same_bits, make
+) -> None:
     """Its model with re-estimated statistics, its state, and the reports up to it."""
     ends, states = Ends(), dict[int, Any]()
 
@@ -213,8 +288,14 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(federate, mlp, p
 
     strategy = make(on_round_end=end_round)
     run = federate(strategy, mlp, two(points), rounds=4)
-    asked = [message.content for message in run.grid.sent if message.metadata.message_type == "train"]
-    trained = next(content["arrays"] for content in asked if content["config"]["server-round"] == 3)
+    asked = [
+        message.content
+        for message in run.grid.sent
+        if message.metadata.message_type == "train"
+    ]
+    trained = next(
+        content["arrays"] for content in asked if content["config"]["server-round"] == 3
+    )
     found = strategy.go_back(trained, states[2], 2)
     same_bits(from_record(found), ends.states[2])
     assert bits(strategy.state_dict()) == bits(states[2])
@@ -222,21 +303,34 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(federate, mlp, p
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_in_the_legacy_loop_the_callback_is_called_too(federate, run_legacy_loop, mlp, points, fraction) -> None:
+def test_in_the_legacy_loop_the_callback_is_called_too(
+    federate, run_legacy_loop, mlp, points, fraction
+) -> None:
     ends, data = Ends(), two(points)
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     app = ClientApp(torch_clients(mlp, data, training))
-    strategy = FedAvg(on_round_end=ends, fraction_evaluate=fraction, min_evaluate_nodes=2 * int(fraction))
+    strategy = FedAvg(
+        on_round_end=ends,
+        fraction_evaluate=fraction,
+        min_evaluate_nodes=2 * int(fraction),
+    )
     history = run_legacy_loop(strategy, app, mlp().state_dict(), 2, rounds=3).history
     assert list(ends.states) == [1, 2, 3]
     for server_round, state in ends.states.items():
-        assert all(np.array_equal(a, b) for a, b in zip(state.values(), history[server_round], strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(state.values(), history[server_round], strict=True)
+        )
     assert all(len(metrics) == 1 + int(fraction) for metrics in ends.metrics.values())
 
 
 @pytest.mark.parametrize(
     ("saved_by", "more", "named"),
-    [(FedAvg, {}, "scaffold.variates"), (FedBN, {}, "scaffold.variates"), (Scaffold, {"volatile": []}, "volatile")],
+    [
+        (FedAvg, {}, "scaffold.variates"),
+        (FedBN, {}, "scaffold.variates"),
+        (Scaffold, {"volatile": []}, "volatile"),
+    ],
 )
 def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
     saved_by: Any, more: dict[str, Any], named: str, federate, mlp, points
@@ -245,64 +339,117 @@ def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
     strategy, grid = Scaffold(), Mock()
     strategy.load_state_dict({**saved, **more}, 1)
     with pytest.raises(ConfigError, match=named):
-        strategy.start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=2)
+        strategy.start(
+            grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=2
+        )
     assert grid.mock_calls == []
 
 
-def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, mlp, points) -> None:
+def test_clients_are_sent_the_expected_hash_until_they_have_answered(
+    federate, mlp, points
+) -> None:
     data = [points(8), points(12, 1), points(6, 2)]
     first = federate(FedBN(), mlp, data, rounds=2)
     assert all(
-        "fedbn-flwr.local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind)
+        "fedbn-flwr.local-sha256" not in config
+        for kind in ("train", "evaluate")
+        for config in first.grid.config(kind)
     )
     saved = first.strategy.state_dict()
     kept = saved["kept"]
-    assert sorted(kept["hashes"]) == saved["initialised"] == kept["volatile"] == ["0", "1", "2"]
+    assert (
+        sorted(kept["hashes"])
+        == saved["initialised"]
+        == kept["volatile"]
+        == ["0", "1", "2"]
+    )
     again = FedBN()
-    again.load_state_dict({**saved, "kept": {**kept, "hashes": {"1": "0" * 64}}, "initialised": []}, 2)
+    again.load_state_dict(
+        {**saved, "kept": {**kept, "hashes": {"1": "0" * 64}}, "initialised": []}, 2
+    )
     outcome = federate(again, mlp, data, rounds=4)
     expected = {
-        outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get(
-            "fedbn-flwr.local-sha256"
+        outcome.grid.partition(m.metadata.dst_node_id): (
+            m.content.config_records["config"].get("fedbn-flwr.local-sha256")
         )
-        for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][:3]
+        for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][
+            :3
+        ]
     }
-    assert expected == {0: "none", 1: "0" * 64, 2: "none"}, "nothing is known of 0 and 2: they start again"
+    assert expected == {
+        0: "none",
+        1: "0" * 64,
+        2: "none",
+    }, "nothing is known of 0 and 2: they start again"
     (reason,) = outcome.strategy.reports[0].rejected.values()
-    assert "the server expects the part that this client kept with SHA-256 000000000000" in reason
+    assert (
+        "the server expects the part that this client kept with SHA-256 000000000000"
+        in reason
+    )
     assert "no state folder (state-dir)" in reason
-    assert [report.participants for report in outcome.strategy.reports] == [[0, 2], [0, 1, 2]]
+    assert [report.participants for report in outcome.strategy.reports] == [
+        [0, 2],
+        [0, 1, 2],
+    ]
     assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("code", "asked_again"), [(ErrorCode.NODE_UNAVAILABLE, True), (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, False)]
+    ("code", "asked_again"),
+    [
+        (ErrorCode.NODE_UNAVAILABLE, True),
+        (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, False),
+    ],
 )
 def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
     federate, mlp, points, monkeypatch, code: int, asked_again: bool
 ) -> None:
-    """The SuperLink answers for it: the node has not restored its part, and must be told again which one that is."""
+    """The SuperLink answers for it: the node has not restored its part, and must be
+    told again which one that is.
+    """
     data = two(points)
     first = federate(FedBN(), mlp, data, rounds=2)
     again = FedBN(fraction_evaluate=0.0)
     saved = first.strategy.state_dict()
-    again.load_state_dict({**saved, "kept": {**saved["kept"], "hashes": {}}, "initialised": []}, 2)
+    again.load_state_dict(
+        {**saved, "kept": {**saved["kept"], "hashes": {}}, "initialised": []}, 2
+    )
     send = RecordingGrid.send_and_receive
 
-    def lose_the_first(grid: RecordingGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
+    def lose_the_first(
+        grid: RecordingGrid, messages: Any, *, timeout: float | None = None
+    ) -> list[Message]:
         asked = list(messages)
-        if len(again.reports) > 1 or not asked or asked[0].metadata.message_type != "train":
+        if (
+            len(again.reports) > 1
+            or not asked
+            or asked[0].metadata.message_type != "train"
+        ):
             return send(grid, asked, timeout=timeout)
-        lost = [message for message in asked if grid.partition(message.metadata.dst_node_id) == 1]
-        replies = send(grid, [message for message in asked if message not in lost], timeout=timeout)
+        lost = [
+            message
+            for message in asked
+            if grid.partition(message.metadata.dst_node_id) == 1
+        ]
+        replies = send(
+            grid, [message for message in asked if message not in lost], timeout=timeout
+        )
         grid.sent += lost
-        return [*replies, *(Message(Error(code, "lost"), reply_to=message) for message in lost)]
+        return [
+            *replies,
+            *(Message(Error(code, "lost"), reply_to=message) for message in lost),
+        ]
 
     monkeypatch.setattr(RecordingGrid, "send_and_receive", lose_the_first)
     run = federate(again, mlp, data, rounds=4)
-    asked = [message for message in run.grid.sent if message.metadata.message_type == "train"]
+    asked = [
+        message for message in run.grid.sent if message.metadata.message_type == "train"
+    ]
     told = [
-        (message.content["config"]["server-round"], run.grid.partition(message.metadata.dst_node_id))
+        (
+            message.content["config"]["server-round"],
+            run.grid.partition(message.metadata.dst_node_id),
+        )
         for message in asked
         if "fedbn-flwr.local-sha256" in message.content["config"]
     ]
@@ -312,13 +459,22 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """What it holds may be what another message names, and "" would make it drop that."""
     kept = Kept(to_restore={"0": "a" * 64})
-    expected = [kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)]
-    assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": "none"}, {}]
+    expected = [
+        kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)
+    ]
+    assert expected == [
+        {"fedbn-flwr.local-sha256": "a" * 64},
+        {"fedbn-flwr.local-sha256": "none"},
+        {},
+    ]
 
 
-def asked_of(run: Run, report: RoundReport, nodes: list[Node], kind: str = "train") -> Any:
+def asked_of(
+    run: Run, report: RoundReport, nodes: list[Node], kind: str = "train"
+) -> Any:
     """Messages of a round to these nodes, made without a federation."""
-    InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
+    # Flower makes messages only in a process of a run
+    InProcessGrid(client_app(lambda context: None), 1).close()
     run.reports = [report]
     return address(run, nodes, kind, ArrayRecord(), {}, report.train)
 
@@ -331,28 +487,45 @@ def asked_of(run: Run, report: RoundReport, nodes: list[Node], kind: str = "trai
         (60.0, None, "no reply was passed on"),
     ],
 )
-def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, travelled: Any, why: str) -> None:
-    """Flower's engine waits less than the strategy, or another loop; a reply names another node than those asked."""
-    report, run = RoundReport(1, "train"), run_of(FedAvg(parts=split_state({})), timeout)
+def test_a_node_without_a_reply_is_reported_with_the_true_cause(
+    timeout: float, travelled: Any, why: str
+) -> None:
+    """Flower's engine waits less than the strategy, or another loop; a reply names
+    another node than those asked.
+    """
+    report, run = (
+        RoundReport(1, "train"),
+        run_of(FedAvg(parts=split_state({})), timeout),
+    )
     sent = asked_of(run, report, [Node(7, 0), Node(8, 1)])
     strange = Message(RecordDict(), 9, "train")
-    replies = [Message(RecordDict(), reply_to=sent.messages[0]), Message(Error(6, "not mine"), reply_to=strange)]
+    replies = [
+        Message(RecordDict(), reply_to=sent.messages[0]),
+        Message(Error(6, "not mine"), reply_to=strange),
+    ]
     if travelled:
         sent_to, came_from = travelled
-        came = [Message(Error(6, ""), reply_to=Message(RecordDict(), i, "train")) for i in came_from]
+        came = [
+            Message(Error(6, ""), reply_to=Message(RecordDict(), i, "train"))
+            for i in came_from
+        ]
         run.travelled = (frozenset(sent_to), came)
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
     assert list(report.rejected) == [8]
-    assert re.search(rf"^node 8 \(partition 1\): .*{why}.*error 6: not mine", report.rejected[8])
+    assert re.search(
+        rf"^node 8 \(partition 1\): .*{why}.*error 6: not mine", report.rejected[8]
+    )
 
 
 @pytest.mark.parametrize(
-    ("partitions", "read_before"), [((0, 1, 2), [[], [0, 1], [0, 1], [0, 1, 2]]), ((0, 1, None), [[], [], [], []])]
+    ("partitions", "read_before"),
+    [((0, 1, 2), [[], [0, 1], [0, 1], [0, 1, 2]]), ((0, 1, None), [[], [], [], []])],
 )
 def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     partitions: tuple, read_before: list[list[int]], caplog
 ) -> None:
-    """Where a reply may still name its partition all are awaited. ``read_before``: what is read when the next comes.
+    """Where a reply may still name its partition all are awaited. ``read_before``: what
+    is read when the next comes.
 
     A node that replies twice to its message counts once.
     """
@@ -371,21 +544,32 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     for node, _ in in_order(run, sent, arriving()):
         read.append(node.node_id - 7)
     assert (read, found) == ([0, 1, 2], read_before)
-    assert caplog.messages == ["round 1: node 7 (partition 0): a further reply to the same message is left out"]
+    assert caplog.messages == [
+        "round 1: node 7 (partition 0): a further reply to the same message is left out"
+    ]
 
 
 @pytest.mark.parametrize("make", [Scaffold, FedBN])
 @pytest.mark.parametrize("loses", [True, False])
-def test_a_client_that_lost_what_it_kept_is_named(make: type[FedAvg], loses: bool, federate, mlp, points, caplog):
-    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else would tell.
+def test_a_client_that_lost_what_it_kept_is_named(
+    make: type[FedAvg], loses: bool, federate, mlp, points, caplog
+):
+    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else
+    would tell.
 
-    Under FedBN, whose rounds are not undone, the client is refused once, and then begins again.
+    Under FedBN, whose rounds are not undone, the client is refused once, and then
+    begins again.
     """
 
     def forgetful(client_fn):
         def client(context):
             about = context.state.config_records.get("fedbn-flwr.local.about")
-            if loses and context.node_config["partition-id"] == 1 and about and about["server-round"] == 2:
+            if (
+                loses
+                and context.node_config["partition-id"] == 1
+                and about
+                and about["server-round"] == 2
+            ):
                 context.state = RecordDict()
             return client_fn(context)
 
@@ -394,13 +578,21 @@ def test_a_client_that_lost_what_it_kept_is_named(make: type[FedAvg], loses: boo
     data = [points(8), points(12, 1), points(6, 2)]
     with caplog.at_level(logging.WARNING, logger="flwr"):
         federate(make(), mlp, data, rounds=4, wrap=forgetful)
-    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
+    lost = [
+        text
+        for text in caplog.messages
+        if "had lost what it kept between rounds" in text
+    ]
     assert len(lost) == loses
     assert all("(partition 1)" in text for text in lost)
 
 
-def test_the_report_says_why_no_node_was_identified(federate, mlp, points, monkeypatch) -> None:
-    """For example an app that cannot be imported: else every round would be empty without a reason."""
+def test_the_report_says_why_no_node_was_identified(
+    federate, mlp, points, monkeypatch
+) -> None:
+    """For example an app that cannot be imported: else every round would be empty
+    without a reason.
+    """
     ask = InProcessGrid.send_and_receive
 
     def broken(self, messages, *, timeout=None):
@@ -408,39 +600,69 @@ def test_the_report_says_why_no_node_was_identified(federate, mlp, points, monke
         replies = ask(self, batch, timeout=timeout)
         if not batch or batch[0].metadata.message_type != "query":
             return replies
-        return [Message(Error(1, "no module named 'net'"), reply_to=message) for message in batch]
+        return [
+            Message(Error(1, "no module named 'net'"), reply_to=message)
+            for message in batch
+        ]
 
     monkeypatch.setattr(InProcessGrid, "send_and_receive", broken)
     done = federate(FedAvg(), mlp, two(points), rounds=2, fails=NothingTrainedError)
     for report in done.strategy.reports:
         assert len(report.rejected) == 2
-        assert all("error 1: no module named 'net'" in why for why in report.rejected.values())
+        assert all(
+            "error 1: no module named 'net'" in why for why in report.rejected.values()
+        )
 
 
-@pytest.mark.parametrize("make", [FedBN, FedAvgM, Scaffold, functools.partial(FixBN, freeze_at=1)])
-def test_a_second_start_of_ones_own_begins_anew(make: Any, mlp, points, same_bits) -> None:
+@pytest.mark.parametrize(
+    "make", [FedBN, FedAvgM, Scaffold, functools.partial(FixBN, freeze_at=1)]
+)
+def test_a_second_start_of_ones_own_begins_anew(
+    make: Any, mlp, points, same_bits
+) -> None:
     """Momentum, variates and what clients had kept went into it."""
     strategy, data = make(fraction_evaluate=0.0), two(points)
-    app = client_app(torch_clients(mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)))
+    app = client_app(
+        torch_clients(
+            mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+        )
+    )
     ends = []
     with InProcessGrid(app, len(data)) as grid:
         for _ in range(2):
             arrays = to_record(mlp().state_dict())
             for server_round in (1, 2):
-                messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
-                arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+                messages = strategy.configure_train(
+                    server_round, arrays, ConfigRecord(), grid
+                )
+                arrays, _ = strategy.aggregate_train(
+                    server_round, grid.send_and_receive(messages)
+                )
             ends.append(from_record(arrays))
-            phases = ["train", "frozen"] if strategy.name == "fixbn" else ["train", "train"]
-            assert [(report.server_round, report.phase) for report in strategy.reports] == [*enumerate(phases, 1)]
+            phases = (
+                ["train", "frozen"] if strategy.name == "fixbn" else ["train", "train"]
+            )
+            assert [
+                (report.server_round, report.phase) for report in strategy.reports
+            ] == [*enumerate(phases, 1)]
     same_bits(*ends)
 
 
 @pytest.mark.parametrize(
     "make",
-    [StaticBN, functools.partial(FedAvg, recalibrate=True), functools.partial(FedBN, eval_on="averaged-bn"), FedAvg],
+    [
+        StaticBN,
+        functools.partial(FedAvg, recalibrate=True),
+        functools.partial(FedBN, eval_on="averaged-bn"),
+        FedAvg,
+    ],
 )
-def test_a_start_of_ones_own_is_told_how_to_complete_the_model(federate, mlp, points, caplog, make) -> None:
-    """Its ``evaluate_fn`` and its result had the statistics of the start, without a word."""
+def test_a_start_of_ones_own_is_told_how_to_complete_the_model(
+    federate, mlp, points, caplog, make
+) -> None:
+    """Its ``evaluate_fn`` and its result had the statistics of the start, without a
+    word.
+    """
 
     def said(**callback: Any) -> list[str]:
         caplog.clear()
@@ -448,7 +670,11 @@ def test_a_start_of_ones_own_is_told_how_to_complete_the_model(federate, mlp, po
         strategy.start = functools.partial(FlowerFedAvg.start, strategy)
         with caplog.at_level(logging.WARNING, logger="flwr"):
             federate(strategy, mlp, two(points), rounds=1)
-        return [text for text in caplog.messages if "strategy.for_evaluate_fn(server_round, arrays)" in text]
+        return [
+            text
+            for text in caplog.messages
+            if "strategy.for_evaluate_fn(server_round, arrays)" in text
+        ]
 
     assert len(said()) == (make is not FedAvg)
     assert said(on_round_end=lambda server_round, arrays, metrics: None) == []
@@ -458,16 +684,22 @@ def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
     run = run_of(FedAvg())
     run.set_model(to_record({"a": np.zeros(1), "b": np.zeros(2)}))
     run.set_model(to_record({"c": np.zeros(1), "d": np.zeros(1)}))
-    with pytest.raises(ConfigError, match="lacks 1 entries that it had at the start \\('c'"):
+    with pytest.raises(
+        ConfigError, match="lacks 1 entries that it had at the start \\('c'"
+    ):
         run.set_model(to_record({"d": np.zeros(1)}))
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_messages_that_the_strategy_did_not_make_are_refused(federate, mlp, points, kind: str) -> None:
+def test_messages_that_the_strategy_did_not_make_are_refused(
+    federate, mlp, points, kind: str
+) -> None:
     """Training ended with an IndexError, and the clients' tests were left out."""
 
     def configure(self, server_round, arrays, config, grid):
-        content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": server_round})})
+        content = RecordDict(
+            {"arrays": arrays, "config": ConfigRecord({"server-round": server_round})}
+        )
         return [Message(content, node_id, kind) for node_id in grid.get_node_ids()]
 
     mine = type("Mine", (FedAvg,), {f"configure_{kind}": configure})
@@ -475,7 +707,9 @@ def test_messages_that_the_strategy_did_not_make_are_refused(federate, mlp, poin
         federate(mine(), mlp, two(points))
 
 
-def test_arguments_that_change_in_the_run_hold_for_the_next_messages(federate, mlp, points) -> None:
+def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
+    federate, mlp, points
+) -> None:
     """Fewer clients train after round 1, and fewer test after the training of round 2."""
     strategy = FedAvg(min_train_nodes=1, min_evaluate_nodes=1)
 
@@ -492,31 +726,49 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(federate, m
 
 
 class Picky(FedAvg):
-    """A project's strategy that leaves out partition 0's message in training, and partition 1's replies."""
+    """A project's strategy that leaves out partition 0's message in training, and
+    partition 1's replies.
+    """
 
     def configure_train(self, server_round, *rest):
-        return [m for m in super().configure_train(server_round, *rest) if m.metadata.dst_node_id != self.ids[0]]
+        return [
+            m
+            for m in super().configure_train(server_round, *rest)
+            if m.metadata.dst_node_id != self.ids[0]
+        ]
 
     def aggregate_train(self, server_round, replies):
-        return super().aggregate_train(server_round, [r for r in replies if r.metadata.src_node_id != self.ids[1]])
+        return super().aggregate_train(
+            server_round, [r for r in replies if r.metadata.src_node_id != self.ids[1]]
+        )
 
     def configure_evaluate(self, server_round, *rest):
-        return [m for m in super().configure_evaluate(server_round, *rest) if m.metadata.dst_node_id != self.ids[1]]
+        return [
+            m
+            for m in super().configure_evaluate(server_round, *rest)
+            if m.metadata.dst_node_id != self.ids[1]
+        ]
 
     def aggregate_evaluate(self, server_round, replies):
-        return super().aggregate_evaluate(server_round, [r for r in replies if r.metadata.src_node_id != self.ids[2]])
+        return super().aggregate_evaluate(
+            server_round, [r for r in replies if r.metadata.src_node_id != self.ids[2]]
+        )
 
 
 def test_what_a_project_leaves_out_is_told_from_what_did_not_come(mlp, points) -> None:
     data = [points(8), points(12, 1), points(6, 2), points(6, 3)]
-    clients = torch_clients(mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4))
+    clients = torch_clients(
+        mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    )
     with InProcessGrid(client_app(clients), 4) as grid:
         strategy = Picky()
         strategy.ids = list(grid.get_node_ids())
         strategy.start(grid, to_record(mlp().state_dict()), 1, timeout=60)
         (report,) = strategy.reports
     assert report.participants == [2, 3]
-    reasons = [report.rejected[node_id].split(": ", 1)[1] for node_id in strategy.ids[:3]]
+    reasons = [
+        report.rejected[node_id].split(": ", 1)[1] for node_id in strategy.ids[:3]
+    ]
     found = [["reply came" in why, "message was not sent" in why] for why in reasons]
     assert found == [[False, True], [True, True], [True, False]]
 
@@ -545,4 +797,6 @@ def test_an_override_of_aggregate_train_is_told_what_its_model_lacks(
         caplog.clear()
         federate(kind(**options), mlp, two(points), rounds=2)
         assert caplog.text.count("aggregate_train of your own") == told
-    assert all(not mean.any() for mean in saved) == (base is not FedAvg), "BN as it was made"
+    assert all(not mean.any() for mean in saved) == (base is not FedAvg), (
+        "BN as it was made"
+    )

@@ -1,4 +1,6 @@
-"""The average of BN parts that stay with the clients: a slow reference, and which clients are tested with it."""
+"""The average of BN parts that stay with the clients: a slow reference, and which
+clients are tested with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.server.testing import completing_entries
-from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, Scaffold, SiloBN, Standalone, combined
+from fedbn_flwr.strategies import (
+    MTFL,
+    FedAvg,
+    FedBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+    combined,
+)
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 
@@ -23,14 +33,26 @@ AVERAGED = "averaged-bn"
 
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
 @pytest.mark.parametrize("method", [FedBN, SiloBN, MTFL])
-def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate, datasets, mlp, method, variance):
-    """Half of the clients a round; what each keeps at the end is what it shared last. Training is as without."""
+def test_the_final_model_holds_the_average_of_each_clients_latest_parts(
+    federate, datasets, mlp, method, variance
+):
+    """Half of the clients a round; what each keeps at the end is what it shared last.
+    Training is as without.
+    """
     options = {"fraction_train": 0.5, "seed": 1}
-    run = federate(method(eval_on=f"personal-own,{AVERAGED}", variance=variance, **options), mlp, datasets, rounds=4)
-    options |= {"variance": variance} if method is MTFL else {}  # the others average no variances without
+    run = federate(
+        method(eval_on=f"personal-own,{AVERAGED}", variance=variance, **options),
+        mlp,
+        datasets,
+        rounds=4,
+    )
+    # the others average no variances without
+    options |= {"variance": variance} if method is MTFL else {}
     plain = federate(method(**options), mlp, datasets, rounds=4)
     own = split_state(mlp()).select(method().local)
-    trained = sorted({client for report in run.strategy.reports for client in report.participants})
+    trained = sorted(
+        {client for report in run.strategy.reports for client in report.participants}
+    )
     assert len(trained) >= 2
     kept = {i: run.local_state(i) for i in trained}
     p = {i: SIZES[i] / sum(SIZES[j] for j in trained) for i in trained}
@@ -38,36 +60,63 @@ def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate
         if name not in own:
             assert run.state[name].tobytes() == plain.state[name].tobytes(), name
             continue
-        assert not np.array_equal(run.state[name], plain.state[name]), "the initial values, without"
+        assert not np.array_equal(run.state[name], plain.state[name]), (
+            "the initial values, without"
+        )
         if name.endswith("tracked"):
             assert run.state[name] == max(kept[i][name] for i in trained)
             continue
         expected = sum(p[i] * kept[i][name] for i in trained)
         if variance == "pooled" and name == "1.running_var":
             means = {i: kept[i]["1.running_mean"] for i in trained}
-            expected = expected + sum(p[i] * (means[i] - sum(p[j] * means[j] for j in trained)) ** 2 for i in trained)
+            expected = expected + sum(
+                p[i] * (means[i] - sum(p[j] * means[j] for j in trained)) ** 2
+                for i in trained
+            )
         np.testing.assert_allclose(run.state[name], expected, rtol=1e-14, err_msg=name)
 
 
-def test_only_the_upload_grows_and_only_if_averaged_bn_is_tested(federate, datasets, mlp) -> None:
-    run, plain = (federate(FedBN(eval_on=tests), mlp, datasets) for tests in (AVERAGED, "personal-own"))
+def test_only_the_upload_grows_and_only_if_averaged_bn_is_tested(
+    federate, datasets, mlp
+) -> None:
+    run, plain = (
+        federate(FedBN(eval_on=tests), mlp, datasets)
+        for tests in (AVERAGED, "personal-own")
+    )
     for mine, other in zip(run.strategy.reports, plain.strategy.reports, strict=True):
-        assert mine.train.up - other.train.up == 4 * 16 * 8, "gamma, beta, mean, variance of 4 channels in float64"
+        assert mine.train.up - other.train.up == 4 * 16 * 8, (
+            "gamma, beta, mean, variance of 4 channels in float64"
+        )
         assert mine.train.counters_up - other.train.counters_up == 4 * 8
-        assert (mine.train.down, mine.train.exchanges) == (other.train.down, other.train.exchanges)
+        assert (mine.train.down, mine.train.exchanges) == (
+            other.train.down,
+            other.train.exchanges,
+        )
     for message in plain.grid.received:
         if message.metadata.message_type == "train":
             assert set(message.content["arrays"]) == set(split_state(mlp()).rest)
             assert list(message.content.array_records) == ["arrays"]
 
 
-def test_a_client_that_has_not_trained_is_tested_with_the_average(federate, datasets, mlp) -> None:
-    """One of four trains in the first round; the others begin from the common start all the same, in their turn."""
+def test_a_client_that_has_not_trained_is_tested_with_the_average(
+    federate, datasets, mlp
+) -> None:
+    """One of four trains in the first round; the others begin from the common start all
+    the same, in their turn.
+    """
     tests = {}
     for asked in (AVERAGED, "personal-own"):
-        run = federate(FedBN(fraction_train=0.25, min_train_nodes=1, seed=1, eval_on=asked), mlp, datasets, rounds=5)
+        run = federate(
+            FedBN(fraction_train=0.25, min_train_nodes=1, seed=1, eval_on=asked),
+            mlp,
+            datasets,
+            rounds=5,
+        )
         sent = [m for m in run.grid.sent if m.metadata.message_type == "evaluate"][:4]
-        tests[asked] = {run.grid.partition(m.metadata.dst_node_id): from_record(m.content["arrays"]) for m in sent}
+        tests[asked] = {
+            run.grid.partition(m.metadata.dst_node_id): from_record(m.content["arrays"])
+            for m in sent
+        }
     (first,) = run.strategy.reports[0].participants
     names = split_state(mlp()).select(FedBN().local)
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
@@ -79,20 +128,49 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(federate, data
             own = own or {name: averaged[name] for name in names}
             assert all(np.array_equal(plain[name], start[name]) for name in names)
             assert all(np.array_equal(averaged[name], own[name]) for name in names)
-    assert not np.array_equal(own["1.running_mean"], start["1.running_mean"]), "the parts of the one that trained"
-    begun = [from_record(m.content["arrays"]) for m in run.grid.sent if m.metadata.message_type == "train"]
+    assert not np.array_equal(own["1.running_mean"], start["1.running_mean"]), (
+        "the parts of the one that trained"
+    )
+    begun = [
+        from_record(m.content["arrays"])
+        for m in run.grid.sent
+        if m.metadata.message_type == "train"
+    ]
     begun = [arrays for arrays in begun if "1.weight" in arrays]
-    assert len(begun) == len({client for report in run.strategy.reports for client in report.participants}) > 1
-    assert all(np.array_equal(arrays[name], start[name]) for arrays in begun for name in names)
+    assert (
+        len(begun)
+        == len(
+            {
+                client
+                for report in run.strategy.reports
+                for client in report.participants
+            }
+        )
+        > 1
+    )
+    assert all(
+        np.array_equal(arrays[name], start[name]) for arrays in begun for name in names
+    )
 
 
-def test_a_client_that_does_not_share_is_only_left_out_of_the_average(federate, datasets, mlp) -> None:
+def test_a_client_that_does_not_share_is_only_left_out_of_the_average(
+    federate, datasets, mlp
+) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
-            return super().fit(parameters, {**config, "fedbn-flwr.hooks": ""} if self.partition_id == 1 else config)
+            return super().fit(
+                parameters,
+                (
+                    {**config, "fedbn-flwr.hooks": ""}
+                    if self.partition_id == 1
+                    else config
+                ),
+            )
 
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
-    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2, 3]] * 2
+    assert [report.participants for report in run.strategy.reports] == [
+        [0, 1, 2, 3]
+    ] * 2
     kept = {i: run.local_state(i) for i in (0, 2, 3)}
     expected = sum(SIZES[i] / 20 * kept[i]["1.running_mean"] for i in (0, 2, 3))
     np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
@@ -110,9 +188,14 @@ def test_after_a_round_with_too_few_replies_the_average_is_of_what_the_clients_k
                 raise RuntimeError("down")
             return super().fit(parameters, config)
 
-    run = federate(method(min_replies=4, eval_on=AVERAGED), mlp, datasets, rounds=2, client=Failing)
+    run = federate(
+        method(min_replies=4, eval_on=AVERAGED), mlp, datasets, rounds=2, client=Failing
+    )
     assert run.strategy.reports[1].kept_previous
-    expected = sum(size / sum(SIZES) * run.local_state(i)["1.running_mean"] for i, size in enumerate(SIZES))
+    expected = sum(
+        size / sum(SIZES) * run.local_state(i)["1.running_mean"]
+        for i, size in enumerate(SIZES)
+    )
     np.testing.assert_allclose(run.state["1.running_mean"], expected, rtol=1e-14)
 
 
@@ -120,7 +203,9 @@ def test_after_a_round_with_too_few_replies_the_average_is_of_what_the_clients_k
 def test_the_users_own_test_gets_the_average_or_a_warning(
     federate, run_legacy_loop, datasets, mlp, caplog, loop
 ) -> None:
-    """``evaluate_fn`` and the final arrays had the initial BN values: untrained, without a word."""
+    """``evaluate_fn`` and the final arrays had the initial BN values: untrained,
+    without a word.
+    """
 
     def history(strategy: FedAvg) -> list[dict[str, np.ndarray]]:
         caplog.clear()
@@ -129,7 +214,9 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
         training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
         app = ClientApp(client_fn=torch_clients(mlp, datasets, training))
         got = run_legacy_loop(strategy, app, mlp().state_dict(), 4, 2)
-        return [dict(zip(mlp().state_dict(), arrays, strict=True)) for arrays in got.history]
+        return [
+            dict(zip(mlp().state_dict(), arrays, strict=True)) for arrays in got.history
+        ]
 
     logging.getLogger("flwr").propagate = True
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
@@ -153,7 +240,9 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
     assert "not trained" not in caplog.text
 
 
-def test_an_average_that_no_client_shared_is_named(federate, datasets, mlp, caplog) -> None:
+def test_an_average_that_no_client_shared_is_named(
+    federate, datasets, mlp, caplog
+) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
             return super().fit(parameters, {**config, "fedbn-flwr.hooks": ""})
@@ -162,7 +251,9 @@ def test_an_average_that_no_client_shared_is_named(federate, datasets, mlp, capl
     run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
     start = mlp().state_dict()["1.running_mean"].numpy()
     assert np.array_equal(run.history[-1]["1.running_mean"], start)
-    said = [text for text in caplog.messages if "no client has shared its BN parts" in text]
+    said = [
+        text for text in caplog.messages if "no client has shared its BN parts" in text
+    ]
     assert [text.split(":")[0] for text in said[:-1]] == ["round 1", "round 2"]
     assert "inside `with bn_rules(...)`" in said[-1]
 
@@ -172,7 +263,8 @@ def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
             if self.partition_id == 1:
-                arrays[-1] = np.full_like(arrays[-2], -1.0)  # the counter's place, the variance before it
+                # the counter's place, the variance before it
+                arrays[-1] = np.full_like(arrays[-2], -1.0)
                 arrays[-2] = np.full_like(arrays[-2], -1.0)
             return arrays, count, metrics
 
@@ -184,19 +276,27 @@ def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
 
 @pytest.mark.parametrize("method", [FedAvg, Standalone])
 def test_methods_without_averaged_bn_refuse_it(method) -> None:
-    with pytest.raises(ConfigError, match=f"strategy '{method.name}' has no such model"):
+    with pytest.raises(
+        ConfigError, match=f"strategy '{method.name}' has no such model"
+    ):
         method(eval_on=AVERAGED)
 
 
 def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
     run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
     reestimated = completing_entries(run.strategy.run, "recalibrated")
-    assert all(run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated)
+    assert all(
+        run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated
+    )
     assert len(reestimated) == 2
 
 
 def test_a_test_that_does_not_exist_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"eval_on='average-bn': unknown test 'average-bn'. Did you mean 'averaged-bn"
+        ConfigError,
+        match=(
+            r"eval_on='average-bn': unknown test 'average-bn'. Did you mean"
+            r" 'averaged-bn"
+        ),
     ):
         FedBN(eval_on="average-bn")

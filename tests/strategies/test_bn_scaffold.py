@@ -1,4 +1,6 @@
-"""BN-SCAFFOLD against a slow reference; where it is SCAFFOLD; its forward law, and that it has none for gradients."""
+"""BN-SCAFFOLD against a slow reference; where it is SCAFFOLD; its forward law, and that
+it has none for gradients.
+"""
 
 from __future__ import annotations
 
@@ -32,43 +34,83 @@ SHAPES = {"1d": (5,), "2d": (2, 4, 4), "3d": (2, 3, 3, 3)}
 
 
 def network(kind: str) -> nn.Module:
-    """Two BN layers of a kind, float64; the 3d ones without gamma and beta, the 1d ones with a cumulative average."""
+    """Two BN layers of a kind, float64; the 3d ones without gamma and beta, the 1d ones
+    with a cumulative average.
+    """
     conv, norm, first, features = {
         "1d": (nn.Linear, functools.partial(nn.BatchNorm1d, momentum=None), 5, 3),
         "2d": (functools.partial(nn.Conv2d, kernel_size=2), nn.BatchNorm2d, 2, 12),
-        "3d": (functools.partial(nn.Conv3d, kernel_size=2), functools.partial(nn.BatchNorm3d, affine=False), 2, 3),
+        "3d": (
+            functools.partial(nn.Conv3d, kernel_size=2),
+            functools.partial(nn.BatchNorm3d, affine=False),
+            2,
+            3,
+        ),
     }[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers = [conv(first, 4), norm(4), nn.Tanh(), conv(4, 3), norm(3), nn.Flatten(), nn.Linear(features, 3)]
+        layers = [
+            conv(first, 4),
+            norm(4),
+            nn.Tanh(),
+            conv(4, 3),
+            norm(3),
+            nn.Flatten(),
+            nn.Linear(features, 3),
+        ]
         return nn.Sequential(*layers).double()
 
 
 class Reference:
-    """A client's BN layers written out; ``notes``: the inputs of each, one row per value."""
+    """A client's BN layers written out; ``notes``: the inputs of each, one row per
+    value.
+    """
 
-    def __init__(self, model: nn.Module, common: dict[str, Any], own: dict[str, Any], floor: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        common: dict[str, Any],
+        own: dict[str, Any],
+        floor: float,
+    ) -> None:
         self.notes: dict[str, list[Tensor]] = {}
         self.low = self.seen = 0
         for path, layer in model.named_modules():
             if isinstance(layer, _BatchNorm):
-                pairs = (common[path], own[path]) if path in common and path in own else None
-                layer.forward = functools.partial(self.normalise, path, layer, pairs, floor)  # type: ignore[method-assign]
+                pairs = (
+                    (common[path], own[path])
+                    if path in common and path in own
+                    else None
+                )
+                layer.forward = functools.partial(
+                    self.normalise, path, layer, pairs, floor
+                )  # type: ignore[method-assign]
 
-    def normalise(self, path: str, layer: _BatchNorm, pairs: Any, floor: float, x: Tensor) -> Tensor:
+    def normalise(
+        self, path: str, layer: _BatchNorm, pairs: Any, floor: float, x: Tensor
+    ) -> Tensor:
         rows = x.movedim(1, -1).reshape(-1, x.shape[1])
         self.notes.setdefault(path, []).append(rows.detach())
         mean, var = rows.mean(0), rows.var(0, correction=0)
         if pairs:
             (u, s), (u_i, s_i) = pairs
             mean, var = mean - u_i + u, var - s_i + s
-            self.low, self.seen = self.low + int((var < floor * s).sum()), self.seen + len(s)
+            self.low, self.seen = (
+                self.low + int((var < floor * s).sum()),
+                self.seen + len(s),
+            )
             var = torch.where(var < floor * s, floor * s, var)
         with torch.no_grad():
             layer.num_batches_tracked += 1
-            share = 1 / int(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+            share = (
+                1 / int(layer.num_batches_tracked)
+                if layer.momentum is None
+                else layer.momentum
+            )
             layer.running_mean += share * (mean - layer.running_mean)
-            layer.running_var += share * (var * len(rows) / (len(rows) - 1) - layer.running_var)
+            layer.running_var += share * (
+                var * len(rows) / (len(rows) - 1) - layer.running_var
+            )
         out = (rows - mean) / (var + layer.eps).sqrt()
         out = out if layer.weight is None else out * layer.weight + layer.bias
         return out.reshape(x.movedim(1, -1).shape).movedim(-1, 1)
@@ -76,14 +118,21 @@ class Reference:
     def variates(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Mean and biased variance of all inputs of each layer."""
         whole = {path: torch.cat(rows) for path, rows in self.notes.items()}
-        return {path: (rows.mean(0), rows.var(0, correction=0)) for path, rows in whole.items()}
+        return {
+            path: (rows.mean(0), rows.var(0, correction=0))
+            for path, rows in whole.items()
+        }
 
 
-def steps(model: nn.Module, data: Any, rate: float, correction: dict[str, Tensor]) -> int:
+def steps(
+    model: nn.Module, data: Any, rate: float, correction: dict[str, Tensor]
+) -> int:
     """Plain full passes in order, every gradient corrected; the number of steps."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     count = 0
-    for inputs, targets in zip(data.inputs.split(4), data.targets.split(4), strict=True):
+    for inputs, targets in zip(
+        data.inputs.split(4), data.targets.split(4), strict=True
+    ):
         grads = torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
         for name, p, g in zip(names, parameters, grads, strict=True):
             p.data -= rate * (g + correction[name])
@@ -92,13 +141,19 @@ def steps(model: nn.Module, data: Any, rate: float, correction: dict[str, Tensor
 
 
 @pytest.mark.parametrize("kind", ["1d", "3d", "torchvision"])
-def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypatch, kind: str) -> None:
+def test_it_equals_a_slow_reference(
+    federate, points, torchvision_net, monkeypatch, kind: str
+) -> None:
     """Half of the clients a round, uneven sizes and steps, channels at the floor."""
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
-    make = torchvision_net if kind == "torchvision" else functools.partial(network, kind)
+    make = (
+        torchvision_net if kind == "torchvision" else functools.partial(network, kind)
+    )
     shape, rate = ((3, 20, 20), 1e-3) if kind == "torchvision" else (SHAPES[kind], 0.1)
     datasets = [points(n, i, shape) for i, n in enumerate(SIZES)]
-    strategy = BNScaffold(fraction_train=0.5, min_train_nodes=2, variance_floor=FLOOR, seed=3)
+    strategy = BNScaffold(
+        fraction_train=0.5, min_train_nodes=2, variance_floor=FLOOR, seed=3
+    )
     rounds = 3 if kind == "torchvision" else ROUNDS
     run = federate(strategy, make, datasets, rounds=rounds, rate=rate, batch_size=4)
     assert len({tuple(report.participants) for report in strategy.reports}) > 1
@@ -112,19 +167,43 @@ def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypat
         for path in next(iter(latest.values()), {}):
             u = sum(SIZES[i] / total * mine[path][0] for i, mine in latest.items())
             spreads = {i: (mine[path][0] - u) ** 2 for i, mine in latest.items()}
-            common[path] = u, sum(SIZES[i] / total * (mine[path][1] + spreads[i]) for i, mine in latest.items())
+            common[path] = (
+                u,
+                sum(
+                    SIZES[i] / total * (mine[path][1] + spreads[i])
+                    for i, mine in latest.items()
+                ),
+            )
         x, before, ends, shares = copy.deepcopy(model.state_dict()), list(own), [], []
         for i in report.participants:
             client = copy.deepcopy(model).train()
             bn = Reference(client, common, latest.get(i, {}), FLOOR)
-            count = steps(client, datasets[i], rate, {name: c[name] - own[i][name] for name in zeros})
+            count = steps(
+                client,
+                datasets[i],
+                rate,
+                {name: c[name] - own[i][name] for name in zeros},
+            )
             ends.append(y := client.state_dict())
-            own[i] = {name: own[i][name] - c[name] + (x[name] - y[name]) / (count * rate) for name in zeros}
+            own[i] = {
+                name: own[i][name] - c[name] + (x[name] - y[name]) / (count * rate)
+                for name in zeros
+            }
             shares.append(bn.low / max(bn.seen, 1))
             latest[i], low = bn.variates(), low + bn.low
-        weights = [SIZES[i] / sum(SIZES[j] for j in report.participants) for i in report.participants]
-        assert report.metrics[SHARE] == pytest.approx(sum(w * s for w, s in zip(weights, shares, strict=True)))
-        c = {name: v + sum(own[i][name] - before[i][name] for i in report.participants) / 4 for name, v in c.items()}
+        weights = [
+            SIZES[i] / sum(SIZES[j] for j in report.participants)
+            for i in report.participants
+        ]
+        assert report.metrics[SHARE] == pytest.approx(
+            sum(w * s for w, s in zip(weights, shares, strict=True))
+        )
+        c = {
+            name: (
+                v + sum(own[i][name] - before[i][name] for i in report.participants) / 4
+            )
+            for name, v in c.items()
+        }
         for name, entry in model.state_dict().items():
             if entry.is_floating_point():
                 by = [1 / len(ends)] * len(ends) if name in zeros else weights
@@ -138,16 +217,26 @@ def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypat
     assert low > 0, "the floor was reached"
 
 
-@pytest.mark.parametrize(("clients", "net"), [(1, "mlp"), (2, "mlp"), (2, "torchvision_net")])
+@pytest.mark.parametrize(
+    ("clients", "net"), [(1, "mlp"), (2, "mlp"), (2, "torchvision_net")]
+)
 def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_the_floor(
     federate, points, same_bits, request, monkeypatch, clients: int, net: str
 ) -> None:
-    """One client, or two with the same data in the same order: their variates are the server's."""
+    """One client, or two with the same data in the same order: their variates are the
+    server's.
+    """
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
     make, shape = request.getfixturevalue(net), (5,) if net == "mlp" else (3, 20, 20)
     data = [points(10, 0, shape)] * clients
-    settings = {"rounds": 4} if net == "mlp" else {"rounds": 2, "rate": 1e-2, "batch_size": 0, "local_steps": 2}
-    alone = dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), 1)
+    settings = (
+        {"rounds": 4}
+        if net == "mlp"
+        else {"rounds": 2, "rate": 1e-2, "batch_size": 0, "local_steps": 2}
+    )
+    alone = dict.fromkeys(
+        ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), 1
+    )
     both = BNScaffold(**alone, variance_floor=1e-6), Scaffold(**alone)
     ours, plain = (federate(strategy, make, data, **settings) for strategy in both)
     assert both[0].reports[-1].metrics[SHARE] == 0
@@ -161,8 +250,12 @@ def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_
 
 @pytest.mark.parametrize("counter", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_counter(momentum, counter: bool) -> None:
-    """Without a counter a corrected step left the statistics as they were, and an uncorrected one moved them."""
+def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_counter(
+    momentum, counter: bool
+) -> None:
+    """Without a counter a corrected step left the statistics as they were, and an
+    uncorrected one moved them.
+    """
     ours, torchs = (nn.BatchNorm1d(5, momentum=momentum).double() for _ in range(2))
     for layer in (ours, torchs) if not counter else ():
         layer.num_batches_tracked = None
@@ -172,7 +265,11 @@ def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_cou
         _track(ours, x.mean(0), x.var(0, correction=0), 7)
         torch.testing.assert_close(ours.running_mean, torchs.running_mean)
         torch.testing.assert_close(ours.running_var, torchs.running_var)
-    assert ours.num_batches_tracked == torchs.num_batches_tracked == (3 if counter else None)
+    assert (
+        ours.num_batches_tracked
+        == torchs.num_batches_tracked
+        == (3 if counter else None)
+    )
 
 
 UNEVEN = (5, 12, 8)
@@ -184,9 +281,12 @@ def frozen_rounds(
     """The rule alone under fixed weights and full batches, ``count`` rounds.
 
     Returns:
-        The hooks for the next round, and for each round the outputs of each BN layer for all clients together.
+        The hooks for the next round, and for each round the outputs of each BN layer
+        for all clients together.
     """
-    paths = [path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    paths = [
+        path for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)
+    ]
     kept: list[dict[str, Tensor]] = [{} for _ in data]
     outputs: list[dict[str, Tensor]] = []
 
@@ -211,7 +311,9 @@ def frozen_rounds(
             shares.append(hook.end(model)[SHARE])
             kept[at] = dict(hook.keep())
         outputs.append({path: torch.cat(parts) for path, parts in seen.items()})
-        assert number < len(paths) or not any(shares), "in the end no variance is at the floor"
+        assert number < len(paths) or not any(shares), (
+            "in the end no variance is at the floor"
+        )
     return next_hooks(), outputs
 
 
@@ -222,22 +324,36 @@ def noted(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
     def note(path: str, _: nn.Module, args: Any, out: Tensor) -> None:
         seen[path].append(out.detach())
 
-    marks = [model.get_submodule(path).register_forward_hook(functools.partial(note, path)) for path in seen]
+    marks = [
+        model.get_submodule(path).register_forward_hook(functools.partial(note, path))
+        for path in seen
+    ]
     yield
     for mark in marks:
         mark.remove()
 
 
 def moments(entries: dict[str, Tensor], path: str) -> Moments:
-    count, mean, m2 = (entries[f"bn-variates/{path}.{leaf}"] for leaf in ("count", "mean", "m2"))
+    count, mean, m2 = (
+        entries[f"bn-variates/{path}.{leaf}"] for leaf in ("count", "mean", "m2")
+    )
     return Moments(int(count), mean, m2)
 
 
 @pytest.fixture
 def union(torchvision_net, points) -> tuple[nn.Module, list[Any], dict[str, Tensor]]:
-    """A torchvision model, uneven clients, and the output of each BN layer for all examples in one batch."""
-    model, data = torchvision_net(), [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)]
-    whole = {path: [] for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    """A torchvision model, uneven clients, and the output of each BN layer for all
+    examples in one batch.
+    """
+    model, data = (
+        torchvision_net(),
+        [points(n, i, (3, 20, 20)) for i, n in enumerate(UNEVEN)],
+    )
+    whole = {
+        path: []
+        for path, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm)
+    }
     with noted(model, whole), torch.no_grad():
         copy.deepcopy(model).train()(torch.cat([x.inputs for x in data]))
     return model, data, {path: parts[0] for path, parts in whole.items()}
@@ -247,8 +363,12 @@ def apart(found: Tensor, want: Tensor) -> float:
     return float((found - want).abs().max())
 
 
-def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_l_plus_one_on(union) -> None:
-    """So after as many rounds as layers the forward pass is the centralized one; with variance=mean it never is."""
+def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_l_plus_one_on(
+    union,
+) -> None:
+    """So after as many rounds as layers the forward pass is the centralized one; with
+    variance=mean it never is.
+    """
     model, data, whole = union
     rounds = len(whole) + 2
     _, outputs = frozen_rounds(model, [x.inputs for x in data], rounds)
@@ -259,18 +379,26 @@ def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_
     last = list(whole)[-1]
     assert apart(outputs[1][last], whole[last]) > 1e-2, "one exchange is not enough"
     _, without = frozen_rounds(model, [x.inputs for x in data], 3, "mean")
-    assert all(apart(found[path], whole[path]) > 1e-2 for found in without for path in (next(iter(whole)), last))
+    assert all(
+        apart(found[path], whole[path]) > 1e-2
+        for found in without
+        for path in (next(iter(whole)), last)
+    )
 
 
 def test_the_mean_gradient_is_not_the_centralized_one(union) -> None:
-    """Where the forward pass is the centralized one, each client still has its own gradients through it."""
+    """Where the forward pass is the centralized one, each client still has its own
+    gradients through it.
+    """
     model, data, whole = union
     hooks, _ = frozen_rounds(model, [x.inputs for x in data], len(whole) + 1)
     parameters, total = list(model.parameters()), sum(UNEVEN)
 
     def gradients(inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         out = model.train()(inputs)
-        return out.detach(), list(torch.autograd.grad(F.cross_entropy(out, targets), parameters))
+        return out.detach(), list(
+            torch.autograd.grad(F.cross_entropy(out, targets), parameters)
+        )
 
     outs, sums = [], [torch.zeros_like(p) for p in parameters]
     for hook, x in zip(hooks, data, strict=True):
@@ -279,13 +407,21 @@ def test_the_mean_gradient_is_not_the_centralized_one(union) -> None:
         hook.end(model)
         outs.append(out)
         sums = [g + len(x) / total * own for g, own in zip(sums, grads, strict=True)]
-    out, want = gradients(torch.cat([x.inputs for x in data]), torch.cat([x.targets for x in data]))
+    out, want = gradients(
+        torch.cat([x.inputs for x in data]), torch.cat([x.targets for x in data])
+    )
     torch.testing.assert_close(torch.cat(outs), out, rtol=1e-9, atol=1e-10)
-    distance = max(apart(g, w) / float(w.abs().max()) for g, w in zip(sums, want, strict=True) if w.abs().max() > 1e-8)
+    distance = max(
+        apart(g, w) / float(w.abs().max())
+        for g, w in zip(sums, want, strict=True)
+        if w.abs().max() > 1e-8
+    )
     assert distance > 0.05
 
 
-def test_under_bfloat16_autocast_the_variates_are_those_of_float32(federate, points) -> None:
+def test_under_bfloat16_autocast_the_variates_are_those_of_float32(
+    federate, points
+) -> None:
     """Of inputs that are rounded to bfloat16, and of nothing else."""
     datasets = [points(8, i, SHAPES["2d"]) for i in range(2)]
     datasets = [type(data)(data.inputs.float(), data.targets) for data in datasets]
@@ -296,10 +432,19 @@ def test_under_bfloat16_autocast_the_variates_are_those_of_float32(federate, poi
             mine = seen[self.partition_id] = {"1": [], "4": []}
             for path, values in mine.items():
                 layer: Any = self.model[int(path)]
-                layer.register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
+                layer.register_forward_pre_hook(
+                    lambda _, args, values=values: values.append(args[0].detach())
+                )
             return super().fit(parameters, config)
 
-    run = federate(BNScaffold(), lambda: network("2d").float(), datasets, rounds=3, amp=True, client=Watched)
+    run = federate(
+        BNScaffold(),
+        lambda: network("2d").float(),
+        datasets,
+        rounds=3,
+        amp=True,
+        client=Watched,
+    )
     for i, layers in seen.items():
         kept = from_record(run.context(i).state.array_records["fedbn-flwr.rules"])
         for path, batches in layers.items():
@@ -307,17 +452,29 @@ def test_under_bfloat16_autocast_the_variates_are_those_of_float32(federate, poi
             want = moments_of(torch.cat(batches))
             for leaf in ("mean", "m2"):
                 found = kept[f"BNControlVariates/bn-variates/{path}.{leaf}"]
-                np.testing.assert_allclose(found, getattr(want, leaf).numpy(), rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    found, getattr(want, leaf).numpy(), rtol=1e-5, atol=1e-6
+                )
     assert all(report.rejected == {} for report in run.strategy.reports)
-    records = [m.content.array_records["bn-variates"] for m in run.grid.sent if "bn-variates" in m.content]
-    assert {entry.dtype for record in records for entry in from_record(record).values()} == {np.dtype(np.float32)}
+    records = [
+        m.content.array_records["bn-variates"]
+        for m in run.grid.sent
+        if "bn-variates" in m.content
+    ]
+    assert {
+        entry.dtype for record in records for entry in from_record(record).values()
+    } == {np.dtype(np.float32)}
     assert all(torch.isfinite(entry).all() for entry in tensors(run.state).values())
 
 
-def test_a_reply_without_variates_names_the_hook_that_sends_them(federate, points, mlp) -> None:
+def test_a_reply_without_variates_names_the_hook_that_sends_them(
+    federate, points, mlp
+) -> None:
     def spoil(content: Any) -> None:
         content["variates"] = to_record({})
 
     data, app = [points(8, i) for i in range(2)], functools.partial(spoiling, spoil)
     run = federate(BNScaffold(), mlp, data, rounds=1, wrap=app)
-    assert run.reason(1).endswith("the client's training must apply the client hook 'bn-variates'")
+    assert run.reason(1).endswith(
+        "the client's training must apply the client hook 'bn-variates'"
+    )

@@ -25,7 +25,15 @@ from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.report import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
-from fedbn_flwr.training import BINARY, MULTI_LABEL, REGRESSION, LearningRate, LocalTraining, Task, train
+from fedbn_flwr.training import (
+    BINARY,
+    MULTI_LABEL,
+    REGRESSION,
+    LearningRate,
+    LocalTraining,
+    Task,
+    train,
+)
 from fedbn_flwr.training.evaluation import evaluate
 
 SIZES = (6, 13, 9)
@@ -37,37 +45,64 @@ def local_round(model, data, partition: int, server_round: int):
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     stream = lambda purpose: torch_generator(7, purpose, server_round, partition)  # noqa: E731
     result = train(model, data, settings, learning_rate=0.1, stream=stream)
-    return {name: array.copy() for name, array in to_state(model.state_dict()).items()}, result
+    return {
+        name: array.copy() for name, array in to_state(model.state_dict()).items()
+    }, result
 
 
 @pytest.mark.parametrize("variance", ["mean", "pooled"])
-def test_a_round_is_local_training_and_the_weighted_average(federate, datasets, mlp, same_bits, variance: str) -> None:
-    run = federate(FedAvg(variance=variance), functools.partial(mlp, dropout=0.2), datasets, rounds=2)
+def test_a_round_is_local_training_and_the_weighted_average(
+    federate, datasets, mlp, same_bits, variance: str
+) -> None:
+    run = federate(
+        FedAvg(variance=variance),
+        functools.partial(mlp, dropout=0.2),
+        datasets,
+        rounds=2,
+    )
     state = to_state(mlp(dropout=0.2).state_dict())
     for server_round in (1, 2):
         states, losses = [], []
         for partition, data in enumerate(datasets):
             model = mlp(dropout=0.2)
-            model.load_state_dict({name: torch.from_numpy(np.asarray(a)) for name, a in state.items()})
+            model.load_state_dict(
+                {name: torch.from_numpy(np.asarray(a)) for name, a in state.items()}
+            )
             local, result = local_round(model, data, partition, server_round)
             states.append(local)
             losses.append(result.loss)
-        state = average(states, [float(n) for n in SIZES], split_state(mlp(dropout=0.2)), variance)
+        state = average(
+            states, [float(n) for n in SIZES], split_state(mlp(dropout=0.2)), variance
+        )
         same_bits(run.history[server_round], state)
         report = run.strategy.reports[server_round - 1]
         assert [report.clients[str(i)]["train-loss"] for i in range(3)] == losses
-        assert report.metrics["train-loss"] == pytest.approx(np.average(losses, weights=SIZES), rel=1e-14)
-        assert (report.server_round, report.participants, report.phase) == (server_round, [0, 1, 2], "train")
+        assert report.metrics["train-loss"] == pytest.approx(
+            np.average(losses, weights=SIZES), rel=1e-14
+        )
+        assert (report.server_round, report.participants, report.phase) == (
+            server_round,
+            [0, 1, 2],
+            "train",
+        )
         assert (report.rejected, report.kept_previous) == ({}, False)
     same_bits(run.state, state)
 
 
 def test_the_order_of_arrival_does_not_matter(federate, points, mlp, same_bits) -> None:
     datasets = [points(5 + 3 * i, i) for i in range(5)]
-    runs = [federate(FedAvg(variance="pooled"), mlp, datasets, backwards=backwards) for backwards in (False, True)]
+    runs = [
+        federate(FedAvg(variance="pooled"), mlp, datasets, backwards=backwards)
+        for backwards in (False, True)
+    ]
     same_bits(runs[0].state, runs[1].state)
-    assert runs[0].result.train_metrics_clientapp == runs[1].result.train_metrics_clientapp
-    assert runs[0].result.evaluate_metrics_clientapp == runs[1].result.evaluate_metrics_clientapp
+    assert (
+        runs[0].result.train_metrics_clientapp == runs[1].result.train_metrics_clientapp
+    )
+    assert (
+        runs[0].result.evaluate_metrics_clientapp
+        == runs[1].result.evaluate_metrics_clientapp
+    )
 
 
 def test_evaluation_is_of_the_new_global_model(federate, datasets, mlp) -> None:
@@ -78,10 +113,14 @@ def test_evaluation_is_of_the_new_global_model(federate, datasets, mlp) -> None:
     notes = run.strategy.reports[0].evaluations
     assert [notes[str(i)]["loss"] for i in range(3)] == [w.loss for w in want]
     mean = np.average([w.accuracy for w in want], weights=SIZES)
-    assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(mean, rel=1e-14)
+    assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(
+        mean, rel=1e-14
+    )
 
 
-def test_traffic_is_one_broadcast_and_an_upload_per_client(federate, datasets, mlp) -> None:
+def test_traffic_is_one_broadcast_and_an_upload_per_client(
+    federate, datasets, mlp
+) -> None:
     run = federate(FedAvg(), mlp, datasets, rounds=2)
     floats, counters = num_bytes(to_record(mlp().state_dict()))
     assert (floats, counters) == (8 * (20 + 4 + 4 * 4 + 12 + 3), 8)
@@ -91,38 +130,69 @@ def test_traffic_is_one_broadcast_and_an_upload_per_client(federate, datasets, m
             assert (got.up, got.counters_up) == (up * floats, up * counters)
 
 
-def test_a_client_without_data_evaluates_but_does_not_train(federate, points, mlp) -> None:
+def test_a_client_without_data_evaluates_but_does_not_train(
+    federate, points, mlp
+) -> None:
     run = federate(FedAvg(), mlp, [points(8, 0), points(0), points(5, 2)], rounds=1)
     assert run.strategy.reports[0].participants == [0, 2]
     assert [
-        run.grid.partition(m.metadata.dst_node_id) for m in run.grid.sent if m.metadata.message_type == "train"
+        run.grid.partition(m.metadata.dst_node_id)
+        for m in run.grid.sent
+        if m.metadata.message_type == "train"
     ] == [0, 2]
 
 
-def test_clients_test_every_eval_every_rounds_and_in_the_last(federate, datasets, mlp) -> None:
+def test_clients_test_every_eval_every_rounds_and_in_the_last(
+    federate, datasets, mlp
+) -> None:
     run = federate(FedAvg(eval_every=2), mlp, datasets, rounds=5)
     assert list(run.result.evaluate_metrics_clientapp) == [2, 4, 5]
-    assert federate(FedAvg(fraction_evaluate=0.0), mlp, datasets).result.evaluate_metrics_clientapp == {}
+    assert (
+        federate(
+            FedAvg(fraction_evaluate=0.0), mlp, datasets
+        ).result.evaluate_metrics_clientapp
+        == {}
+    )
 
 
 def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     run = federate(FedBN(), mlp, datasets, rounds=2)
-    local = [f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
-    assert [(c["server-round"], json.loads(c["fedbn-flwr.local-entries"])) for c in run.grid.config()] == [
-        (r, local) for r in (1, 1, 1, 2, 2, 2)
+    local = [
+        f"1.{leaf}"
+        for leaf in (
+            "weight",
+            "bias",
+            "running_mean",
+            "running_var",
+            "num_batches_tracked",
+        )
     ]
+    assert [
+        (c["server-round"], json.loads(c["fedbn-flwr.local-entries"]))
+        for c in run.grid.config()
+    ] == [(r, local) for r in (1, 1, 1, 2, 2, 2)]
     plain = federate(FedAvg(), mlp, datasets, rounds=1)
     assert [dict(c) for c in plain.grid.config()] == [{"server-round": 1}] * 3
 
 
-# --- arguments -------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------
 
 
 def test_flowers_positional_arguments_are_accepted() -> None:
-    strategy = FedAvg(0.5, 0.25, 3, 4, 5, "weight", "model", "told", variance="pooled", seed=9)
-    assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_train_nodes) == (0.5, 0.25, 3)
+    strategy = FedAvg(
+        0.5, 0.25, 3, 4, 5, "weight", "model", "told", variance="pooled", seed=9
+    )
+    assert (
+        strategy.fraction_train,
+        strategy.fraction_evaluate,
+        strategy.min_train_nodes,
+    ) == (0.5, 0.25, 3)
     assert (strategy.min_evaluate_nodes, strategy.min_available_nodes) == (4, 5)
-    assert (strategy.weighted_by_key, strategy.arrayrecord_key, strategy.configrecord_key) == (
+    assert (
+        strategy.weighted_by_key,
+        strategy.arrayrecord_key,
+        strategy.configrecord_key,
+    ) == (
         "weight",
         "model",
         "told",
@@ -131,27 +201,42 @@ def test_flowers_positional_arguments_are_accepted() -> None:
 
 
 def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
-    with pytest.raises(ConfigError, match=r"^parts= does not know 7 of the arrays \(1.weight, ...\)"):
+    with pytest.raises(
+        ConfigError, match=r"^parts= does not know 7 of the arrays \(1.weight, ...\)"
+    ):
         federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
 
 
-def test_without_parts_the_names_of_the_arrays_are_split(datasets, mlp, federate) -> None:
+def test_without_parts_the_names_of_the_arrays_are_split(
+    datasets, mlp, federate
+) -> None:
     strategy = FedBN()
     strategy.parts = split_state(to_record(mlp().state_dict()))
     run = federate(strategy, mlp, datasets, rounds=1)
     assert run.strategy.reports[0].train.up == 3 * 8 * (20 + 4 + 12 + 3)
 
 
-# --- nodes -----------------------------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------
 
 
 def chosen(run) -> list[list[int]]:
     return [report.participants for report in run.strategy.reports]
 
 
-def test_sampling_is_seeded_by_partition_not_by_node_id(federate, points, mlp, same_bits) -> None:
+def test_sampling_is_seeded_by_partition_not_by_node_id(
+    federate, points, mlp, same_bits
+) -> None:
     datasets = [points(5 + i, i) for i in range(6)]
-    runs = [federate(FedAvg(0.5, 0.5, seed=3), mlp, datasets, rounds=4, grid_options={"seed": seed}) for seed in (1, 2)]
+    runs = [
+        federate(
+            FedAvg(0.5, 0.5, seed=3),
+            mlp,
+            datasets,
+            rounds=4,
+            grid_options={"seed": seed},
+        )
+        for seed in (1, 2)
+    ]
     assert runs[0].grid.get_node_ids() != runs[1].grid.get_node_ids()
     assert chosen(runs[0]) == chosen(runs[1])
     assert all(len(r) == 3 == len(set(r)) and r == sorted(r) for r in chosen(runs[0]))
@@ -160,12 +245,16 @@ def test_sampling_is_seeded_by_partition_not_by_node_id(federate, points, mlp, s
         list(r.evaluations) for r in runs[1].strategy.reports
     ]
     same_bits(runs[0].state, runs[1].state)
-    assert chosen(federate(FedAvg(0.5, 0.5, seed=4), mlp, datasets, rounds=4)) != chosen(runs[0])
+    assert chosen(
+        federate(FedAvg(0.5, 0.5, seed=4), mlp, datasets, rounds=4)
+    ) != chosen(runs[0])
 
 
 def test_fewer_than_the_minimum_are_never_sampled(federate, points, mlp) -> None:
     datasets = [points(5, i) for i in range(5)]
-    run = federate(FedAvg(fraction_train=0.1, min_train_nodes=3), mlp, datasets, rounds=1)
+    run = federate(
+        FedAvg(fraction_train=0.1, min_train_nodes=3), mlp, datasets, rounds=1
+    )
     assert len(chosen(run)[0]) == 3
 
 
@@ -177,7 +266,9 @@ def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) ->
     assert "4 needed (min_available_nodes)" in str(error.value)
 
 
-def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same_bits, caplog) -> None:
+def test_an_app_without_query_works_with_a_warning(
+    federate, datasets, mlp, same_bits, caplog
+) -> None:
     def without_query(client_fn) -> ClientApp:
         whole, app = client_app(client_fn), ClientApp()
 
@@ -194,24 +285,45 @@ def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same
     logging.getLogger("flwr").propagate = True
     with caplog.at_level(logging.WARNING, logger="flwr"):
         run = federate(FedAvg(), mlp, datasets, wrap=without_query)
-    assert any("3 of 3 nodes did not answer the query for their partition id" in text for text in caplog.messages)
+    assert any(
+        "3 of 3 nodes did not answer the query for their partition id" in text
+        for text in caplog.messages
+    )
     assert run.strategy.reports[-1].participants == [None] * 3
-    assert set(run.strategy.reports[-1].clients) == {str(i) for i in run.grid.get_node_ids()}
+    assert set(run.strategy.reports[-1].clients) == {
+        str(i) for i in run.grid.get_node_ids()
+    }
     asked = federate(FedAvg(), mlp, datasets)
     for name, array in asked.state.items():
         np.testing.assert_allclose(run.state[name], array, rtol=1e-9, err_msg=name)
 
 
-def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(run_strategy, mlp) -> None:
-    app = ClientApp(client_fn=lambda _: None)  # never reached: the legacy app fails to read the message
-    run = run_strategy(FedAvg(), app, mlp().state_dict(), 2, rounds=1, timeout=30, fails=NothingTrainedError)
+def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(
+    run_strategy, mlp
+) -> None:
+    # never reached: the legacy app fails to read the message
+    app = ClientApp(client_fn=lambda _: None)
+    run = run_strategy(
+        FedAvg(),
+        app,
+        mlp().state_dict(),
+        2,
+        rounds=1,
+        timeout=30,
+        fails=NothingTrainedError,
+    )
     rejected = run.strategy.reports[0].rejected
-    assert all("make it with fedbn_flwr.client_app(client_fn)" in text for text in rejected.values())
+    assert all(
+        "make it with fedbn_flwr.client_app(client_fn)" in text
+        for text in rejected.values()
+    )
     assert len(rejected) == 2
-    assert list(run.state) == list(mlp().state_dict()), "the initial model, not an empty record"
+    assert list(run.state) == list(mlp().state_dict()), (
+        "the initial model, not an empty record"
+    )
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------
 
 
 def content(**metrics) -> RecordDict:
@@ -220,17 +332,29 @@ def content(**metrics) -> RecordDict:
 
 def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     logging.getLogger("flwr").propagate = True
-    contents = [content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0), content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0])]
+    contents = [
+        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0),
+        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0]),
+    ]
     with caplog.at_level(logging.WARNING, logger="flwr"):
         averaged = average_metrics(contents, "n")
     assert dict(averaged) == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5]}
-    assert caplog.messages == ["metric 'd' has different shapes at different clients and is not averaged"]
+    assert caplog.messages == [
+        "metric 'd' has different shapes at different clients and is not averaged"
+    ]
 
 
 def test_counts_are_summed_and_stay_counts() -> None:
     """The average of (19, 19, 19) over three weights was 18.999999999999993."""
-    counts = {"steps": 19, "examples-processed": 190, "dropped-batches": 1, "own-num-examples": 7}
-    averaged = dict(average_metrics([content(n=n, epochs=2, **counts) for n in (3, 5, 7)], "n"))
+    counts = {
+        "steps": 19,
+        "examples-processed": 190,
+        "dropped-batches": 1,
+        "own-num-examples": 7,
+    }
+    averaged = dict(
+        average_metrics([content(n=n, epochs=2, **counts) for n in (3, 5, 7)], "n")
+    )
     assert averaged == {
         "steps": 57,
         "examples-processed": 570,
@@ -245,8 +369,15 @@ def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
     from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
     draw = np.random.default_rng(0)
-    contents = [content(n=int(draw.integers(1, 99)), x=float(draw.normal()), y=float(draw.normal())) for _ in range(9)]
-    assert dict(average_metrics(contents, "n")) == dict(aggregate_metricrecords(contents, "n"))
+    contents = [
+        content(
+            n=int(draw.integers(1, 99)), x=float(draw.normal()), y=float(draw.normal())
+        )
+        for _ in range(9)
+    ]
+    assert dict(average_metrics(contents, "n")) == dict(
+        aggregate_metricrecords(contents, "n")
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,44 +392,72 @@ def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
         ("num-examples", (4.0, 8.0), 12),
     ],
 )
-def test_a_users_metric_whose_name_ends_like_a_count_is_averaged(key: str, values, expected) -> None:
-    contents = [content(n=n, **{key: value}) for n, value in zip((1, 3), values, strict=True)]
+def test_a_users_metric_whose_name_ends_like_a_count_is_averaged(
+    key: str, values, expected
+) -> None:
+    contents = [
+        content(n=n, **{key: value}) for n, value in zip((1, 3), values, strict=True)
+    ]
     assert dict(average_metrics(contents, "n")) == {key: expected}
 
 
 @pytest.mark.parametrize(("first", "second"), [("own", "all"), ("mnist", "mnist-m")])
-def test_metrics_of_a_test_set_are_weighted_by_its_size(first: str, second: str) -> None:
-    """A client without tests of its own counts in the others alone, and not by their size in the first."""
-    sizes = ({first: 20, second: 100}, {first: 10, second: 100}, {first: 0, second: 100})
+def test_metrics_of_a_test_set_are_weighted_by_its_size(
+    first: str, second: str
+) -> None:
+    """A client without tests of its own counts in the others alone, and not by their
+    size in the first.
+    """
+    sizes = (
+        {first: 20, second: 100},
+        {first: 10, second: 100},
+        {first: 0, second: 100},
+    )
     contents = []
     for number, by_set in enumerate(sizes):
-        record = {"n": by_set[first] or by_set[second]} | {f"{name}-num-examples": n for name, n in by_set.items()}
+        record = {"n": by_set[first] or by_set[second]} | {
+            f"{name}-num-examples": n for name, n in by_set.items()
+        }
         record |= {f"{name}-accuracy": float(number) for name, n in by_set.items() if n}
         contents.append(RecordDict({"metrics": MetricRecord(record)}))
     averaged = average_metrics(contents, "n")
     assert averaged[f"{first}-accuracy"] == pytest.approx(1 / 3)
     assert averaged[f"{second}-accuracy"] == pytest.approx(1.0)
-    assert (averaged[f"{first}-num-examples"], averaged[f"{second}-num-examples"]) == (30, 300)
+    assert (averaged[f"{first}-num-examples"], averaged[f"{second}-num-examples"]) == (
+        30,
+        300,
+    )
 
 
-def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(federate, points) -> None:
+def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(
+    federate, points
+) -> None:
     data = [points(2, i, shape=(3, 32, 32)) for i in range(2)]
     model = functools.partial(torchvision.models.mnasnet0_5, num_classes=3)
-    strategy = FedAvg(on_divergence="continue")  # its BN momentum is tiny, and so its first test overflows
+    # its BN momentum is tiny, and so its first test overflows
+    strategy = FedAvg(on_divergence="continue")
     run = federate(strategy, model, data, rounds=1, local_steps=1, batch_size=0)
     assert run.strategy.reports[0].rejected == {}
     assert set(run.strategy.reports[0].evaluations) == {"0", "1"}
 
 
-@pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
-def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(task: Task, federate, points) -> None:
-    """In float64 by hand; the mean over clients of a metric is over those that define it."""
+@pytest.mark.parametrize(
+    "task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name
+)
+def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(
+    task: Task, federate, points
+) -> None:
+    """In float64 by hand; the mean over clients of a metric is over those that define
+    it.
+    """
 
     def build() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             head = nn.Linear(4, 3 if task is MULTI_LABEL else 1)
-            return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), head).double()
+            return nn.Sequential(
+                nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), head
+            ).double()
 
     def by_hand(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if task is REGRESSION:
@@ -308,7 +467,11 @@ def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(task: Task, fede
     datasets = [points(size, seed, classes=2) for seed, size in enumerate(SIZES)]
     for data in datasets:
         labels = data.targets[:, None].double()
-        data.targets = torch.cat([labels, 1 - labels, labels * labels], 1) if task is MULTI_LABEL else labels
+        data.targets = (
+            torch.cat([labels, 1 - labels, labels * labels], 1)
+            if task is MULTI_LABEL
+            else labels
+        )
     datasets[0].targets[:] = 1  # a client with one class
     datasets[1].targets[2, 0] = NAN  # an unknown target
     one_step = {"rounds": 1, "local_steps": 1, "batch_size": 0, "rate": 0.5}
@@ -319,21 +482,33 @@ def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(task: Task, fede
     for data in datasets:
         model = copy.deepcopy(start)
         pairs = zip(model(data.inputs).flatten(), data.targets.flatten(), strict=True)
-        losses = [by_hand(output, target) for output, target in pairs if not target.isnan()]
+        losses = [
+            by_hand(output, target) for output, target in pairs if not target.isnan()
+        ]
         (sum(losses) / len(losses)).backward()
         for mean, parameter in zip(total, model.parameters(), strict=True):
             mean += len(data) / sum(SIZES) * parameter.grad
-    for (name, parameter), gradient in zip(start.named_parameters(), total, strict=True):
-        torch.testing.assert_close(run.tensors[name], parameter.data - 0.5 * gradient, rtol=1e-10, atol=1e-12)
+    for (name, parameter), gradient in zip(
+        start.named_parameters(), total, strict=True
+    ):
+        torch.testing.assert_close(
+            run.tensors[name], parameter.data - 0.5 * gradient, rtol=1e-10, atol=1e-12
+        )
 
     trained = build()
     trained.load_state_dict(run.tensors)
     own = [evaluate(trained, data, task=task) for data in datasets]
     result = run.result.evaluate_metrics_clientapp[1]
-    name, defined = {"binary": ("auroc", (1, 2)), "multi-label": ("auroc", (1, 2)), "regression": ("r2", (1, 2))}[
-        task.name
-    ]
+    name, defined = {
+        "binary": ("auroc", (1, 2)),
+        "multi-label": ("auroc", (1, 2)),
+        "regression": ("r2", (1, 2)),
+    }[task.name]
     assert math.isnan(own[0].metrics[name])
-    want = np.average([own[i].metrics[name] for i in defined], weights=[SIZES[i] for i in defined])
+    want = np.average(
+        [own[i].metrics[name] for i in defined], weights=[SIZES[i] for i in defined]
+    )
     assert result[name] == pytest.approx(want, rel=1e-12)
-    assert ("train-accuracy" in run.strategy.reports[0].metrics) == (task is not REGRESSION)
+    assert ("train-accuracy" in run.strategy.reports[0].metrics) == (
+        task is not REGRESSION
+    )

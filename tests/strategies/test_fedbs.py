@@ -26,7 +26,12 @@ SIZES = (6, 13, 9)
 
 def replies(*losses: float) -> list[Reply]:
     return [
-        Reply(Node(i, i), 10.0 * (i + 1), {"w": np.full(2, float(i))}, {"train-loss": loss})
+        Reply(
+            Node(i, i),
+            10.0 * (i + 1),
+            {"w": np.full(2, float(i))},
+            {"train-loss": loss},
+        )
         for i, loss in enumerate(losses)
     ]
 
@@ -38,61 +43,108 @@ def facts(number: int) -> Facts:
     return Facts(number, None, PARTS, {})
 
 
-def averaged(method: FedBSMethod, state: FedBSState, number: int, sent: list[Reply]) -> Any:
+def averaged(
+    method: FedBSMethod, state: FedBSState, number: int, sent: list[Reply]
+) -> Any:
     """The model and the state after a round, as the round computes them."""
-    (travels,) = [one for one in method.travels() if one.phase == method.phase(state, number)]
+    (travels,) = [
+        one for one in method.travels() if one.phase == method.phase(state, number)
+    ]
     weighed = Replies(sent, travels.weights)
-    return method.aggregate(state, facts(number), weighed, average([r.state for r in sent], weighed.weights, PARTS))
+    return method.aggregate(
+        state,
+        facts(number),
+        weighed,
+        average([r.state for r in sent], weighed.weights, PARTS),
+    )
 
 
 def test_the_model_is_the_loss_weighted_mean(federate, datasets, mlp) -> None:
     run = federate(FedBS(fedbs_eps=0.0), mlp, datasets, rounds=1)
-    sent = [m for m in run.grid.received if m.has_content() and "arrays" in m.content.array_records]
+    sent = [
+        m
+        for m in run.grid.received
+        if m.has_content() and "arrays" in m.content.array_records
+    ]
     losses = [m.content.metric_records["metrics"]["train-loss"] for m in sent]
     assert len(set(losses)) == 3
     for name in ("0.weight", "1.running_mean", "1.running_var"):
         want = sum(
-            f / sum(losses) * m.content.array_records["arrays"][name].numpy() for f, m in zip(losses, sent, strict=True)
+            f / sum(losses) * m.content.array_records["arrays"][name].numpy()
+            for f, m in zip(losses, sent, strict=True)
         )
         np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
-    assert run.state["1.num_batches_tracked"] == 3  # 13 examples in batches of 4, the last of one dropped
+    # 13 examples in batches of 4, the last of one dropped
+    assert run.state["1.num_batches_tracked"] == 3
 
 
-def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_there(federate, points, datasets, mlp):
-    """Each client's model as it was sent up, tested by hand on examples that the client does not train on."""
+def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_there(
+    federate, points, datasets, mlp
+):
+    """Each client's model as it was sent up, tested by hand on examples that the client
+    does not train on.
+    """
     aside = [points(5, seed) for seed in (7, 8, 9)]
 
     class Client(TorchClient):
         def __init__(self, *args, **options):
-            super().__init__(*args, **options, validation_data=aside[options["context"].node_config["partition-id"]])
+            super().__init__(
+                *args,
+                **options,
+                validation_data=aside[options["context"].node_config["partition-id"]],
+            )
 
-    run = federate(FedBS(fedbs_eps=0.0, loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1, client=Client)
+    run = federate(
+        FedBS(fedbs_eps=0.0, loss_key=VALIDATION_LOSS),
+        mlp,
+        datasets,
+        rounds=1,
+        client=Client,
+    )
     losses, states = [], []
     for data, message in zip(aside, run.grid.received[-6:-3], strict=True):
         states.append(from_record(message.content["arrays"]))
         model = mlp().eval()
         model.load_state_dict(tensors(states[-1]))
-        losses.append(nn.functional.cross_entropy(model(data.inputs), data.targets).item())
+        losses.append(
+            nn.functional.cross_entropy(model(data.inputs), data.targets).item()
+        )
     shares = np.array(losses) / sum(losses)
     for name in ("0.weight", "1.running_var"):
-        want = sum(share * state[name] for share, state in zip(shares, states, strict=True))
+        want = sum(
+            share * state[name] for share, state in zip(shares, states, strict=True)
+        )
         np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
-    assert [run.strategy.reports[0].clients[str(i)]["validation-loss"] for i in range(3)] == pytest.approx(losses)
+    assert [
+        run.strategy.reports[0].clients[str(i)]["validation-loss"] for i in range(3)
+    ] == pytest.approx(losses)
 
 
-def test_a_client_without_a_validation_example_is_left_out_with_the_reason(federate, datasets, mlp) -> None:
-    with pytest.raises(NothingTrainedError, match="the loss on its validation data, of which it has none"):
+def test_a_client_without_a_validation_example_is_left_out_with_the_reason(
+    federate, datasets, mlp
+) -> None:
+    with pytest.raises(
+        NothingTrainedError,
+        match="the loss on its validation data, of which it has none",
+    ):
         federate(FedBS(loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1)
 
 
 def test_zero_losses_have_equal_weights() -> None:
-    model, _ = averaged(FedBSMethod(FedBSParams()), FedBSState(), 1, replies(0.0, 0.0, 0.0))
+    model, _ = averaged(
+        FedBSMethod(FedBSParams()), FedBSState(), 1, replies(0.0, 0.0, 0.0)
+    )
     np.testing.assert_array_equal(model["w"], [1.0, 1.0])
 
 
 def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
-    """Two consecutive rounds with a spread of at most eps; single replies do not count, a wide round starts anew."""
-    method, state = FedBSMethod(FedBSParams(fedbs_eps=0.1, fedbs_rounds=2)), FedBSState()
+    """Two consecutive rounds with a spread of at most eps; single replies do not count,
+    a wide round starts anew.
+    """
+    method, state = (
+        FedBSMethod(FedBSParams(fedbs_eps=0.1, fedbs_rounds=2)),
+        FedBSState(),
+    )
     near, wide = (1.0, 1.1, 0.9), (1.0, 2.0, 0.5)
     for server_round, losses in enumerate([near, wide, near, (1.0,), near], start=1):
         assert method.phase(state, server_round) == "loss-weighted"
@@ -101,7 +153,9 @@ def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
     assert state.switched_after == 5
     assert method.phase(state, 5) == "loss-weighted"
     assert method.phase(state, 6) == "proximal"
-    assert method.on_clients(state, facts(6)) == [Ask("proximal", {"fedbn-flwr.proximal-mu": 0.01})]
+    assert method.on_clients(state, facts(6)) == [
+        Ask("proximal", {"fedbn-flwr.proximal-mu": 0.01})
+    ]
     model, state = averaged(method, state, 6, replies(*wide))
     assert state.switched_after == 5
     np.testing.assert_array_equal(model["w"], [1.0, 1.0])
@@ -109,14 +163,24 @@ def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
 
 def test_a_spread_equal_to_eps_counts() -> None:
     method = FedBSMethod(FedBSParams(fedbs_eps=0.5, fedbs_rounds=1))
-    _, state = averaged(method, FedBSState(), 1, replies(1.0, 2.0))  # population deviation exactly 0.5
+    # population deviation exactly 0.5
+    _, state = averaged(method, FedBSState(), 1, replies(1.0, 2.0))
     assert state.switched_after == 1
 
 
-def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(federate, points, mlp) -> None:
+def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(
+    federate, points, mlp
+) -> None:
     datasets = [points(8, i) for i in range(3)]
-    whole = {"batch_size": 0, "local_steps": 3}  # no order of batches, which is drawn by round
-    run = federate(FedBS(fedbs_eps=1e9, fedbs_rounds=1, proximal_mu=0.3), mlp, datasets, rounds=2, **whole)
+    # no order of batches, which is drawn by round
+    whole = {"batch_size": 0, "local_steps": 3}
+    run = federate(
+        FedBS(fedbs_eps=1e9, fedbs_rounds=1, proximal_mu=0.3),
+        mlp,
+        datasets,
+        rounds=2,
+        **whole,
+    )
     assert run.strategy.switched_after == 1
 
     def model():
@@ -125,7 +189,10 @@ def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(federate, points, 
         return made
 
     prox, plain = (
-        tensors(federate(FedProx(proximal_mu=mu), model, datasets, rounds=1, **whole).state) for mu in (0.3, 0.0)
+        tensors(
+            federate(FedProx(proximal_mu=mu), model, datasets, rounds=1, **whole).state
+        )
+        for mu in (0.3, 0.0)
     )
     for name, got in tensors(run.state).items():
         torch.testing.assert_close(got, prox[name], rtol=1e-12, atol=1e-14, msg=name)

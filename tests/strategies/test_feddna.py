@@ -1,4 +1,6 @@
-"""FedDNA: FedTAN's forward half with each client's own gradients; with one client it is FedTAN."""
+"""FedDNA: FedTAN's forward half with each client's own gradients; with one client it is
+FedTAN.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ import torch
 from torch import nn
 
 from fedbn_flwr.strategies import FedDNA, FedTAN
-from tests.support.synchronised import LEARNING_RATE, TRANSPORTS, client_data, synchronised
+from tests.support.synchronised import (
+    LEARNING_RATE,
+    TRANSPORTS,
+    client_data,
+    synchronised,
+)
 
 ONE_CLIENT = {"min_train_nodes": 1, "min_available_nodes": 1}
 
@@ -16,24 +23,39 @@ ONE_CLIENT = {"min_train_nodes": 1, "min_available_nodes": 1}
 def model() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        return nn.Sequential(
+            nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+        ).double()
 
 
 @pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_with_one_client_feddna_is_fedtan(run_step, model, same_bits, transport: str, exchanges: str) -> None:
+def test_with_one_client_feddna_is_fedtan(
+    run_step, model, same_bits, transport: str, exchanges: str
+) -> None:
     data = client_data((5,), (9,))
     settings = {"transport": transport, "rounds": 2, "local_steps": 2, "batch_size": 4}
     own, shared = (
-        run_step(synchronised(strategy, transport, fedtan_exchanges=exchanges, **ONE_CLIENT), model, data, **settings)
+        run_step(
+            synchronised(strategy, transport, fedtan_exchanges=exchanges, **ONE_CLIENT),
+            model,
+            data,
+            **settings,
+        )
         for strategy in (FedDNA, FedTAN)
     )
     same_bits(own.state, shared.state)
-    assert [r.train.exchanges for r in own.strategy.reports] == [{"3L+1": 3, "2L+1": 2}[exchanges]] * 2
+    assert [r.train.exchanges for r in own.strategy.reports] == [
+        {"3L+1": 3, "2L+1": 2}[exchanges]
+    ] * 2
 
 
-def test_the_first_step_uses_own_gradients_and_the_unions_statistics(run_step, model) -> None:
-    """In plain autograd: mean and variance have the union's values and each client's derivatives."""
+def test_the_first_step_uses_own_gradients_and_the_unions_statistics(
+    run_step, model
+) -> None:
+    """In plain autograd: mean and variance have the union's values and each client's
+    derivatives.
+    """
     data = client_data((5,), (4, 6))
     run = run_step(synchronised(FedDNA), model, data)
     start, want = model.state_dict(), {name: 0 for name, _ in model.named_parameters()}
@@ -43,15 +65,26 @@ def test_the_first_step_uses_own_gradients_and_the_unions_statistics(run_step, m
     for own, p in zip(data, (0.4, 0.6), strict=True):
         y = model[0](own.inputs)
         own_mean = y.mean(0) - y.mean(0).detach() + mean
-        # The variance is a function of y at a mean that is held: the path through the mean is not counted.
+        # The variance is a function of y at a mean that is held: the path through
+        # the # mean is not counted.
         spread = (y - mean).square().mean(0)
-        x = (y - own_mean) / (spread - spread.detach() + var + model[1].eps).sqrt() * model[1].weight + model[1].bias
+        x = (y - own_mean) / (
+            spread - spread.detach() + var + model[1].eps
+        ).sqrt() * model[1].weight + model[1].bias
         loss = nn.functional.cross_entropy(model[3](x.tanh()), own.targets)
         for (name, value), gradient in zip(
-            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            model.named_parameters(),
+            torch.autograd.grad(loss, list(model.parameters())),
+            strict=True,
         ):
             want[name] = want[name] + p * (value - LEARNING_RATE * gradient).detach()
     for name, value in want.items():
-        torch.testing.assert_close(run.tensors[name], value, rtol=1e-12, atol=1e-13, msg=name)
-    torch.testing.assert_close(run.tensors["1.running_mean"], 0.9 * start["1.running_mean"] + 0.1 * mean)
-    torch.testing.assert_close(run.tensors["1.running_var"], 0.9 * start["1.running_var"] + 0.1 * var * 10 / 9)
+        torch.testing.assert_close(
+            run.tensors[name], value, rtol=1e-12, atol=1e-13, msg=name
+        )
+    torch.testing.assert_close(
+        run.tensors["1.running_mean"], 0.9 * start["1.running_mean"] + 0.1 * mean
+    )
+    torch.testing.assert_close(
+        run.tensors["1.running_var"], 0.9 * start["1.running_var"] + 0.1 * var * 10 / 9
+    )

@@ -16,9 +16,14 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 SIZES = (6, 13, 9)
 
 
-def test_fedprox_without_mu_is_fedavg_bit_for_bit(federate, datasets, mlp, same_bits) -> None:
+def test_fedprox_without_mu_is_fedavg_bit_for_bit(
+    federate, datasets, mlp, same_bits
+) -> None:
     model = functools.partial(mlp, dropout=0.2)
-    runs = [federate(s, model, datasets, sgd_momentum=0.9) for s in (FedProx(proximal_mu=0.0), FedAvg())]
+    runs = [
+        federate(s, model, datasets, sgd_momentum=0.9)
+        for s in (FedProx(proximal_mu=0.0), FedAvg())
+    ]
     same_bits(runs[0].state, runs[1].state)
     other = federate(FedProx(proximal_mu=1e-6), model, datasets, sgd_momentum=0.9)
     assert (other.state["0.weight"] != runs[1].state["0.weight"]).any()
@@ -26,7 +31,9 @@ def test_fedprox_without_mu_is_fedavg_bit_for_bit(federate, datasets, mlp, same_
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_fedprox_equals_sgd_by_hand(federate, points, mlp, frozen: bool) -> None:
-    """Three full-batch steps a round: grad F + mu (w - w_received), trainable parameters only."""
+    """Three full-batch steps a round: grad F + mu (w - w_received), trainable
+    parameters only.
+    """
     datasets, mu, rate = [points(6, 1), points(8, 2)], 0.7, 0.1
 
     def model():
@@ -34,7 +41,9 @@ def test_fedprox_equals_sgd_by_hand(federate, points, mlp, frozen: bool) -> None
         made[0].weight.requires_grad_(not frozen)
         return made
 
-    run = federate(FedProx(proximal_mu=mu), model, datasets, rounds=1, batch_size=0, local_steps=3)
+    run = federate(
+        FedProx(proximal_mu=mu), model, datasets, rounds=1, batch_size=0, local_steps=3
+    )
     locals_ = []
     for data in datasets:
         net = model().train()
@@ -42,8 +51,14 @@ def test_fedprox_equals_sgd_by_hand(federate, points, mlp, frozen: bool) -> None
         for _ in range(3):
             loss = F.cross_entropy(net(data.inputs), data.targets)
             parameters = [p for p in net.parameters() if p.requires_grad]
-            start = [r for r, p in zip(received, net.parameters(), strict=True) if p.requires_grad]
-            for p, g, s in zip(parameters, torch.autograd.grad(loss, parameters), start, strict=True):
+            start = [
+                r
+                for r, p in zip(received, net.parameters(), strict=True)
+                if p.requires_grad
+            ]
+            for p, g, s in zip(
+                parameters, torch.autograd.grad(loss, parameters), start, strict=True
+            ):
                 p.data -= rate * (g + mu * (p.detach() - s))
         locals_.append(net.state_dict())
     got = tensors(run.state)
@@ -53,7 +68,10 @@ def test_fedprox_equals_sgd_by_hand(federate, points, mlp, frozen: bool) -> None
 
 
 def test_the_distance_of_complex_parameters_counts_both_parts() -> None:
-    model, hook = nn.ParameterList([torch.zeros(2, 3, dtype=torch.cfloat)]), ProximalTerm(0.5)
+    model, hook = (
+        nn.ParameterList([torch.zeros(2, 3, dtype=torch.cfloat)]),
+        ProximalTerm(0.5),
+    )
     hook.begin(model)
     with torch.no_grad():
         model[0] += 3 + 4j

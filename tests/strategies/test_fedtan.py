@@ -1,4 +1,6 @@
-"""FedTAN's settings, its traffic, and its gRPC channel in a whole run; the law and dropouts have their own files."""
+"""FedTAN's settings, its traffic, and its gRPC channel in a whole run; the law and
+dropouts have their own files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTAN2
-from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
+from tests.support.synchronised import (
+    TRANSPORTS,
+    Branches,
+    client_data,
+    synchronised,
+    trained,
+)
 
 
 def branches() -> nn.Module:
@@ -29,25 +37,47 @@ def branches() -> nn.Module:
         return trained(Branches())
 
 
-# By messages a client repeats its step for each of the 58 exchanges; a smaller model below shows the same bytes.
-@pytest.mark.parametrize("transport", ["barrier", "channel", pytest.param("messages", marks=pytest.mark.slow)])
-def test_the_traffic_of_fedtan_with_resnet20_is_table_3(run_step, transport: str) -> None:
-    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counts apart; measured, and as ``inspect`` predicts it."""
+# By messages a client repeats its step for each of the 58 exchanges; a smaller
+# model # below shows the same bytes.
+@pytest.mark.parametrize(
+    "transport",
+    ["barrier", "channel", pytest.param("messages", marks=pytest.mark.slow)],
+)
+def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
+    run_step, transport: str
+) -> None:
+    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counts apart; measured, and
+    as ``inspect`` predicts it.
+    """
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    report = run_step(synchronised(FedTAN, transport), model, data, transport=transport).strategy.reports[0].train
+    report = (
+        run_step(synchronised(FedTAN, transport), model, data, transport=transport)
+        .strategy.reports[0]
+        .train
+    )
     assert round(report.megabytes, 4) == 6.2679
     assert report.exchanges == 3 * 19 + 1 == 58
-    assert (report.down, report.up) == (4 * (271098 + 2 * 1376), 5 * 4 * (271098 + 2 * 1376))
-    assert (report.counters_down, report.counters_up) == (19 * (8 + 4), 5 * 19 * (8 + 4))
-    config = Config.make({"strategy": "fedtan", "dataset": "cifar10", "model": "resnet20"})
+    assert (report.down, report.up) == (
+        4 * (271098 + 2 * 1376),
+        5 * 4 * (271098 + 2 * 1376),
+    )
+    assert (report.counters_down, report.counters_up) == (
+        19 * (8 + 4),
+        5 * 19 * (8 + 4),
+    )
+    config = Config.make(
+        {"strategy": "fedtan", "dataset": "cifar10", "model": "resnet20"}
+    )
     assert report == inspect_model(model, "fedtan", 5, config).first
 
 
 def test_the_traffic_of_fedavg_with_resnet20_is_table_3(run_step) -> None:
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    plain = run_step(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
+    plain = (
+        run_step(FedAvg(fraction_evaluate=0.0), model, data).strategy.reports[0].train
+    )
     assert round(plain.megabytes, 4) == 6.2049
     assert (plain.exchanges, plain.down) == (1, 4 * 271098)
     assert (plain.counters_down, plain.counters_up) == (19 * 8, 5 * 19 * 8)
@@ -55,39 +85,67 @@ def test_the_traffic_of_fedavg_with_resnet20_is_table_3(run_step) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "exchanges", "rows", "apart", "count"),
-    [(FedTAN, "3L+1", 4, 1, 16), (FedTAN, "2L+1", 5, 3, 11), (FedDNA, "3L+1", 2, 1, 11), (FedDNA, "2L+1", 3, 3, 6)],
+    [
+        (FedTAN, "3L+1", 4, 1, 16),
+        (FedTAN, "2L+1", 5, 3, 11),
+        (FedDNA, "3L+1", 2, 1, 11),
+        (FedDNA, "2L+1", 3, 3, 6),
+    ],
 )
 def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
     run_step, same_bits, strategy, exchanges: str, rows: int, apart: int, count: int
 ) -> None:
-    """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean.
+    """Five calls of BatchNorm with four channels: mean, variance and two gradients;
+    fused, a rest of the mean.
 
     Apart, the examples per element.
     """
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
-    state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
-    counters = sum(value.nbytes for value in model.state_dict().values() if not value.is_floating_point())
+    state = sum(
+        value.nbytes
+        for value in model.state_dict().values()
+        if value.is_floating_point()
+    )
+    counters = sum(
+        value.nbytes
+        for value in model.state_dict().values()
+        if not value.is_floating_point()
+    )
     counters += 5 * apart * 8
     ends = []
     for transport in TRANSPORTS:
         run = run_step(
-            synchronised(strategy, transport, fedtan_exchanges=exchanges), model, data, transport=transport, rounds=2
+            synchronised(strategy, transport, fedtan_exchanges=exchanges),
+            model,
+            data,
+            transport=transport,
+            rounds=2,
         )
         ends.append(run.state)
         same_bits(run.state, ends[0])
         for report in run.strategy.reports:
             moved = report.train
             assert moved.exchanges == count, transport
-            assert (moved.down, moved.up) == (state + 5 * rows * 4 * 8, 3 * (state + 5 * rows * 4 * 8)), transport
-            assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), transport
+            assert (moved.down, moved.up) == (
+                state + 5 * rows * 4 * 8,
+                3 * (state + 5 * rows * 4 * 8),
+            ), transport
+            assert (moved.counters_down, moved.counters_up) == (
+                counters,
+                3 * counters,
+            ), transport
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
-    """Its first step sees the union; the local ones, which would see one value per channel, are left out."""
+    """Its first step sees the union; the local ones, which would see one value per
+    channel, are left out.
+    """
     model = build_model("mlp", num_classes=3, channels=1, size=28).double()
     data = client_data((1, 28, 28), (1, 3))
-    run = run_step(synchronised(FedTAN, transport), model, data, transport=transport, local_steps=3)
+    run = run_step(
+        synchronised(FedTAN, transport), model, data, transport=transport, local_steps=3
+    )
     clients = run.strategy.reports[0].clients
     assert [clients[i]["steps"] for i in "01"] == [1, 3]
     assert [clients[i]["dropped-batches"] for i in "01"] == [2, 0]
@@ -96,23 +154,37 @@ def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
 def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:
     strategy = synchronised(FedTAN, "channel", fedtan_bind="0.0.0.0:0")
     with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
-        run_step(strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel")
+        run_step(
+            strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel"
+        )
 
 
-def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_continue(run_step) -> None:
+def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_continue(
+    run_step,
+) -> None:
     class Silent(TorchClient):
         def get_properties(self, config):
             return {} if self.partition_id == 1 else super().get_properties(config)
 
-    run = run_step(synchronised(FedTAN), branches(), client_data((3, 6, 6), (2, 3, 4)), client=Silent)
+    run = run_step(
+        synchronised(FedTAN),
+        branches(),
+        client_data((3, 6, 6), (2, 3, 4)),
+        client=Silent,
+    )
     (report,) = run.strategy.reports
     assert report.participants == [0, 2]
     (reason,) = report.rejected.values()
-    assert "needs to know the training examples and the first batch's size of node" in reason
+    assert (
+        "needs to know the training examples and the first batch's size of node"
+        in reason
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(run_step, fails: bool) -> None:
+def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(
+    run_step, fails: bool
+) -> None:
     def fail(_, __):
         raise ValueError("no")
 
@@ -120,9 +192,13 @@ def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(run_step, fails: 
         probe.bind(("127.0.0.1", 0))
         address = probe.getsockname()
     options = {"train_metrics_aggr_fn": fail} if fails else {}
-    strategy = synchronised(FedTAN, "channel", fedtan_bind="{}:{}".format(*address), **options)
+    strategy = synchronised(
+        FedTAN, "channel", fedtan_bind="{}:{}".format(*address), **options
+    )
     with pytest.raises(ValueError, match="no") if fails else nullcontext():
-        run_step(strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel")
+        run_step(
+            strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel"
+        )
     with pytest.raises(OSError), socket.create_connection(address, timeout=2):
         pass
 
@@ -133,7 +209,9 @@ class Checkpointed(nn.Sequential):
     reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](checkpoint(self[0], x.requires_grad_(), use_reentrant=self.reentrant))
+        return self[1](
+            checkpoint(self[0], x.requires_grad_(), use_reentrant=self.reentrant)
+        )
 
 
 class Reentrant(Checkpointed):
@@ -143,7 +221,10 @@ class Reentrant(Checkpointed):
 def in_blocks(kind: type[nn.Sequential]) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()), nn.Linear(4, 3)).double()
+        return kind(
+            nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()),
+            nn.Linear(4, 3),
+        ).double()
 
 
 class Recording(TorchClient):
@@ -157,10 +238,22 @@ class Recording(TorchClient):
 
 
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "checkpointed": (lambda: in_blocks(Checkpointed), "layer '0.1' runs inside torch.utils.checkpoint"),
-    "reentrant": (lambda: in_blocks(Reentrant), "layer '0.1' runs inside torch.utils.checkpoint"),
-    "scripted": (lambda: torch.jit.script(in_blocks(nn.Sequential)), "is a RecursiveScriptModule"),
-    "batch-renorm": (lambda: replace_norm(in_blocks(nn.Sequential), "batch-renorm")[0], "layer '0.1' is batch-renorm"),
+    "checkpointed": (
+        lambda: in_blocks(Checkpointed),
+        "layer '0.1' runs inside torch.utils.checkpoint",
+    ),
+    "reentrant": (
+        lambda: in_blocks(Reentrant),
+        "layer '0.1' runs inside torch.utils.checkpoint",
+    ),
+    "scripted": (
+        lambda: torch.jit.script(in_blocks(nn.Sequential)),
+        "is a RecursiveScriptModule",
+    ),
+    "batch-renorm": (
+        lambda: replace_norm(in_blocks(nn.Sequential), "batch-renorm")[0],
+        "layer '0.1' is batch-renorm",
+    ),
 }
 
 
@@ -172,18 +265,31 @@ def test_models_that_cannot_be_synchronised_end_the_run_before_the_first_trainin
 ) -> None:
     make, said = UNFIT[case]
     monkeypatch.setattr(Recording, "trained", [])
-    with pytest.raises(ConfigError, match="no node can train; node .* " + re.escape(said)):
-        federate(synchronised(method), make, [points(6, i) for i in range(3)], client=Recording)
+    with pytest.raises(
+        ConfigError, match="no node can train; node .* " + re.escape(said)
+    ):
+        federate(
+            synchronised(method),
+            make,
+            [points(6, i) for i in range(3)],
+            client=Recording,
+        )
     assert Recording.trained == []
 
 
-def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(run_step, points, same_bits) -> None:
-    """The check changes nothing in the clients that pass it: not the state, not the random numbers."""
+def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(
+    run_step, points, same_bits
+) -> None:
+    """The check changes nothing in the clients that pass it: not the state, not the
+    random numbers.
+    """
 
     class Own(TorchClient):
         def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
             partition = kwargs["context"].node_config["partition-id"]
-            super().__init__(in_blocks(Checkpointed) if partition == 1 else model, *args, **kwargs)
+            super().__init__(
+                in_blocks(Checkpointed) if partition == 1 else model, *args, **kwargs
+            )
 
     data = [points(6, i) for i in range(3)]
     model = in_blocks(nn.Sequential)

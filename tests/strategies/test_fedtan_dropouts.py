@@ -1,4 +1,6 @@
-"""A client lost during the step is dropped and named, and the round equals one without it."""
+"""A client lost during the step is dropped and named, and the round equals one without
+it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Fault = Callable[[Tensor], Tensor]
 
 
 class Gremlin(Versioned):
-    """Sits between two BatchNorm layers; does nothing until it is given a fault. Its state has a version."""
+    """Sits between two BatchNorm layers; does nothing until it is given a fault. Its
+    state has a version.
+    """
 
     fault: Fault | None = None
 
@@ -46,7 +50,9 @@ def model() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         first = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2)]
-        return nn.Sequential(*first, Gremlin(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        return nn.Sequential(
+            *first, Gremlin(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        ).double()
 
 
 class PowerCut(Exception):
@@ -82,7 +88,8 @@ def does_not_synchronise(self: TorchClient, parameters: Any, config: Any) -> Any
 
 @dataclass
 class Lost:
-    """Clients that are lost in round 1: who, by which fault in the forward pass or in place of ``fit``, and the words.
+    """Clients that are lost in round 1: who, by which fault in the forward pass or in
+    place of ``fit``, and the words.
 
     ``said`` may differ by transport.
     """
@@ -131,13 +138,23 @@ LOST = {
     "raises in the forward pass": Lost("lights out", cut),
     "raises in the backward pass": Lost("lights out", cut_backward),
     "sends NaN": Lost("not finite in exchange 'mean/1/6'", not_a_number),
-    "sends a wrong shape": Lost("of call 1 where the others called BatchNorm layer '6'", wrong_shape),
+    "sends a wrong shape": Lost(
+        "of call 1 where the others called BatchNorm layer '6'", wrong_shape
+    ),
     "dies before the first exchange": Lost("lights out", fit=leaves),
     "does not synchronise": Lost("", fit=does_not_synchronise),
     "two of them": Lost("lights out", cut, who=frozenset({0, 2})),
-    "stalls": Lost({"barrier": NOT_SENT, "channel": NOT_SENT, "messages": NO_ANSWER}, stall, timeout=0.6),
+    "stalls": Lost(
+        {"barrier": NOT_SENT, "channel": NOT_SENT, "messages": NO_ANSWER},
+        stall,
+        timeout=0.6,
+    ),
     "does not begin": Lost(
-        {"barrier": "did not begin the step within 0.6 s", "channel": NOT_BEGUN, "messages": NO_ANSWER},
+        {
+            "barrier": "did not begin the step within 0.6 s",
+            "channel": NOT_BEGUN,
+            "messages": NO_ANSWER,
+        },
         fit=begins_late,
         timeout=0.6,
     ),
@@ -155,11 +172,19 @@ WITHOUT: dict[frozenset[int], Outcome] = {}
 
 @pytest.fixture
 def without(run_step, model, data) -> Callable[[frozenset[int]], Outcome]:
-    """``without(who)``: the run in which these clients are not there in round 1, once for all tests."""
+    """``without(who)``: the run in which these clients are not there in round 1, once
+    for all tests.
+    """
 
     def run(who: frozenset[int]) -> Outcome:
         if who not in WITHOUT:
-            WITHOUT[who] = run_step(synchronised(FedTAN, "barrier"), model, data, hide={1: set(who)}, **COMMON)
+            WITHOUT[who] = run_step(
+                synchronised(FedTAN, "barrier"),
+                model,
+                data,
+                hide={1: set(who)},
+                **COMMON,
+            )
         return WITHOUT[who]
 
     return run
@@ -172,16 +197,26 @@ def _nobody_stalls_for_ever():
     OVER.set()
 
 
-def test_in_one_process_no_client_is_late_while_another_computes(run_step, model, data) -> None:
+def test_in_one_process_no_client_is_late_while_another_computes(
+    run_step, model, data
+) -> None:
     """Together the clients take longer than the timeout of an exchange."""
     seconds = 0.4
-    model[4].fault = lambda x: (time.sleep(seconds * (len(x) > 2)), x)[1]  # not of the two examples of the first try
-    done = run_step(synchronised(FedTAN, "barrier", fedtan_timeout=2.5 * seconds), model, data, batch_size=4)
+    # not of the two examples of the first try
+    model[4].fault = lambda x: (time.sleep(seconds * (len(x) > 2)), x)[1]
+    done = run_step(
+        synchronised(FedTAN, "barrier", fedtan_timeout=2.5 * seconds),
+        model,
+        data,
+        batch_size=4,
+    )
     assert [report.rejected for report in done.strategy.reports] == [{}]
 
 
 def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
-    """After Ctrl-C the command ended only with the timeout of the exchange, in the threads that wait at the barrier."""
+    """After Ctrl-C the command ended only with the timeout of the exchange, in the
+    threads that wait at the barrier.
+    """
     ended: list[BaseException] = []
 
     class Barriers:
@@ -209,25 +244,47 @@ def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
     monkeypatch.setattr(synchronised_step, "send_until", interrupt)
     members = {node_id: Member(1, 2, f"node {node_id}") for node_id in (1, 2)}
     with pytest.raises(KeyboardInterrupt):
-        synchronised_step.step_by_barrier(None, barriers, [], members, synchronised_step.Limits(60, 60, 1))
+        synchronised_step.step_by_barrier(
+            None, barriers, [], members, synchronised_step.Limits(60, 60, 1)
+        )
     waiting.join(10)
     assert len(ended) == 1
 
 
-@pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])
+@pytest.mark.parametrize(
+    ("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)]
+)
 @pytest.mark.parametrize("case", LOST)
 def test_a_round_equals_one_without_the_lost_clients(
-    run_step, model, data, without, same_bits, monkeypatch, caplog, transport: str, case: str, simulated: bool
+    run_step,
+    model,
+    data,
+    without,
+    same_bits,
+    monkeypatch,
+    caplog,
+    transport: str,
+    case: str,
+    simulated: bool,
 ) -> None:
-    """In Flower's simulation, too, where by channel a client that is only late ends the run."""
+    """In Flower's simulation, too, where by channel a client that is only late ends the
+    run.
+    """
     lost = LOST[case]
     if simulated and lost.timeout < 20:
         pytest.skip("it ends the run")
     if simulated:
         monkeypatch.setattr(synchronised_step, "in_simulation", lambda grid: True)
-    made = synchronised(FedTAN, transport, fedtan_timeout=lost.timeout, on_round_end=lambda *_: OVER.set())
+    made = synchronised(
+        FedTAN,
+        transport,
+        fedtan_timeout=lost.timeout,
+        on_round_end=lambda *_: OVER.set(),
+    )
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        done = run_step(made, model, data, transport=transport, client=lost.clients(), **COMMON)
+        done = run_step(
+            made, model, data, transport=transport, client=lost.clients(), **COMMON
+        )
     assert done.seconds < 19, "nobody waited for the timeout of 20 s"
     first, second = made.reports
     nodes = done.grid.get_node_ids()
@@ -236,7 +293,10 @@ def test_a_round_equals_one_without_the_lost_clients(
     for i in lost.who:
         assert done.reason(i).startswith(f"node {nodes[i]} (partition {i}): ")
         assert lost.words(transport) in done.reason(i)
-    assert ("; the step was redone without it" in caplog.text) or case in ("does not synchronise", "does not begin")
+    assert ("; the step was redone without it" in caplog.text) or case in (
+        "does not synchronise",
+        "does not begin",
+    )
     assert "the step was not finished" not in caplog.text
     for server_round in (1, 2):
         same_bits(done.history[server_round], without(lost.who).history[server_round])
@@ -245,18 +305,32 @@ def test_a_round_equals_one_without_the_lost_clients(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("who", "min_replies"), [({BAD}, 4), ({0, 1, 2, 3}, 1)], ids=["below the minimum", "all"])
+@pytest.mark.parametrize(
+    ("who", "min_replies"),
+    [({BAD}, 4), ({0, 1, 2, 3}, 1)],
+    ids=["below the minimum", "all"],
+)
 def test_if_too_few_are_left_the_previous_model_is_kept(
-    run_step, model, data, same_bits, caplog, transport: str, who: set[int], min_replies: int
+    run_step,
+    model,
+    data,
+    same_bits,
+    caplog,
+    transport: str,
+    who: set[int],
+    min_replies: int,
 ) -> None:
     made = synchronised(FedTAN, transport, min_replies=min_replies)
     lost = Lost("", cut, who=frozenset(who))
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        done = run_step(made, model, data, transport=transport, rounds=2, client=lost.clients())
+        done = run_step(
+            made, model, data, transport=transport, rounds=2, client=lost.clients()
+        )
     assert done.seconds < 19
     first, second = made.reports
     assert (first.kept_previous, first.participants) == (True, [])
-    # The round is over once the others have given up; the failed client's own words may come a moment later.
+    # The round is over once the others have given up; the failed client's own words
+    # may # come a moment later.
     assert any(words in done.reason(BAD) for words in ("lights out", "ended its work"))
     assert "redone" not in caplog.text
     same_bits(done.history[1], done.history[0])
@@ -279,7 +353,11 @@ class Skipping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.block, self.head = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.stem, self.block, self.head = (
+            nn.BatchNorm1d(5),
+            nn.BatchNorm1d(5),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.stem(x)
@@ -297,13 +375,21 @@ def skipping() -> nn.Module:
 OTHERS = frozenset(range(len(SIZES))) - {BAD}
 CALLS: dict[str, tuple[Callable[[], nn.Module], frozenset[int], str]] = {
     # the model, whose inputs are large, and what is said of BAD
-    "another layer": (by_domain, frozenset({BAD}), "others called BatchNorm layer '0.norms.0'"),
+    "another layer": (
+        by_domain,
+        frozenset({BAD}),
+        "others called BatchNorm layer '0.norms.0'",
+    ),
     "one layer less": (
         skipping,
         frozenset({BAD}),
         "had finished the step where the others called BatchNorm layer 'block'",
     ),
-    "one layer more": (skipping, OTHERS, "called BatchNorm layer 'block' where the others had finished"),
+    "one layer more": (
+        skipping,
+        OTHERS,
+        "called BatchNorm layer 'block' where the others had finished",
+    ),
 }
 
 
@@ -316,18 +402,32 @@ def test_a_client_that_calls_other_layers_is_dropped_by_name(
     model = make()
     for i in large:
         data[i].inputs[:] += 100
-    done = run_step(synchronised(FedTAN, transport), model, data, transport=transport, local_steps=2)
+    done = run_step(
+        synchronised(FedTAN, transport), model, data, transport=transport, local_steps=2
+    )
     assert said in done.reason(BAD)
     assert done.strategy.reports[0].participants == [0, 2, 3]
-    hide = {} if case == "one layer more" else {1: {BAD}}  # its batch is in the step of the others
-    same_bits(done.state, run_step(synchronised(FedTAN), model, data, hide=hide, local_steps=2).state)
+    # its batch is in the step of the others
+    hide = {} if case == "one layer more" else {1: {BAD}}
+    same_bits(
+        done.state,
+        run_step(synchronised(FedTAN), model, data, hide=hide, local_steps=2).state,
+    )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_run_in_which_too_few_call_the_same_layers_fails_with_the_cause(run_step, data, transport: str) -> None:
+def test_a_run_in_which_too_few_call_the_same_layers_fails_with_the_cause(
+    run_step, data, transport: str
+) -> None:
     data[1].inputs[:] += 100
     made = synchronised(FedTAN, transport, min_replies=2)
-    done = run_step(made, Skipping().double(), data[:2], transport=transport, fails=NothingTrainedError)
+    done = run_step(
+        made,
+        Skipping().double(),
+        data[:2],
+        transport=transport,
+        fails=NothingTrainedError,
+    )
     assert "BatchNorm layer 'block'" in done.reason(1)
 
 
@@ -335,7 +435,9 @@ def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> N
     class StochasticDepth(Skipping):
         def forward(self, x: Tensor) -> Tensor:
             y = self.stem(x)
-            return self.head(y if self.training and torch.rand(()) < 0.5 else y + self.block(y))
+            return self.head(
+                y if self.training and torch.rand(()) < 0.5 else y + self.block(y)
+            )
 
     made = synchronised(FedTAN)
     with pytest.raises(ConfigError, match="'block' is called at random"):
@@ -347,7 +449,9 @@ def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> N
 def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
     run_step, model, data, same_bits, caplog, transport: str, when: str
 ) -> None:
-    """The step it took part in stands; only its model is missing from the average, and the log says this."""
+    """The step it took part in stands; only its model is missing from the average, and
+    the log says this.
+    """
 
     def fit(self: TorchClient, parameters: Any, config: Any) -> Any:
         passes: list[Tensor] = []
@@ -364,7 +468,9 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
 
     made, lost = synchronised(FedTAN, transport), Lost("", fit=fit).clients()
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        done = run_step(made, model, data, transport=transport, client=lost, local_steps=2)
+        done = run_step(
+            made, model, data, transport=transport, client=lost, local_steps=2
+        )
     assert "lights out" in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
     assert made.reports[0].train.exchanges == 3 * 2 + 1, "nothing was retried"
@@ -379,20 +485,36 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
         def fit(self, parameters, config):
             state, size, metrics = super().fit(parameters, config)
             trained = "steps" in metrics and self.partition_id == BAD
-            return [array * np.nan for array in state] if trained else state, size, metrics
+            return (
+                [array * np.nan for array in state] if trained else state,
+                size,
+                metrics,
+            )
 
-    same_bits(done.state, run_step(synchronised(FedTAN), model, data, client=Absent, local_steps=2).state)
+    same_bits(
+        done.state,
+        run_step(synchronised(FedTAN), model, data, client=Absent, local_steps=2).state,
+    )
 
 
-def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, without, same_bits, monkeypatch) -> None:
+def test_an_array_that_cannot_be_read_drops_its_sender(
+    run_step, model, data, without, same_bits, monkeypatch
+) -> None:
     made = synchronised(FedTAN, "messages")
     plain = PollingGrid.pull_messages
 
     def spoiled(self: PollingGrid, message_ids: Any) -> list[Message]:
         replies = list(plain(self, message_ids))
         for reply in replies:
-            of_bad = reply.has_content() and reply.metadata.src_node_id == self.get_node_ids()[BAD]
-            if of_bad and len(made.reports) == 1 and "fedtan" in reply.content.array_records:
+            of_bad = (
+                reply.has_content()
+                and reply.metadata.src_node_id == self.get_node_ids()[BAD]
+            )
+            if (
+                of_bad
+                and len(made.reports) == 1
+                and "fedtan" in reply.content.array_records
+            ):
                 for array in reply.content["fedtan"].values():
                     array.data = b"\x93NUMPY nothing"
         return replies
@@ -406,7 +528,9 @@ def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, wi
 def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_that_is(
     run_step, model, data, monkeypatch
 ) -> None:
-    """The first tensor comes after the timeout of an exchange, and those of the others right after it."""
+    """The first tensor comes after the timeout of an exchange, and those of the others
+    right after it.
+    """
     timeout = 0.4
     made = synchronised(FedTAN, "messages", fedtan_timeout=timeout)
     plain, began, pulls = PollingGrid.pull_messages, list[float](), list[int]()
@@ -428,21 +552,34 @@ def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_replayed_steps_give_the_bits_of_uninterrupted_steps(run_step, model, data, same_bits, steps: int) -> None:
-    """With dropout on: batch, random state and running statistics are those of the first pass in every replay."""
+def test_replayed_steps_give_the_bits_of_uninterrupted_steps(
+    run_step, model, data, same_bits, steps: int
+) -> None:
+    """With dropout on: batch, random state and running statistics are those of the
+    first pass in every replay.
+    """
     settings = {"rounds": 2, "local_steps": steps, "batch_size": 4, "sgd_momentum": 0.9}
     barrier, messages, channel = (
-        run_step(synchronised(FedTAN, c), model, data, transport=c, **settings) for c in TRANSPORTS
+        run_step(synchronised(FedTAN, c), model, data, transport=c, **settings)
+        for c in TRANSPORTS
     )
     same_bits(barrier.state, messages.state)
     same_bits(barrier.state, channel.state)
     other = run_step(synchronised(FedTAN, "barrier"), model, data, **settings, seed=8)
-    assert not np.array_equal(barrier.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
+    assert not np.array_equal(barrier.state["0.weight"], other.state["0.weight"]), (
+        "dropout and batches do draw"
+    )
 
 
-def test_a_client_that_hangs_for_rounds_does_not_block_the_others(run_step, model, data) -> None:
-    """In process: it is dropped in each round, and its waiting messages do not keep a healthy client from starting."""
+def test_a_client_that_hangs_for_rounds_does_not_block_the_others(
+    run_step, model, data
+) -> None:
+    """In process: it is dropped in each round, and its waiting messages do not keep a
+    healthy client from starting.
+    """
     hanging = Lost("", fit=begins_late).clients()
-    done = run_step(synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=hanging)
+    done = run_step(
+        synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=hanging
+    )
     OVER.set()
     assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 2

@@ -11,22 +11,36 @@ from fedbn_flwr.strategies import FedTAN, FedTAN2
 
 
 @pytest.mark.parametrize("method", [FedTAN, FedTAN2])
-def test_flowers_own_start_gives_the_same_bits(method, federate, points, mlp, same_bits) -> None:
+def test_flowers_own_start_gives_the_same_bits(
+    method, federate, points, mlp, same_bits
+) -> None:
     class InFlowersLoop(method):
         start = FlowerFedAvg.start
 
     own = {"fedtan_rounds": 1} if method is FedTAN2 else {}
-    options = {"rounds": 2, "local_steps": 2, "barrier": True, "grid_options": {"threads": 2}}
+    options = {
+        "rounds": 2,
+        "local_steps": 2,
+        "barrier": True,
+        "grid_options": {"threads": 2},
+    }
     ours, theirs = (
-        federate(kind(**own), mlp, [points(8), points(12, 1)], **options) for kind in (method, InFlowersLoop)
+        federate(kind(**own), mlp, [points(8), points(12, 1)], **options)
+        for kind in (method, InFlowersLoop)
     )
-    our_reports, their_reports = ([vars(r) for r in run.strategy.reports] for run in (ours, theirs))
+    our_reports, their_reports = (
+        [vars(r) for r in run.strategy.reports] for run in (ours, theirs)
+    )
     same_bits(ours.state, theirs.state)
     assert our_reports == their_reports
-    assert [report["train"].exchanges for report in our_reports] == ([4, 4] if method is FedTAN else [4, 1])
+    assert [report["train"].exchanges for report in our_reports] == (
+        [4, 4] if method is FedTAN else [4, 1]
+    )
 
 
-def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(federate, points, mlp, same_bits) -> None:
+def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(
+    federate, points, mlp, same_bits
+) -> None:
     class Interrupted(FedTAN):
         start = FlowerFedAvg.start
 
@@ -37,19 +51,28 @@ def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(federate,
     with pytest.raises(KeyboardInterrupt):
         federate(strategy, mlp, clients, rounds=1, barrier=True)
     strategy.__class__ = FedTAN
-    again, fresh = (federate(method, mlp, clients, rounds=1, barrier=True) for method in (strategy, FedTAN()))
+    again, fresh = (
+        federate(method, mlp, clients, rounds=1, barrier=True)
+        for method in (strategy, FedTAN())
+    )
     same_bits(again.state, fresh.state)
     assert again.strategy.reports[0].rejected == {}
 
 
-def test_a_second_run_may_use_the_address_of_the_channel_again(federate, points, mlp, same_bits) -> None:
+def test_a_second_run_may_use_the_address_of_the_channel_again(
+    federate, points, mlp, same_bits
+) -> None:
     class InFlowersLoop(FedTAN):
         start = FlowerFedAvg.start
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = "127.0.0.1:{1}".format(*probe.getsockname())
-    strategy = InFlowersLoop(fedtan_transport="channel", fedtan_bind=address, fedtan_timeout=30.0)
+    strategy = InFlowersLoop(
+        fedtan_transport="channel", fedtan_bind=address, fedtan_timeout=30.0
+    )
     options = {"rounds": 1, "local_steps": 1, "grid_options": {"threads": 2}}
-    first, second = (federate(strategy, mlp, [points(8), points(12, 1)], **options) for _ in range(2))
+    first, second = (
+        federate(strategy, mlp, [points(8), points(12, 1)], **options) for _ in range(2)
+    )
     same_bits(first.state, second.state)
     assert strategy.reports[0].rejected == {}

@@ -1,4 +1,6 @@
-"""FixBN: FedAvg before T*, a centralised step with frozen BN after it, and the automatic T*."""
+"""FixBN: FedAvg before T*, a centralised step with frozen BN after it, and the
+automatic T*.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
 AFFINE = ("1.weight", "1.bias")
 
 
-def test_fixbn_is_fedavg_bit_for_bit_before_t_star(federate, datasets, mlp, same_bits) -> None:
+def test_fixbn_is_fedavg_bit_for_bit_before_t_star(
+    federate, datasets, mlp, same_bits
+) -> None:
     model = functools.partial(mlp, dropout=0.2)
     fixed = federate(FixBN(freeze_at=3), model, datasets, rounds=5)
     plain = federate(FedAvg(), model, datasets, rounds=5)
@@ -36,10 +40,19 @@ def test_fixbn_is_fedavg_bit_for_bit_before_t_star(federate, datasets, mlp, same
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_after_t_star_a_round_is_a_centralised_step_with_frozen_bn(federate, datasets, mlp, decay: float) -> None:
-    """Full participation, one step on all local data of uneven clients: the gradient of the union's mean loss."""
-    run = federate(FixBN(freeze_at=2), mlp, datasets, rounds=6, batch_size=0, weight_decay=decay)
-    union = torch.cat([d.inputs for d in datasets]), torch.cat([d.targets for d in datasets])
+def test_after_t_star_a_round_is_a_centralised_step_with_frozen_bn(
+    federate, datasets, mlp, decay: float
+) -> None:
+    """Full participation, one step on all local data of uneven clients: the gradient of
+    the union's mean loss.
+    """
+    run = federate(
+        FixBN(freeze_at=2), mlp, datasets, rounds=6, batch_size=0, weight_decay=decay
+    )
+    union = (
+        torch.cat([d.inputs for d in datasets]),
+        torch.cat([d.targets for d in datasets]),
+    )
     model = mlp()
     model.load_state_dict(tensors(run.history[2]))
     model.train()
@@ -51,26 +64,50 @@ def test_after_t_star_a_round_is_a_centralised_step_with_frozen_bn(federate, dat
         optimizer.step()
         got = tensors(run.history[server_round])
         for name, want in model.state_dict().items():
-            torch.testing.assert_close(got[name], want, rtol=1e-12, atol=1e-14, msg=f"{server_round} {name}")
+            torch.testing.assert_close(
+                got[name], want, rtol=1e-12, atol=1e-14, msg=f"{server_round} {name}"
+            )
         for name in STATISTICS:
-            assert run.history[server_round][name].tobytes() == run.history[2][name].tobytes(), name
+            assert (
+                run.history[server_round][name].tobytes()
+                == run.history[2][name].tobytes()
+            ), name
     for name in AFFINE:
-        assert not np.array_equal(run.history[6][name], run.history[2][name]), "gamma and beta still learn"
+        assert not np.array_equal(run.history[6][name], run.history[2][name]), (
+            "gamma and beta still learn"
+        )
 
 
-def test_frozen_statistics_are_bit_identical_with_many_steps_and_partial_rounds(federate, points, mlp) -> None:
+def test_frozen_statistics_are_bit_identical_with_many_steps_and_partial_rounds(
+    federate, points, mlp
+) -> None:
     datasets = [points(5 + 3 * i, i) for i in range(5)]
-    run = federate(FixBN(0.5, freeze_at=0.4), functools.partial(mlp, dropout=0.1), datasets, rounds=5, local_epochs=2)
+    run = federate(
+        FixBN(0.5, freeze_at=0.4),
+        functools.partial(mlp, dropout=0.1),
+        datasets,
+        rounds=5,
+        local_epochs=2,
+    )
     assert run.strategy.frozen_after == 2
     for server_round in (3, 4, 5):
         assert run.strategy.reports[server_round - 1].rejected == {}
         for name in STATISTICS:
-            assert run.history[server_round][name].tobytes() == run.history[2][name].tobytes()
+            assert (
+                run.history[server_round][name].tobytes()
+                == run.history[2][name].tobytes()
+            )
             assert run.history[server_round][name].dtype == run.history[2][name].dtype
 
 
 def test_freeze_affine_freezes_gamma_and_beta_too(federate, datasets, mlp) -> None:
-    run = federate(FixBN(freeze_at=1, freeze_affine=True), mlp, datasets, rounds=3, weight_decay=0.1)
+    run = federate(
+        FixBN(freeze_at=1, freeze_affine=True),
+        mlp,
+        datasets,
+        rounds=3,
+        weight_decay=0.1,
+    )
     for name in run.state:
         same = run.state[name].tobytes() == run.history[1][name].tobytes()
         assert same == (name in STATISTICS + AFFINE), name
@@ -87,10 +124,14 @@ def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp) -> None:
         "fedbn-flwr.freeze-affine": False,
         "fedbn-flwr.frozen": True,
     }
-    assert all("fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate"))
+    assert all(
+        "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
+    )
 
 
-def test_nothing_is_frozen_when_t_star_is_the_last_round(federate, datasets, mlp, same_bits) -> None:
+def test_nothing_is_frozen_when_t_star_is_the_last_round(
+    federate, datasets, mlp, same_bits
+) -> None:
     plain = federate(FedAvg(), mlp, datasets)
     for at in (3, 1.0, 99):
         same_bits(federate(FixBN(freeze_at=at), mlp, datasets).state, plain.state)
@@ -120,7 +161,9 @@ def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
 
 
 @pytest.mark.parametrize("method", [FixBN, FedTAN2])
-def test_a_window_as_long_as_the_run_is_refused(method: type[FedAvg], federate, datasets, mlp) -> None:
+def test_a_window_as_long_as_the_run_is_refused(
+    method: type[FedAvg], federate, datasets, mlp
+) -> None:
     auto = {"fedtan_rounds" if method is FedTAN2 else "freeze_at": "auto"}
     for window in (3, 200):
         with pytest.raises(ConfigError, match=f"freeze_window={window} .* 3, .*'auto'"):
@@ -135,15 +178,22 @@ def scripted(deltas: list[list[float]]) -> type[TorchClient]:
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
             if "statistics-delta" in metrics:
-                metrics["statistics-delta"] = deltas[config["server-round"] - 1][self.partition_id]
+                metrics["statistics-delta"] = deltas[config["server-round"] - 1][
+                    self.partition_id
+                ]
             return arrays, count, metrics
 
     return Scripted
 
 
 def first_round_under(deltas: list[list[float]], window: int, tau: float) -> int:
-    """The rule, in rational arithmetic: p-weighted mean, population variance of the last W, first time below tau."""
-    means = [sum(Fraction(d) * n for d, n in zip(row, SIZES, strict=True)) / sum(SIZES) for row in deltas]
+    """The rule, in rational arithmetic: p-weighted mean, population variance of the
+    last W, first time below tau.
+    """
+    means = [
+        sum(Fraction(d) * n for d, n in zip(row, SIZES, strict=True)) / sum(SIZES)
+        for row in deltas
+    ]
     for t in range(window, len(means) + 1):
         last = means[t - window : t]
         centre = sum(last) / window
@@ -152,11 +202,16 @@ def first_round_under(deltas: list[list[float]], window: int, tau: float) -> int
     raise AssertionError("never")
 
 
-@pytest.mark.parametrize(("window", "tau", "t_star"), [(3, 0.012, 4), (3, 0.0116, 5), (2, 0.02, 3), (4, 0.012, 5)])
+@pytest.mark.parametrize(
+    ("window", "tau", "t_star"),
+    [(3, 0.012, 4), (3, 0.0116, 5), (2, 0.02, 3), (4, 0.012, 5)],
+)
 def test_the_automatic_t_star_is_the_round_of_the_rule(
     federate, datasets, mlp, window: int, tau: float, t_star: int
 ) -> None:
-    """Tau = 0.012 lies between the population and the sample variance of round 4; unweighted means differ by round."""
+    """Tau = 0.012 lies between the population and the sample variance of round 4;
+    unweighted means differ by round.
+    """
     base = [1.0, 0.5, 0.3, 0.25, 0.24, 0.235, 0.5, 0.9, 1.5]
     tilt = [0.0, 0.03, 0.0, 0.015, 0.03, 0.0, 0.01, 0.0, 0.0]
     deltas = [[b + 13 * k, b - 6 * k, b] for b, k in zip(base, tilt, strict=True)]
@@ -164,11 +219,13 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     strategy = FixBN(freeze_at="auto", freeze_window=window, freeze_tau=tau)
     run = federate(strategy, mlp, datasets, rounds=9, client=scripted(deltas))
     assert strategy.frozen_after == t_star, "and for good, though the later deltas grow"
-    assert [r.phase for r in strategy.reports] == ["train"] * t_star + ["frozen"] * (9 - t_star)
-    assert strategy.deltas == pytest.approx(base[:t_star], rel=1e-12)
-    assert [c["fedbn-flwr.hooks"] for c in run.grid.config()] == ["report-drift"] * 3 * t_star + ["freeze-bn"] * 3 * (
+    assert [r.phase for r in strategy.reports] == ["train"] * t_star + ["frozen"] * (
         9 - t_star
     )
+    assert strategy.deltas == pytest.approx(base[:t_star], rel=1e-12)
+    assert [c["fedbn-flwr.hooks"] for c in run.grid.config()] == [
+        "report-drift"
+    ] * 3 * t_star + ["freeze-bn"] * 3 * (9 - t_star)
     for name in STATISTICS:
         assert run.state[name].tobytes() == run.history[t_star][name].tobytes()
 
@@ -176,17 +233,37 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
 @pytest.mark.parametrize(
     ("strategy", "rounds", "words"),
     [
-        (FixBN(freeze_at=5), 3, "freeze-at=5 means after round 5, and the run has 3: BN is never frozen"),
-        (FixBN(), 1, "freeze-at=0.5 of 1 rounds means after round 0: BN is frozen from round 1 at the statistics of"),
+        (
+            FixBN(freeze_at=5),
+            3,
+            "freeze-at=5 means after round 5, and the run has 3: BN is never frozen",
+        ),
+        (
+            FixBN(),
+            1,
+            (
+                "freeze-at=0.5 of 1 rounds means after round 0: BN is frozen from round"
+                " 1 at the statistics of"
+            ),
+        ),
         (FedTAN2(), 9, "fedtan-rounds=0.1 of 9 rounds means after round 0"),
-        (FedBS(), 5, "phase 2 begins after fedbs-rounds=5 rounds at the earliest, and the run has 5"),
+        (
+            FedBS(),
+            5,
+            (
+                "phase 2 begins after fedbs-rounds=5 rounds at the earliest, and the"
+                " run has 5"
+            ),
+        ),
     ],
 )
 def test_a_round_that_freezes_nothing_or_too_early_is_warned_of(
     strategy: FedAvg, rounds: int, words: str, mlp, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy.prepare(to_record(mlp().state_dict()), rounds, 1.0)
-    assert [r for r in caplog.records if words in r.message and r.levelname == "WARNING"]
+    assert [
+        r for r in caplog.records if words in r.message and r.levelname == "WARNING"
+    ]
     caplog.clear()
     strategy.prepare(to_record(mlp().state_dict()), 20, 1.0)
     assert not caplog.records
@@ -195,29 +272,49 @@ def test_a_round_that_freezes_nothing_or_too_early_is_warned_of(
 def test_the_summary_says_a_round_only_once_bn_was_frozen(mlp) -> None:
     strategy = FixBN(freeze_at=5)
     strategy.prepare(to_record(mlp().state_dict()), 9, 1.0)
-    assert [strategy.outcome(done) for done in (4, 5, 6)] == [{"frozen-after": None}] * 2 + [{"frozen-after": 5}]
+    assert [strategy.outcome(done) for done in (4, 5, 6)] == [
+        {"frozen-after": None}
+    ] * 2 + [{"frozen-after": 5}]
 
 
 def test_reporting_drift_changes_no_bit(federate, datasets, mlp, same_bits) -> None:
-    never = federate(FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30), mlp, datasets, rounds=4)
+    never = federate(
+        FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30),
+        mlp,
+        datasets,
+        rounds=4,
+    )
     assert never.strategy.frozen_after is None
     same_bits(never.state, federate(FedAvg(), mlp, datasets, rounds=4).state)
 
 
-def test_delta_is_the_mean_absolute_change_of_the_statistics(federate, datasets, mlp) -> None:
-    run = federate(FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30), mlp, datasets, rounds=3, batch_size=0)
+def test_delta_is_the_mean_absolute_change_of_the_statistics(
+    federate, datasets, mlp
+) -> None:
+    run = federate(
+        FixBN(freeze_at="auto", freeze_window=2, freeze_tau=1e-30),
+        mlp,
+        datasets,
+        rounds=3,
+        batch_size=0,
+    )
     before = run.history[2]
     for partition, data in enumerate(datasets):
         model = mlp()
         model.load_state_dict(tensors(before))
         model.train()(data.inputs)
-        change = [np.abs(model.state_dict()[name].numpy() - before[name]).sum() for name in STATISTICS[:2]]
+        change = [
+            np.abs(model.state_dict()[name].numpy() - before[name]).sum()
+            for name in STATISTICS[:2]
+        ]
         delta = run.strategy.reports[2].clients[str(partition)]["statistics-delta"]
         assert delta == pytest.approx(sum(change) / 8, rel=1e-12)
 
 
 @pytest.mark.parametrize("delta", [float("nan"), -1.0, float("inf"), None])
-def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: float | None) -> None:
+def test_a_delta_that_is_no_distance_is_refused(
+    federate, datasets, mlp, delta: float | None
+) -> None:
     class Odd(TorchClient):
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
@@ -227,7 +324,9 @@ def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: 
                     metrics["statistics-delta"] = delta
             return arrays, count, metrics
 
-    run = federate(FixBN(freeze_at="auto", freeze_window=2), mlp, datasets, rounds=3, client=Odd)
+    run = federate(
+        FixBN(freeze_at="auto", freeze_window=2), mlp, datasets, rounds=3, client=Odd
+    )
     (reason,) = run.strategy.reports[0].rejected.values()
     assert "(partition 2): metric 'statistics-delta' is " in reason
     assert f"is {delta}, and strategy 'fixbn' needs a finite number >= 0" in reason
@@ -235,30 +334,50 @@ def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: 
 
 
 def test_the_hook_restores_the_model() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2))
+    model = nn.Sequential(
+        nn.Linear(2, 2),
+        nn.BatchNorm1d(2),
+        nn.BatchNorm1d(2, affine=False),
+        nn.BatchNorm1d(2),
+    )
     model[3].weight.requires_grad_(False)
     wanted = [p.requires_grad for p in model.parameters()]
     hook = FreezeBN(affine=True)
     hook.begin(model.train())
     assert [m.training for m in model] == [True, False, False, False]
-    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, False, False]
+    assert [p.requires_grad for p in model.parameters()] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     hook.end(model)
     assert [p.requires_grad for p in model.parameters()] == wanted
 
 
 def test_what_is_frozen_is_what_the_split_calls_affine() -> None:
-    """A parametrized gamma, and one that the model also has under another name; and what a subclass adds."""
+    """A parametrized gamma, and one that the model also has under another name; and
+    what a subclass adds.
+    """
 
     class Gated(nn.BatchNorm1d):
         def __init__(self) -> None:
             super().__init__(2)
             self.gate = nn.Parameter(torch.zeros(2))
 
-    model = nn.Sequential(weight_norm(nn.BatchNorm1d(2), dim=None), nn.BatchNorm1d(2), Gated())
+    model = nn.Sequential(
+        weight_norm(nn.BatchNorm1d(2), dim=None), nn.BatchNorm1d(2), Gated()
+    )
     model.register_parameter("gain", model[1].weight)
     hook = FreezeBN(affine=True)
     hook.begin(model)
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    frozen = {
+        name
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not p.requires_grad
+    }
     assert frozen == {*split_state(model).affine, "gain", "2.gate"}
     assert {"0.parametrizations.weight.original1", "2.weight"} < frozen
     hook.end(model)
@@ -269,7 +388,9 @@ def test_subclasses_and_3d_layers_are_frozen_and_group_norm_is_not() -> None:
     class Own(nn.BatchNorm2d):
         pass
 
-    model = nn.Sequential(Own(2), nn.SyncBatchNorm(2), nn.BatchNorm3d(2), nn.GroupNorm(1, 2)).train()
+    model = nn.Sequential(
+        Own(2), nn.SyncBatchNorm(2), nn.BatchNorm3d(2), nn.GroupNorm(1, 2)
+    ).train()
     FreezeBN(affine=False).begin(model)
     assert [m.training for m in model] == [False, False, False, True]
     assert all(p.requires_grad for p in model.parameters())
@@ -291,24 +412,39 @@ class Late(TorchClient):
         return super().fit(parameters, config)
 
 
-@pytest.mark.parametrize("strategy", [FixBN(freeze_at=2), FixBN(freeze_at=0.5), FixBN(freeze_at=2, freeze_affine=True)])
-def test_statistics_that_no_round_has_changed_are_not_frozen(strategy: FixBN, federate, datasets, mlp) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [FixBN(freeze_at=2), FixBN(freeze_at=0.5), FixBN(freeze_at=2, freeze_affine=True)],
+)
+def test_statistics_that_no_round_has_changed_are_not_frozen(
+    strategy: FixBN, federate, datasets, mlp
+) -> None:
     with pytest.raises(NothingTrainedError, match="after round 2"):
         federate(strategy, mlp, datasets, rounds=4, client=Late)
 
 
-def test_statistics_of_a_trained_initial_model_and_of_one_round_are_frozen(federate, datasets, mlp, same_bits) -> None:
+def test_statistics_of_a_trained_initial_model_and_of_one_round_are_frozen(
+    federate, datasets, mlp, same_bits
+) -> None:
     def trained() -> nn.Module:
         model = mlp()
         model[1].running_mean += 0.25
         return model
 
     run = federate(FixBN(freeze_at=2), trained, datasets, rounds=4, client=Late)
-    assert [report.kept_previous for report in run.strategy.reports] == [True, True, False, False]
+    assert [report.kept_previous for report in run.strategy.reports] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     for name in STATISTICS:
         assert run.state[name].tobytes() == run.history[0][name].tobytes()
     later = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=Late)
-    assert later.state["1.running_mean"].tobytes() == later.history[3]["1.running_mean"].tobytes()
+    assert (
+        later.state["1.running_mean"].tobytes()
+        == later.history[3]["1.running_mean"].tobytes()
+    )
 
 
 class LateOfThree(TorchClient):
@@ -327,6 +463,10 @@ def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
     """Its gamma and beta have no value to be frozen at but the initial one."""
     strategy = combined(MTFL, FixBN)(freeze_at=2, freeze_affine=freeze_affine)
     federate(strategy, mlp, datasets, rounds=5, client=LateOfThree)
-    told = [record.getMessage() for record in caplog.records if "first time after" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "first time after" in record.getMessage()
+    ]
     assert len(told) == freeze_affine
     assert all(text.startswith("round 3: client 1 trained") for text in told)

@@ -1,4 +1,6 @@
-"""HBN: the layer between batch and global statistics, alpha that stays with the client, and what does not hold."""
+"""HBN: the layer between batch and global statistics, alpha that stays with the client,
+and what does not hold.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.strategies import FBN, HBN
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
-from tests.strategies.test_fbn import RATE, Layers, inputs_of_layers, loaded, lower, narrow_densenet, step, union
+from tests.strategies.test_fbn import (
+    RATE,
+    Layers,
+    inputs_of_layers,
+    loaded,
+    lower,
+    narrow_densenet,
+    step,
+    union,
+)
 from tests.support.bad_replies import spoiling
 
 SIZES = (6, 13, 9)
@@ -52,7 +63,12 @@ def trained(make: Any, x: Tensor) -> nn.Module:
 def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The output, and the gradients of a sum of it by the parameters."""
     out = model(x)
-    return [out.detach(), *torch.autograd.grad((out * out.detach().sin()).sum(), list(model.parameters()))]
+    return [
+        out.detach(),
+        *torch.autograd.grad(
+            (out * out.detach().sin()).sum(), list(model.parameters())
+        ),
+    ]
 
 
 @pytest.mark.parametrize(("alpha", "train"), [(-800.0, True), (800.0, False)])
@@ -62,8 +78,17 @@ def test_at_its_ends_the_layer_is_batchnorm_in_train_and_in_eval_mode(
 ) -> None:
     shape = (6, 2, *[5] * int(kind[0])) if kind[0].isdigit() else (6, 3, 40, 40)
     makes = {"torchvision": torchvision_net, "densenet": narrow_densenet}
-    make, off = makes.get(kind, functools.partial(Layers, kind)), 1e-12 if kind[0].isdigit() else 1e-9
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 + 1
+    make, off = (
+        makes.get(kind, functools.partial(Layers, kind)),
+        1e-12 if kind[0].isdigit() else 1e-9,
+    )
+    x = (
+        torch.randn(
+            shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        * 2
+        + 1
+    )
     model = trained(make, x[:4])
     plain = copy.deepcopy(model).train(train)
     start, tested = copy.deepcopy(model.state_dict()), copy.deepcopy(model).eval()
@@ -71,7 +96,9 @@ def test_at_its_ends_the_layer_is_batchnorm_in_train_and_in_eval_mode(
     # Not bit for bit: torch's own kernels normalise in another order of operations.
     for mine, want in zip(outcome(model, x), outcome(plain, x), strict=True):
         torch.testing.assert_close(mine, want, rtol=off, atol=off)
-    assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(start[name], value) for name, value in model.state_dict().items()
+    )
     assert torch.equal(model.eval()(x), tested(x)), "a test uses the global statistics"
     hook.end(model)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -87,7 +114,10 @@ def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
         hook._alpha[layer] = alpha  # type: ignore[assignment]
         return layer(x)
 
-    x, alpha = torch.randn(3, 2, 2, 1).double().requires_grad_(), torch.tensor([0.4, -0.7]).double().requires_grad_()
+    x, alpha = (
+        torch.randn(3, 2, 2, 1).double().requires_grad_(),
+        torch.tensor([0.4, -0.7]).double().requires_grad_(),
+    )
     assert torch.autograd.gradcheck(out, (x, alpha))
 
 
@@ -95,7 +125,9 @@ def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
 def test_only_without_the_batch_a_round_is_a_centralized_step_with_frozen_bn_and_fbns(
     federate, points, torchvision_net, monkeypatch, alpha: float
 ) -> None:
-    """And the pooled statistics of form (a) are the union's at the first layer, not at the second."""
+    """And the pooled statistics of form (a) are the union's at the first layer, not at
+    the second.
+    """
     monkeypatch.setattr(HybridStatistics, "initial", alpha)
     datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
     settings = {"rounds": 2, "rate": RATE, "batch_size": 0, "local_steps": 1}
@@ -104,27 +136,47 @@ def test_only_without_the_batch_a_round_is_a_centralized_step_with_frozen_bn_and
     names = dict(torchvision_net().named_parameters())
     off = []
     for batch_statistics_train in (False, True):
-        want = step(loaded(torchvision_net, before).train(batch_statistics_train), datasets)
+        want = step(
+            loaded(torchvision_net, before).train(batch_statistics_train), datasets
+        )
         off.append(max(abs(after[name] - want[name].numpy()).max() for name in names))
     if alpha:
-        same = federate(FBN(fbn_measure="pass", statistics_momentum=1.0), torchvision_net, datasets, **settings)
-        assert max(abs(after[name] - value).max() for name, value in same.state.items()) < 1e-13
+        same = federate(
+            FBN(fbn_measure="pass", statistics_momentum=1.0),
+            torchvision_net,
+            datasets,
+            **settings,
+        )
+        assert (
+            max(abs(after[name] - value).max() for name, value in same.state.items())
+            < 1e-13
+        )
         assert off[0] < 1e-13
     else:
         assert off[0] > 1e-3, "frozen BN does not hold"
     assert off[1] > 1e-3, "BN in train mode does not hold"
     model = loaded(torchvision_net, before).train()
     first, second, *_ = inputs_of_layers(model, union(datasets)[0]).items()
-    wrong = [abs(after[f"{path}.running_mean"] - values.mean(0).numpy()).max() for path, values in (first, second)]
+    wrong = [
+        abs(after[f"{path}.running_mean"] - values.mean(0).numpy()).max()
+        for path, values in (first, second)
+    ]
     assert wrong[0] < 1e-13
     assert wrong[1] > 1e-4
-    assert abs(after[f"{first[0]}.running_var"] - first[1].var(0).numpy()).max() < 1e-13, "unbiased, of the union"
+    assert (
+        abs(after[f"{first[0]}.running_var"] - first[1].var(0).numpy()).max() < 1e-13
+    ), "unbiased, of the union"
 
 
 def test_shared_alpha_is_named_where_a_protection_would_have_to_hide_it() -> None:
-    keys = [[beside.key for beside in HBN(share_alpha=share).methods.whole.beside] for share in (True, False)]
+    keys = [
+        [beside.key for beside in HBN(share_alpha=share).methods.whole.beside]
+        for share in (True, False)
+    ]
     assert keys == [["bn-moments", "bn-alpha"], ["bn-moments"]]
-    assert [len(sent_beside(HBN(share_alpha=share).methods)) for share in (True, False)] == [2, 1]
+    assert [
+        len(sent_beside(HBN(share_alpha=share).methods)) for share in (True, False)
+    ] == [2, 1]
 
 
 def kept_alpha(run: Any, partition: int) -> np.ndarray:
@@ -136,7 +188,9 @@ def kept_alpha(run: Any, partition: int) -> np.ndarray:
 def test_alpha_stays_with_its_client_and_its_mean_starts_others_if_it_is_shared(
     federate, points, mlp, share: bool
 ) -> None:
-    """Client 2 is away until the last round, whose rate is nearly 0: its alpha is the mean of the others', or 0."""
+    """Client 2 is away until the last round, whose rate is nearly 0: its alpha is the
+    mean of the others', or 0.
+    """
     datasets = [points(size, i) for i, size in enumerate(SIZES)]
     rate = LearningRate(0.1, (2,), (1e-12,))
     settings = {"hide": {1: [2], 2: [2]}, "rate": rate, "weight_decay": 0.9}
@@ -145,21 +199,44 @@ def test_alpha_stays_with_its_client_and_its_mean_starts_others_if_it_is_shared(
     own = [kept_alpha(first, i) for i in (0, 1)]
     assert all((alpha != 0).all() for alpha in own)
     assert (own[0] != own[1]).all()
-    given = [message.content["bn-alpha"] for message in run.grid.sent if "bn-alpha" in message.content]
-    names = {name for m in run.grid.received if m.has_content() for name in m.content.array_records}
+    given = [
+        message.content["bn-alpha"]
+        for message in run.grid.sent
+        if "bn-alpha" in message.content
+    ]
+    names = {
+        name
+        for m in run.grid.received
+        if m.has_content()
+        for name in m.content.array_records
+    }
     assert ("bn-alpha" in names) is share
     mean = (SIZES[0] * own[0] + SIZES[1] * own[1]) / (SIZES[0] + SIZES[1])
-    np.testing.assert_allclose(kept_alpha(run, 2), mean if share else 0.0, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        kept_alpha(run, 2), mean if share else 0.0, rtol=1e-9, atol=1e-9
+    )
     if not share:
         assert given == []
         return
     np.testing.assert_allclose(from_record(given[-1])["1.alpha"], mean, rtol=1e-12)
-    reports = [report.train for report in federate(HBN(share_alpha=True), mlp, datasets, rounds=2).strategy.reports]
-    predicted = inspect_model(mlp(), "hbn", len(datasets), Config.make({"strategy": "hbn", "share-alpha": True}))
+    reports = [
+        report.train
+        for report in federate(
+            HBN(share_alpha=True), mlp, datasets, rounds=2
+        ).strategy.reports
+    ]
+    predicted = inspect_model(
+        mlp(),
+        "hbn",
+        len(datasets),
+        Config.make({"strategy": "hbn", "share-alpha": True}),
+    )
     assert [predicted.first, predicted.later] == reports
 
 
-def test_a_client_of_the_warm_up_alone_starts_with_the_mean_of_the_others(federate, points, mlp) -> None:
+def test_a_client_of_the_warm_up_alone_starts_with_the_mean_of_the_others(
+    federate, points, mlp
+) -> None:
     """Client 2 is away in rounds 2 and 3; in round 4 the rate is nearly 0."""
     datasets = [points(size, i) for i, size in enumerate(SIZES)]
     settings = {"hide": {2: [2], 3: [2]}, "rate": LearningRate(0.1, (3,), (1e-12,))}
@@ -171,17 +248,27 @@ def test_a_client_of_the_warm_up_alone_starts_with_the_mean_of_the_others(federa
     np.testing.assert_allclose(kept_alpha(run, 2), mean, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("kept", "starts_at"), [({}, 1.0), ({"1.alpha": torch.full((4,), 2.0)}, 2.0)])
+@pytest.mark.parametrize(
+    ("kept", "starts_at"), [({}, 1.0), ({"1.alpha": torch.full((4,), 2.0)}, 2.0)]
+)
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_alpha_starts_at_the_shared_one_unless_the_client_keeps_its_own(mlp, kept, starts_at, warm_up) -> None:
+def test_alpha_starts_at_the_shared_one_unless_the_client_keeps_its_own(
+    mlp, kept, starts_at, warm_up
+) -> None:
     hook = HybridStatistics(warm_up=warm_up, share=True)
     hook.receive({"bn-alpha": {"1.alpha": torch.ones(4)}}, kept)
     hook.begin(mlp())
     found = hook.keep()
-    assert found["1.alpha"].tolist() == [starts_at] * 4 if kept or not warm_up else "1.alpha" not in found
+    assert (
+        found["1.alpha"].tolist() == [starts_at] * 4
+        if kept or not warm_up
+        else "1.alpha" not in found
+    )
 
 
-def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points) -> None:
+def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(
+    mlp, points
+) -> None:
     model, data = mlp().train(), points(8, 1)
     hook = hybrid(model, 0.3)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.7)
@@ -193,12 +280,19 @@ def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points)
     torch.testing.assert_close(hook.keep()["1.alpha"], 0.3 - 0.05 * gradient)
     for name in ("sgd", "adam", "adamw"):
         model = mlp().train()
-        made = make_optimizer(model, LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7))
+        made = make_optimizer(
+            model,
+            LocalTraining(
+                learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7
+            ),
+        )
         hybrid(model, 0.3).start(model, made)
         assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
 
 
-def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(mlp, points) -> None:
+def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(
+    mlp, points
+) -> None:
     model, data = mlp(), points(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     for _ in range(2):
@@ -214,7 +308,9 @@ def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(mlp, points
         assert not optimizer._optimizer_step_post_hooks
 
 
-def test_a_loop_that_zeroes_the_models_gradients_alone_takes_the_same_steps(mlp, points) -> None:
+def test_a_loop_that_zeroes_the_models_gradients_alone_takes_the_same_steps(
+    mlp, points
+) -> None:
     ends = []
     for zeroes_all in (True, False):
         model, data = mlp(), points(8, 1)
@@ -233,36 +329,64 @@ def test_kinds_of_batchnorm_without_affine_in_amp(federate, points, kind: str) -
     """One layer twice, and two paths of it: one alpha."""
     torch.manual_seed(0)
     net = Layers(kind).float()
-    datasets = [lower(points(n, i, (2, *[5] * int(kind[0])))) for i, n in enumerate(SIZES)]
-    run = federate(HBN(share_alpha=True), lambda: copy.deepcopy(net), datasets, amp=True)
+    datasets = [
+        lower(points(n, i, (2, *[5] * int(kind[0])))) for i, n in enumerate(SIZES)
+    ]
+    run = federate(
+        HBN(share_alpha=True), lambda: copy.deepcopy(net), datasets, amp=True
+    )
     assert run.strategy.reports[-1].rejected == {}
     assert list(run.strategy.alpha) == ["1.alpha", "4.alpha", "6.alpha"]
     assert run.strategy.alpha["4.alpha"].dtype == np.float32
     assert np.array_equal(run.strategy.alpha["4.alpha"], run.strategy.alpha["6.alpha"])
     assert all(np.isfinite(value).all() for value in run.state.values())
-    assert (run.state["4.num_batches_tracked"], (run.state["4.running_mean"] != 0).all()) == (0, True)
+    assert (
+        run.state["4.num_batches_tracked"],
+        (run.state["4.running_mean"] != 0).all(),
+    ) == (0, True)
 
 
 def test_alpha_that_does_not_fit_is_refused(federate, datasets, mlp) -> None:
     def alpha(content: Any) -> None:
         content["bn-alpha"] = to_record({"1.alpha": np.zeros(5)})
 
-    run = federate(HBN(share_alpha=True), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, alpha))
-    assert "record 'bn-alpha': entry '1.alpha' of shape (5,) does not fit the model: build" in run.reason(1)
+    run = federate(
+        HBN(share_alpha=True),
+        mlp,
+        datasets,
+        rounds=1,
+        wrap=functools.partial(spoiling, alpha),
+    )
+    assert (
+        "record 'bn-alpha': entry '1.alpha' of shape (5,) does not fit the model: build"
+        in run.reason(1)
+    )
 
 
-@pytest.mark.parametrize(("dtype", "shift", "off"), [(torch.float64, 2, 1e-13), (torch.bfloat16, 50, 0.02)])
-def test_the_mixed_layer_is_the_formula(dtype: torch.dtype, shift: float, off: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shift", "off"), [(torch.float64, 2, 1e-13), (torch.bfloat16, 50, 0.02)]
+)
+def test_the_mixed_layer_is_the_formula(
+    dtype: torch.dtype, shift: float, off: float
+) -> None:
     """Of inputs in bfloat16, too, far from zero: only the output is rounded to it."""
-    layer, x = nn.BatchNorm1d(2, eps=1e-3).to(torch.promote_types(dtype, torch.float32)), torch.randn(64, 2).double()
+    layer, x = (
+        nn.BatchNorm1d(2, eps=1e-3).to(torch.promote_types(dtype, torch.float32)),
+        torch.randn(64, 2).double(),
+    )
     x = (x + shift).to(dtype)
     layer.running_mean += shift
     layer.running_var *= 3
     hybrid(layer, 0.8)
     a, wide = 1 / (1 + np.exp(0.8)), x.double()
-    mean, var = a * wide.mean(0) + (1 - a) * shift, a * wide.var(0, correction=0) + (1 - a) * 3
+    mean, var = (
+        a * wide.mean(0) + (1 - a) * shift,
+        a * wide.var(0, correction=0) + (1 - a) * 3,
+    )
     found = layer(x)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), (wide - mean) / (var + 1e-3).sqrt(), rtol=off, atol=off)
+    torch.testing.assert_close(
+        found.double(), (wide - mean) / (var + 1e-3).sqrt(), rtol=off, atol=off
+    )
     want = normalise(layer.double(), wide, mean, var)
     torch.testing.assert_close(found.double(), want, rtol=off, atol=off)

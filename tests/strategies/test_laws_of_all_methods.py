@@ -1,6 +1,8 @@
-"""What holds for every method and option: a run leaves nothing behind, and a checkpoint has all that a run needs.
+"""What holds for every method and option: a run leaves nothing behind, and a checkpoint
+has all that a run needs.
 
-Runs are compared by all that the server sends, by their models and reports, and by the strategy's state, to the bit.
+Runs are compared by all that the server sends, by their models and reports, and by the
+strategy's state, to the bit.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "recalibrated test": (("silobn",), {"eval_on": "personal-own,recalibrated"}),
     "variance pooled": (("fedavg",), {"variance": "pooled"}),
     "agc": (("fedavg",), {"agc": 0.05}),
-    "averaged-bn, fedbn": (("fedbn",), {"eval_on": "averaged-bn", "variance": "pooled"}),
+    "averaged-bn, fedbn": (
+        ("fedbn",),
+        {"eval_on": "averaged-bn", "variance": "pooled"},
+    ),
     "averaged-bn, silobn": (("silobn",), {"eval_on": "averaged-bn"}),
     "averaged-bn, mtfl": (("mtfl",), {"eval_on": "averaged-bn"}),
     "fixbn auto": (("fixbn",), AUTO),
@@ -75,8 +80,12 @@ ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1
 
 def made(case: str) -> FedAvg[Any]:
     methods, options = OPTIONS.get(case, ((case,), {}))
-    settings = {key: value for name in methods for key, value in SETTINGS.get(name, {}).items()}
-    return combined(*(STRATEGIES[name] for name in methods))(**{**ALONE, **settings, **options})
+    settings = {
+        key: value for name in methods for key, value in SETTINGS.get(name, {}).items()
+    }
+    return combined(*(STRATEGIES[name] for name in methods))(
+        **{**ALONE, **settings, **options}
+    )
 
 
 @dataclass
@@ -90,22 +99,32 @@ class Run:
 
     def after(self, server_round: int) -> Run:
         """Return what comes after a round."""
-        sent = [message for message in self.sent if message[2]["server-round"] > server_round]
-        reports = [report for report in self.reports if report.server_round > server_round]
+        sent = [
+            message
+            for message in self.sent
+            if message[2]["server-round"] > server_round
+        ]
+        reports = [
+            report for report in self.reports if report.server_round > server_round
+        ]
         return Run(sent, self.history[server_round + 1 :], reports, self.state)
 
     def assert_same(self, other: Run) -> None:
         for one, two in zip(self.sent, other.sent, strict=True):
             assert one[:3] == two[:3]
             for name in {**one[3], **two[3]}:
-                assert one[3][name] == two[3][name], f"{one[:2]}: record '{name}' of round {one[2]['server-round']}"
+                assert one[3][name] == two[3][name], (
+                    f"{one[:2]}: record '{name}' of round {one[2]['server-round']}"
+                )
         assert self.history == other.history
         assert self.reports == other.reports
         assert self.state == other.state
 
 
 class Federation:
-    """Three clients, which one strategy after the other trains. ``away`` says who is not there."""
+    """Three clients, which one strategy after the other trains. ``away`` says who is
+    not there.
+    """
 
     def __init__(self, inner: InProcessGrid, model: Callable[[], nn.Module]) -> None:
         self.grid = RecordingBarrierGrid(inner, self._hidden, backwards=False)
@@ -132,18 +151,38 @@ class Federation:
             return None
 
         start = to_record(arrays or self._model().state_dict())
-        strategy.start(self.grid, start, num_rounds=rounds, timeout=60, evaluate_fn=test)
-        sent = [self._read(m) for m in self.grid.sent[first:] if m.metadata.message_type != "query"]
+        strategy.start(
+            self.grid, start, num_rounds=rounds, timeout=60, evaluate_fn=test
+        )
+        sent = [
+            self._read(m)
+            for m in self.grid.sent[first:]
+            if m.metadata.message_type != "query"
+        ]
         return Run(sent, history, list(strategy.reports), bits(strategy.state_dict()))
 
     def _hidden(self) -> Collection[int]:
         return self._away.get(self._strategy.reports[-1].server_round, ())
 
-    def _read(self, message: Message) -> tuple[int, str, Mapping[str, Any], Mapping[str, Any]]:
-        config = {k: v for record in message.content.config_records.values() for k, v in record.items()}
+    def _read(
+        self, message: Message
+    ) -> tuple[int, str, Mapping[str, Any], Mapping[str, Any]]:
+        config = {
+            k: v
+            for record in message.content.config_records.values()
+            for k, v in record.items()
+        }
         known = {key: value for key, value in config.items() if key not in VOLATILE}
-        arrays = {name: bits(from_record(record)) for name, record in message.content.array_records.items()}
-        return self.grid.partition(message.metadata.dst_node_id), message.metadata.message_type, known, arrays
+        arrays = {
+            name: bits(from_record(record))
+            for name, record in message.content.array_records.items()
+        }
+        return (
+            self.grid.partition(message.metadata.dst_node_id),
+            message.metadata.message_type,
+            known,
+            arrays,
+        )
 
 
 Open = Callable[[str], Any]
@@ -158,8 +197,15 @@ def federation(points, wsconv_net) -> Open:
     def opened(case: str) -> Iterator[Federation]:
         model = wsconv_net if case == "fedwon" else two_layers
         momentum = 0.9 if case.startswith("momentum") else 0.0
-        training = LocalTraining(learning_rate=LearningRate(0.05), batch_size=4, local_steps=2, sgd_momentum=momentum)
-        with InProcessGrid(client_app(torch_clients(model, datasets, training)), len(SIZES)) as grid:
+        training = LocalTraining(
+            learning_rate=LearningRate(0.05),
+            batch_size=4,
+            local_steps=2,
+            sgd_momentum=momentum,
+        )
+        with InProcessGrid(
+            client_app(torch_clients(model, datasets, training)), len(SIZES)
+        ) as grid:
             yield Federation(grid, model)
 
     return opened
@@ -167,7 +213,9 @@ def federation(points, wsconv_net) -> Open:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) -> None:
-    """On the same clients. One client is away at first, in the run before and another in this one."""
+    """On the same clients. One client is away at first, in the run before and another
+    in this one.
+    """
     rounds = 4 if "auto" in case else 3
     strategy, away = made(case), {1: {1}}
     with federation(case) as clients:
@@ -178,8 +226,12 @@ def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, case: str) -> None:
-    """From a copy of the state as a file holds it. After it client 2 joins, at first alone, and client 1 is gone."""
+def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
+    federation: Open, case: str
+) -> None:
+    """From a copy of the state as a file holds it. After it client 2 joins, at first
+    alone, and client 1 is gone.
+    """
     rounds, saved_after, away = 5, 2, {1: {2}, 2: {2}, 3: {0, 1}, 4: {1}, 5: {1}}
     with federation(case) as clients:
         whole = clients.start(made(case), rounds, away)
@@ -204,10 +256,16 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, ca
     whole.after(saved_after).assert_same(rest)
 
 
-# What a later round reads of a run and of its earlier reports, and a checkpoint does not have; and why.
+# What a later round reads of a run and of its earlier reports, and a checkpoint
+# does # not have; and why.
 NOT_SAVED: Mapping[str, str] = {
-    **dict.fromkeys(("methods", "protection", "timeout", "num_rounds", "continuity"), "given to the start"),
-    **dict.fromkeys(("parts_or_none", "shapes"), "of the model that is given to the start"),
+    **dict.fromkeys(
+        ("methods", "protection", "timeout", "num_rounds", "continuity"),
+        "given to the start",
+    ),
+    **dict.fromkeys(
+        ("parts_or_none", "shapes"), "of the model that is given to the start"
+    ),
     **dict.fromkeys(("begun", "start_id"), "of this start"),
     "nodes": "they are asked again; the labels of the initialised ones are saved",
     "reports": "of this start: below is what is read of them",
@@ -216,13 +274,22 @@ NOT_SAVED: Mapping[str, str] = {
     "other_counts": "a warning, once in a start",
 }
 NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
-    "diverged": "a diverged run can be continued on purpose; the log then names the remedies once more",
-    "kept_previous": "whether what is known of the statistics holds: if not, they are not saved",
+    "diverged": (
+        "a diverged run can be continued on purpose; the log then names the remedies"
+        " once more"
+    ),
+    "kept_previous": (
+        "whether what is known of the statistics holds: if not, they are not saved"
+    ),
 }
 
 
-def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(federate, points, monkeypatch) -> None:
-    """After a round without a test, in which no reply was finite: the model was kept, and its statistics are known."""
+def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
+    federate, points, monkeypatch
+) -> None:
+    """After a round without a test, in which no reply was finite: the model was kept,
+    and its statistics are known.
+    """
     strategy = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue")
     fields = {field.name for field in dataclasses.fields(ServersRun)}
     of_report = {field.name for field in dataclasses.fields(RoundReport)}
@@ -240,7 +307,11 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(federate, points, 
         object.__setattr__(run, name, value)
 
     def get_of_report(report: RoundReport, name: str) -> Any:
-        if watched and name in of_report and object.__getattribute__(report, "server_round") == 3:
+        if (
+            watched
+            and name in of_report
+            and object.__getattribute__(report, "server_round") == 3
+        ):
             read_of_reports.add(name)
         return object.__getattribute__(report, name)
 
@@ -248,33 +319,57 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(federate, points, 
         nonlocal watched
         watched = False
         if server_round == 3:
-            kept.update(arrays=arrays, state=through_a_file(strategy.state_dict()), run=values(strategy))
+            kept.update(
+                arrays=arrays,
+                state=through_a_file(strategy.state_dict()),
+                run=values(strategy),
+            )
             watched = True
 
     def values(of: FedAvg[Any]) -> dict[str, Any]:
         run = of.run
         found = {name: getattr(run, name) for name in fields - {"kept", "states"}}
-        return bits({**found, "kept": run.kept.saved(), "states": run.methods.saved(run.states)})
+        return bits(
+            {**found, "kept": run.kept.saved(), "states": run.methods.saved(run.states)}
+        )
 
     monkeypatch.setattr(ServersRun, "__getattribute__", get)
     monkeypatch.setattr(ServersRun, "__setattr__", put)
     monkeypatch.setattr(RoundReport, "__getattribute__", get_of_report)
     strategy.on_round_end = end_round
-    app = functools.partial(spoiling, spoil_state(all_nan), who={0, 1, 2}, rounds={3, 4})
-    federate(strategy, two_layers, [points(size, i) for i, size in enumerate(SIZES)], rounds=4, wrap=app)
+    app = functools.partial(
+        spoiling, spoil_state(all_nan), who={0, 1, 2}, rounds={3, 4}
+    )
+    federate(
+        strategy,
+        two_layers,
+        [points(size, i) for i, size in enumerate(SIZES)],
+        rounds=4,
+        wrap=app,
+    )
     assert strategy.run.not_finite_since == 3, "round 4 has read it"
 
-    again = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue", parts=strategy.parts)
+    again = FedAvg(
+        recalibrate=True, eval_every=2, on_divergence="continue", parts=strategy.parts
+    )
     again.load_state_dict(kept["state"], 3)
     again.prepare(kept["arrays"], 4, 60.0)
     resumed = values(again)
     assert NOT_SAVED.keys() - read == set(), "what it never reads needs no reason"
-    assert {name for name in read - NOT_SAVED.keys() if resumed[name] != kept["run"][name]} == set()
+    assert {
+        name for name in read - NOT_SAVED.keys() if resumed[name] != kept["run"][name]
+    } == set()
     assert read_of_reports == NOT_SAVED_OF_REPORTS.keys()
 
 
 def all_nan(state: dict[str, Array]) -> None:
-    state.update({name: value * float("nan") for name, value in state.items() if value.dtype.kind == "f"})
+    state.update(
+        {
+            name: value * float("nan")
+            for name, value in state.items()
+            if value.dtype.kind == "f"
+        }
+    )
 
 
 class HeldByTheRound(FixBNMethod):
@@ -297,25 +392,42 @@ class Holding(FixBN):
 HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
     "staticbn": (STRATEGIES["staticbn"], ("statistics", "counters")),
     "fbn": (STRATEGIES["fbn"], ("statistics", "counters")),
-    "fbn pass": (functools.partial(STRATEGIES["fbn"], fbn_measure="pass"), ("statistics", "counters")),
+    "fbn pass": (
+        functools.partial(STRATEGIES["fbn"], fbn_measure="pass"),
+        ("statistics", "counters"),
+    ),
     "fbn after its warm-up": (
         functools.partial(STRATEGIES["fbn"], statistics_warm_up=0),
         ("statistics", "counters"),
     ),
     "hbn": (STRATEGIES["hbn"], ("statistics", "counters")),
-    "fixbn": (functools.partial(STRATEGIES["fixbn"], freeze_at=0), ("statistics", "counters")),
+    "fixbn": (
+        functools.partial(STRATEGIES["fixbn"], freeze_at=0),
+        ("statistics", "counters"),
+    ),
     "fixbn affine": (
         functools.partial(STRATEGIES["fixbn"], freeze_at=0, freeze_affine=True),
         ("statistics", "counters", "affine"),
     ),
-    "fedtan2": (functools.partial(STRATEGIES["fedtan2"], fedtan_rounds=0), ("statistics", "counters")),
-    "held by the round": (functools.partial(Holding, freeze_at=0), ("statistics", "counters")),
-    "fedadam+staticbn": (combined(STRATEGIES["fedadam"], STRATEGIES["staticbn"]), ("statistics", "counters")),
+    "fedtan2": (
+        functools.partial(STRATEGIES["fedtan2"], fedtan_rounds=0),
+        ("statistics", "counters"),
+    ),
+    "held by the round": (
+        functools.partial(Holding, freeze_at=0),
+        ("statistics", "counters"),
+    ),
+    "fedadam+staticbn": (
+        combined(STRATEGIES["fedadam"], STRATEGIES["staticbn"]),
+        ("statistics", "counters"),
+    ),
 }
 
 
 def moved_layers() -> nn.Module:
-    """Two layers as after some training, with values x of the last one for which 6 / 15 x + 9 / 15 x is not x."""
+    """Two layers as after some training, with values x of the last one for which 6 / 15
+    x + 9 / 15 x is not x.
+    """
     model = two_layers()
     for name, value in model.state_dict().items():
         if name.startswith("4.") and value.is_floating_point():
@@ -324,11 +436,15 @@ def moved_layers() -> nn.Module:
 
 
 @pytest.mark.parametrize("case", HELD)
-@pytest.mark.parametrize("entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")])
+@pytest.mark.parametrize(
+    "entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")]
+)
 def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it_is(
     federate, points, case: str, entry: str
 ) -> None:
-    """One reply has another value of the last layer's gamma, beta, statistics or counter; other methods average it."""
+    """One reply has another value of the last layer's gamma, beta, statistics or
+    counter; other methods average it.
+    """
     make, parts = HELD[case]
     held = {name for part in parts for name in getattr(split_state(two_layers()), part)}
 
@@ -336,12 +452,14 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
         state[entry] = state[entry] + 1
 
     app = functools.partial(spoiling, spoil_state(change))
-    # Without client 1 the weights are 6 / 15 and 9 / 15: the average of equal values is a bit off.
+    # Without client 1 the weights are 6 / 15 and 9 / 15: the average of equal values
+    # is # a bit off.
     data = [points(size, i) for i, size in enumerate(SIZES)]
     run = federate(make(), moved_layers, data, rounds=1, local_steps=1, wrap=app)
     (report,) = run.strategy.reports
     assert report.participants == ([0, 2] if entry in held else [0, 1, 2])
     if entry in held:
         assert f"entry '{entry}' changed " in run.reason(1)
-    if entry in held and case.startswith(("fixbn", "fedtan2", "held")):  # the others have statistics of their own
+    # the others have statistics of their own
+    if entry in held and case.startswith(("fixbn", "fedtan2", "held")):
         assert bits(run.history[1][entry]) == bits(run.history[0][entry])

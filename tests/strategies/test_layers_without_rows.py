@@ -1,6 +1,8 @@
-"""BatchNorm that is called on no rows, as an expert that no example of a batch is sent to.
+"""BatchNorm that is called on no rows, as an expert that no example of a batch is sent
+to.
 
-The oracle is the same model without such calls: only the counters differ, since torch counts every call.
+The oracle is the same model without such calls: only the counters differ, since torch
+counts every call.
 """
 
 from __future__ import annotations
@@ -19,12 +21,23 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedBN, FixBN, StaticBN, Strategy
+from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
+    BNScaffold,
+    FedAvg,
+    FedBN,
+    FixBN,
+    StaticBN,
+    Strategy,
+)
 from fedbn_flwr.training.tasks import CLASSIFICATION
 
 
 class Experts(nn.Module):
-    """The sum of a batch's first column decides which of two experts gets the whole batch."""
+    """The sum of a batch's first column decides which of two experts gets the whole
+    batch.
+    """
 
     skips = False
 
@@ -40,7 +53,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = (x, x[:0]) if x[:, 0].sum() > 0 else (x[:0], x)
-        return self.head(torch.cat([self.normed(self.bn_a, self.lin_a(a)), self.normed(self.bn_b, self.lin_b(b))]))
+        return self.head(
+            torch.cat(
+                [
+                    self.normed(self.bn_a, self.lin_a(a)),
+                    self.normed(self.bn_b, self.lin_b(b)),
+                ]
+            )
+        )
 
     def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         return x if self.skips and not len(x) else norm(x)
@@ -57,7 +77,11 @@ def built(kind: type[Experts], norm: str = "batch") -> nn.Module:
 
 
 def without_counters(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+    return {
+        name: value
+        for name, value in state.items()
+        if not name.endswith("num_batches_tracked")
+    }
 
 
 METHODS: dict[str, Callable[[], Strategy]] = {
@@ -77,12 +101,17 @@ METHODS: dict[str, Callable[[], Strategy]] = {
 def test_no_rows_count_nothing(method: str, federate, points) -> None:
     datasets = [points(18, i) for i in range(3)]
     found, wanted = (
-        federate(METHODS[method](), partial(built, kind), datasets, rounds=3) for kind in (Experts, Skipping)
+        federate(METHODS[method](), partial(built, kind), datasets, rounds=3)
+        for kind in (Experts, Skipping)
     )
-    assert all(not report.rejected and len(report.participants) == 3 for report in found.strategy.reports)
+    assert all(
+        not report.rejected and len(report.participants) == 3
+        for report in found.strategy.reports
+    )
     for name, value in without_counters(wanted.state).items():
         assert np.isfinite(found.state[name]).all(), name
-        # SCAFFOLD corrects a gradient of zero, which a call on no rows has, and none that is missing.
+        # SCAFFOLD corrects a gradient of zero, which a call on no rows has, and
+        # none # that is missing.
         assert "scaffold" in method or np.array_equal(found.state[name], value), name
 
 
@@ -93,7 +122,9 @@ def test_a_layer_that_saw_no_row_has_no_moments(kind: type[Experts], points) -> 
     model = built(kind)
     found = reestimate_statistics(model, data, batch_size=4)
     assert list(found) == ["bn_a"]
-    torch.testing.assert_close(found["bn_a"].variance, model.lin_a(data.inputs).var(0), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(
+        found["bn_a"].variance, model.lin_a(data.inputs).var(0), rtol=1e-12, atol=0.0
+    )
 
 
 def test_batch_renorm_has_finite_gradients(points) -> None:
@@ -103,13 +134,17 @@ def test_batch_renorm_has_finite_gradients(points) -> None:
     plain = dict(models[1].named_parameters())
     for name, p in models[0].named_parameters():
         wanted = plain[name].grad
-        assert torch.equal(p.grad, torch.zeros_like(p) if wanted is None else wanted), name
+        assert torch.equal(p.grad, torch.zeros_like(p) if wanted is None else wanted), (
+            name
+        )
 
 
 @pytest.mark.parametrize("mode", TEST_BN_MODES)
 def test_a_test_with_statistics_of_its_inputs(mode: TestBNMode, points) -> None:
     task, data = replace(CLASSIFICATION, test_batch=4), points(24, 3)
-    found, wanted = (evaluate_adapted(built(kind), data, mode, task) for kind in (Experts, Skipping))
+    found, wanted = (
+        evaluate_adapted(built(kind), data, mode, task) for kind in (Experts, Skipping)
+    )
     assert found == wanted
     assert found.loss == found.loss, "no NaN"
 

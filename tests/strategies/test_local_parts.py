@@ -1,4 +1,6 @@
-"""FedBN, SiloBN, MTFL and Standalone: what they keep is never sent, and the rest is FedAvg."""
+"""FedBN, SiloBN, MTFL and Standalone: what they keep is never sent, and the rest is
+FedAvg.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,15 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
     """What a method keeps, from walking the modules."""
     if method is Standalone:
         return set(model.state_dict())
-    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
-    return {f"{path}.{leaf}" for path, layer in layers for leaf in layer.state_dict() if leaf in LEAVES[method.name]}
+    layers = [
+        (path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)
+    ]
+    return {
+        f"{path}.{leaf}"
+        for path, layer in layers
+        for leaf in layer.state_dict()
+        if leaf in LEAVES[method.name]
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -45,14 +54,20 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
 def test_each_method_equals_its_definition_written_out(
     federate, points, mlp, same_bits, method, fraction: float
 ) -> None:
-    """Every client's own entries live on; absent clients keep theirs; the shared ones are averaged."""
+    """Every client's own entries live on; absent clients keep theirs; the shared ones
+    are averaged.
+    """
     sizes, model = (6, 13, 9, 5), functools.partial(mlp, dropout=0.2)
     datasets = [points(n, i) for i, n in enumerate(sizes)]
     run = federate(method(fraction_train=fraction, seed=1), model, datasets, rounds=4)
     own = local_names(method, model())
-    start = {name: array.copy() for name, array in to_state(model().state_dict()).items()}
+    start = {
+        name: array.copy() for name, array in to_state(model().state_dict()).items()
+    }
     shared = {name: array for name, array in start.items() if name not in own}
-    kept: list[Mapping[str, np.ndarray]] = [{name: start[name] for name in own} for _ in sizes]
+    kept: list[Mapping[str, np.ndarray]] = [
+        {name: start[name] for name in own} for _ in sizes
+    ]
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     seen: set[int] = set()
     for report in run.strategy.reports:
@@ -61,24 +76,40 @@ def test_each_method_equals_its_definition_written_out(
         for i in report.participants:
             net = model()
             net.load_state_dict(tensors({**shared, **kept[i]}))
-            stream = functools.partial(lambda r, k, purpose: torch_generator(7, purpose, r, k), report.server_round, i)
+            stream = functools.partial(
+                lambda r, k, purpose: torch_generator(7, purpose, r, k),
+                report.server_round,
+                i,
+            )
             train(net, datasets[i], settings, learning_rate=0.1, stream=stream)
-            state = {name: array.copy() for name, array in to_state(net.state_dict()).items()}
+            state = {
+                name: array.copy() for name, array in to_state(net.state_dict()).items()
+            }
             kept[i] = {name: state[name] for name in own}
-            states.append({name: array for name, array in state.items() if name not in own})
+            states.append(
+                {name: array for name, array in state.items() if name not in own}
+            )
         seen |= set(report.participants)
         if method is not Standalone:
-            shared = average(states, [float(sizes[i]) for i in report.participants], split_state(model()))
+            shared = average(
+                states,
+                [float(sizes[i]) for i in report.participants],
+                split_state(model()),
+            )
         for i, note in report.evaluations.items():
             net = model()
             net.load_state_dict(tensors({**shared, **kept[int(i)]}))
-            assert note["loss"] == evaluate(net, datasets[int(i)]).loss, "personalised: shared entries and own ones"
+            assert note["loss"] == evaluate(net, datasets[int(i)]).loss, (
+                "personalised: shared entries and own ones"
+            )
     for name in start:
         same_bits({name: run.state[name]}, {name: shared.get(name, start[name])})
     for i in seen:
         state = run.local_state(i)
         same_bits(state, {name: kept[i][name] for name in start if name in own})
-    assert all("fedbn-flwr.local" not in run.context(i).state for i in set(range(4)) - seen)
+    assert all(
+        "fedbn-flwr.local" not in run.context(i).state for i in set(range(4)) - seen
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -92,26 +123,39 @@ def test_no_message_contains_a_local_part(federate, points, method) -> None:
 
     datasets = [points(2 + i, i, shape=(3, 32, 32)) for i in range(2)]
     strategy, model = method(fraction_evaluate=0.0), build()
-    run = federate(strategy, build, datasets, rounds=2, local_steps=1, batch_size=0, rate=1e-3)
+    run = federate(
+        strategy, build, datasets, rounds=2, local_steps=1, batch_size=0, rate=1e-3
+    )
     everything = list(model.state_dict())
     own = local_names(method, model)
     shared = [n for n in everything if n not in own]
     sent = [m for m in run.grid.sent if m.metadata.message_type == "train"]
     replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
     assert [r.rejected for r in strategy.reports] == [{}, {}]
-    assert [list(m.content["arrays"]) for m in sent] == [everything, everything, shared, shared]
+    assert [list(m.content["arrays"]) for m in sent] == [
+        everything,
+        everything,
+        shared,
+        shared,
+    ]
     assert [list(m.content["arrays"]) for m in replies] == [shared] * 4
     for message in replies:
         assert list(message.content.array_records) == ["arrays"], "no other way out"
     for partition in range(2):
         assert set(run.local_state(partition)) == own
     down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
-    floats = sum(t.numel() * 4 for n, t in model.state_dict().items() if n in shared and t.is_floating_point())
+    floats = sum(
+        t.numel() * 4
+        for n, t in model.state_dict().items()
+        if n in shared and t.is_floating_point()
+    )
     assert (down, up) == (floats, 2 * floats)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_entry_that_stays_may_not_be_tied_to_one_that_is_shared(federate, points, mlp, method) -> None:
+def test_an_entry_that_stays_may_not_be_tied_to_one_that_is_shared(
+    federate, points, mlp, method
+) -> None:
     """Both would be loaded into one tensor, and the second would win."""
 
     def tied() -> nn.Module:
@@ -120,12 +164,17 @@ def test_an_entry_that_stays_may_not_be_tied_to_one_that_is_shared(federate, poi
         return model
 
     crosses = method in (FedBN, MTFL)
-    refused = pytest.raises(ConfigError, match=r"'1\.weight' stays with the client, .* same tensor, 'gain', is shared")
+    refused = pytest.raises(
+        ConfigError,
+        match=r"'1\.weight' stays with the client, .* same tensor, 'gain', is shared",
+    )
     with refused if crosses else nullcontext():
         federate(method(), tied, [points(6, 0), points(7, 1)], rounds=1)
 
 
-def test_a_client_that_uploads_its_local_part_is_rejected(federate, points, mlp) -> None:
+def test_a_client_that_uploads_its_local_part_is_rejected(
+    federate, points, mlp
+) -> None:
     from fedbn_flwr.client import TorchClient
 
     class Chatty(TorchClient):
@@ -136,24 +185,48 @@ def test_a_client_that_uploads_its_local_part_is_rejected(federate, points, mlp)
                 return (
                     self.get_parameters({}),
                     count,
-                    {**metrics, "fedbn-flwr.array-names": str(list(self.parts.names)).replace("'", '"')},
+                    {
+                        **metrics,
+                        "fedbn-flwr.array-names": (
+                            str(list(self.parts.names)).replace("'", '"')
+                        ),
+                    },
                 )
             return arrays, count, metrics
 
-    run = federate(FedBN(), mlp, [points(6, 0), points(7, 1), points(8, 2)], rounds=1, client=Chatty)
+    run = federate(
+        FedBN(),
+        mlp,
+        [points(6, 0), points(7, 1), points(8, 2)],
+        rounds=1,
+        client=Chatty,
+    )
     (reason,) = run.strategy.reports[0].rejected.values()
-    assert "the reply holds 5 entries that stay with the client under strategy 'fedbn' ('1.weight', ...)" in reason
+    assert (
+        "the reply holds 5 entries that stay with the client under strategy 'fedbn'"
+        " ('1.weight', ...)" in reason
+    )
 
 
-def test_a_global_model_without_the_clients_parts_ends_the_run(federate, points, mlp) -> None:
-    """An ``aggregate_train`` of the user's own averages the replies' entries alone: nothing would be local any more."""
+def test_a_global_model_without_the_clients_parts_ends_the_run(
+    federate, points, mlp
+) -> None:
+    """An ``aggregate_train`` of the user's own averages the replies' entries alone:
+    nothing would be local any more.
+    """
 
     class Own(FedBN):
         def aggregate_train(self, server_round, replies):
             arrays, metrics = super().aggregate_train(server_round, replies)
-            return select(arrays, set(arrays) - set(self.run.parts.select(self.local))), metrics
+            return (
+                select(arrays, set(arrays) - set(self.run.parts.select(self.local))),
+                metrics,
+            )
 
-    said = r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight', ...\): an aggregate_train"
+    said = (
+        r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight',"
+        r" ...\): an aggregate_train"
+    )
     with pytest.raises(ConfigError, match=said):
         federate(Own(), mlp, [points(8), points(12, 1)])
 
@@ -164,7 +237,10 @@ class Scaled(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.bn = nn.BatchNorm1d(channels, affine=False)
-        self.beta, self.gamma = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.ones(channels))
+        self.beta, self.gamma = (
+            nn.Parameter(torch.zeros(channels)),
+            nn.Parameter(torch.ones(channels)),
+        )
         self.power = nn.Parameter(torch.ones(channels + 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +262,9 @@ def scaled_net(kind: type[Scaled] = ScaledBefore) -> nn.Module:
 def test_gamma_and_beta_that_their_owner_applies_right_after_it_stay_with_the_clients(
     federate, points, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No example is needed: the owner is tried. FedBN is then that of the layer with gamma and beta of its own."""
+    """No example is needed: the owner is tried. FedBN is then that of the layer with
+    gamma and beta of its own.
+    """
 
     def plain() -> nn.Module:
         net = scaled_net(Scaled)
@@ -194,31 +272,58 @@ def test_gamma_and_beta_that_their_owner_applies_right_after_it_stay_with_the_cl
         return net
 
     data = [points(8), points(12, 1)]
-    run, expected = federate(FedBN(), lambda: scaled_net(Scaled), data), federate(FedBN(), plain, data)
+    run, expected = (
+        federate(FedBN(), lambda: scaled_net(Scaled), data),
+        federate(FedBN(), plain, data),
+    )
     assert "no gamma and beta of its own" not in caplog.text
     for client in (0, 1):
         own, theirs = run.local_state(client), expected.local_state(client)
-        for name, other in (("gamma", "weight"), ("beta", "bias"), ("bn.running_var", "running_var")):
-            np.testing.assert_allclose(own[f"1.{name}"], theirs[f"1.{other}"], rtol=1e-12)
+        for name, other in (
+            ("gamma", "weight"),
+            ("beta", "bias"),
+            ("bn.running_var", "running_var"),
+        ):
+            np.testing.assert_allclose(
+                own[f"1.{name}"], theirs[f"1.{other}"], rtol=1e-12
+            )
     for name in ("0.weight", "3.bias"):
         np.testing.assert_allclose(run.state[name], expected.state[name], rtol=1e-12)
     with torch.device("meta"):
         assert split_state(scaled_net(Scaled)) == split_state(scaled_net(Scaled))
 
 
-@pytest.mark.parametrize(("make", "warned"), [(FedBN, 1), (SiloBN, 0), (FedAvg, 0), (Standalone, 0)])
-def test_gamma_and_beta_that_another_layer_owns_are_named(make: Any, warned: int, federate, points, caplog) -> None:
+@pytest.mark.parametrize(
+    ("make", "warned"), [(FedBN, 1), (SiloBN, 0), (FedAvg, 0), (Standalone, 0)]
+)
+def test_gamma_and_beta_that_another_layer_owns_are_named(
+    make: Any, warned: int, federate, points, caplog
+) -> None:
     federate(make(), scaled_net, [points(8), points(12, 1)], rounds=2)
     told = [text for text in caplog.messages if "no gamma and beta of its own" in text]
     assert len(told) == warned
-    assert all("'1.bn'" in text and "'1.beta' and '1.gamma' beside it" in text and "parts=" in text for text in told)
+    assert all(
+        "'1.bn'" in text
+        and "'1.beta' and '1.gamma' beside it" in text
+        and "parts=" in text
+        for text in told
+    )
 
 
-def test_with_parts_that_name_them_they_stay_with_the_clients(federate, points, caplog) -> None:
+def test_with_parts_that_name_them_they_stay_with_the_clients(
+    federate, points, caplog
+) -> None:
     parts = split_state(scaled_net())
     (layer,) = parts.layers
-    own = replace(layer, entries={**layer.entries, "weight": "1.gamma", "bias": "1.beta"})
-    run = federate(FedBN(parts=replace(parts, layers=(own,))), scaled_net, [points(8), points(12, 1)], rounds=2)
+    own = replace(
+        layer, entries={**layer.entries, "weight": "1.gamma", "bias": "1.beta"}
+    )
+    run = federate(
+        FedBN(parts=replace(parts, layers=(own,))),
+        scaled_net,
+        [points(8), points(12, 1)],
+        rounds=2,
+    )
     assert "no gamma and beta of its own" not in caplog.text
     assert {"1.gamma", "1.beta"} <= run.local_state(0).keys()
     assert run.state["1.gamma"].tolist() == [1, 1, 1, 1], "not trained at the server"

@@ -1,7 +1,9 @@
-"""Records beside the model that only some clients send: what the server makes of them is that of those who have them.
+"""Records beside the model that only some clients send: what the server makes of them
+is that of those who have them.
 
-Momentum, shared BN parts, alpha, moments and variates; a client sends none in some rounds, or leaves out a layer. The
-oracle reads the replies as they arrive, and is compared with what the server sends in the next round.
+Momentum, shared BN parts, alpha, moments and variates; a client sends none in some
+rounds, or leaves out a layer. The oracle reads the replies as they arrive, and is
+compared with what the server sends in the next round.
 """
 
 from __future__ import annotations
@@ -15,14 +17,26 @@ import pytest
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FBN, HBN, MTFL, BNScaffold, FedAvg, FedBN, FedProx, Scaffold, combined
+from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
+    MTFL,
+    BNScaffold,
+    FedAvg,
+    FedBN,
+    FedProx,
+    Scaffold,
+    combined,
+)
 from tests.support.bad_replies import BAD, spoiling
 from tests.support.many_layers import two_layers
 
 SIZES = (6, 13, 9)
 LAYERS = ("1", "4")
 Replies = Sequence[Mapping[str, Array]]
-"""The record of each client by entry, in the order of partition ids; empty for one that sent none."""
+"""The record of each client by entry, in the order of partition ids; empty for one that
+sent none.
+"""
 
 
 def shares(values: Sequence[float]) -> list[float]:
@@ -34,20 +48,33 @@ def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
     names = {name for record in sent for name in record}
     found = {}
     for name in names:
-        having = [(record[name], size) for record, size in zip(sent, SIZES, strict=True) if name in record]
+        having = [
+            (record[name], size)
+            for record, size in zip(sent, SIZES, strict=True)
+            if name in record
+        ]
         p = shares([size for _, size in having])
         found[name] = sum(w * array for w, (array, _) in zip(p, having, strict=True))
     return found
 
 
 def pooled(sent: Replies, path: str, by_count: bool) -> tuple[Array, Array, int]:
-    """Mean, biased variance and count of a layer, over the clients that sent its moments."""
-    having = [(record, size) for record, size in zip(sent, SIZES, strict=True) if f"{path}.count" in record]
+    """Mean, biased variance and count of a layer, over the clients that sent its
+    moments.
+    """
+    having = [
+        (record, size)
+        for record, size in zip(sent, SIZES, strict=True)
+        if f"{path}.count" in record
+    ]
     counts = [int(record[f"{path}.count"]) for record, _ in having]
     p = shares(counts if by_count else [size for _, size in having])
     means = [record[f"{path}.mean"] for record, _ in having]
     mean = sum(w * m for w, m in zip(p, means, strict=True))
-    variances = [r[f"{path}.m2"] / n + (m - mean) ** 2 for (r, _), n, m in zip(having, counts, means, strict=True)]
+    variances = [
+        r[f"{path}.m2"] / n + (m - mean) ** 2
+        for (r, _), n, m in zip(having, counts, means, strict=True)
+    ]
     return mean, sum(w * v for w, v in zip(p, variances, strict=True)), sum(counts)
 
 
@@ -56,7 +83,10 @@ def statistics(sent: Replies, by_count: bool = False) -> dict[str, Array]:
     found = {}
     for path in LAYERS:
         mean, variance, count = pooled(sent, path, by_count)
-        found |= {f"{path}.running_mean": mean, f"{path}.running_var": variance * count / (count - 1)}
+        found |= {
+            f"{path}.running_mean": mean,
+            f"{path}.running_var": variance * count / (count - 1),
+        }
     return found
 
 
@@ -73,13 +103,20 @@ def averaged(sent: Replies) -> dict[str, Array]:
     """The average of BN parts: counters take the maximum."""
     found = mean_of_those_who_have_it(sent)
     for name in [name for name in found if name.endswith("num_batches_tracked")]:
-        found[name] = np.max([record[name] for record in sent if name in record], axis=0)
+        found[name] = np.max(
+            [record[name] for record in sent if name in record], axis=0
+        )
     return found
 
 
 WARM = {"statistics_warm_up": 9}
 ALPHA = {"share_alpha": True}
-CASES: Mapping[str, tuple[Callable[[], FedAvg[Any]], str, str, Callable[[Replies], Mapping[str, Array]]]] = {
+CASES: Mapping[
+    str,
+    tuple[
+        Callable[[], FedAvg[Any]], str, str, Callable[[Replies], Mapping[str, Array]]
+    ],
+] = {
     "momentum": (
         functools.partial(FedAvg, momentum_scope="global"),
         *("momentum", "momentum", mean_of_those_who_have_it),
@@ -88,12 +125,22 @@ CASES: Mapping[str, tuple[Callable[[], FedAvg[Any]], str, str, Callable[[Replies
         functools.partial(combined(FedBN, FedProx), momentum_scope="global"),
         *("momentum", "momentum", mean_of_those_who_have_it),
     ),
-    "alpha": (functools.partial(HBN, **ALPHA), "bn-alpha", "bn-alpha", mean_of_those_who_have_it),
+    "alpha": (
+        functools.partial(HBN, **ALPHA),
+        "bn-alpha",
+        "bn-alpha",
+        mean_of_those_who_have_it,
+    ),
     "alpha, combined": (
         functools.partial(combined(HBN, Scaffold), **ALPHA),
         *("bn-alpha", "bn-alpha", mean_of_those_who_have_it),
     ),
-    "moments of steps": (functools.partial(FBN, **WARM), "bn-moments", "arrays", statistics),
+    "moments of steps": (
+        functools.partial(FBN, **WARM),
+        "bn-moments",
+        "arrays",
+        statistics,
+    ),
     "moments of a pass": (
         functools.partial(FBN, **WARM, fbn_measure="pass"),
         *("bn-moments", "arrays", functools.partial(statistics, by_count=True)),
@@ -103,32 +150,64 @@ CASES: Mapping[str, tuple[Callable[[], FedAvg[Any]], str, str, Callable[[Replies
         *("bn-moments", "arrays", functools.partial(statistics, by_count=True)),
     ),
     "variates": (BNScaffold, "bn-variates", "bn-variates", variates),
-    "shared bn of fedbn": (functools.partial(FedBN, eval_on="averaged-bn"), "averaged-bn", "result", averaged),
-    "shared bn of mtfl": (functools.partial(MTFL, eval_on="averaged-bn"), "averaged-bn", "result", averaged),
+    "shared bn of fedbn": (
+        functools.partial(FedBN, eval_on="averaged-bn"),
+        "averaged-bn",
+        "result",
+        averaged,
+    ),
+    "shared bn of mtfl": (
+        functools.partial(MTFL, eval_on="averaged-bn"),
+        "averaged-bn",
+        "result",
+        averaged,
+    ),
 }
-OF_THE_LATEST = ("averaged-bn", "bn-variates")  # what a client sent last counts as long as it sends nothing else
+# what a client sent last counts as long as it sends nothing else
+OF_THE_LATEST = ("averaged-bn", "bn-variates")
 
 
 LOST = ("in round 2", "always", "a layer")
-RUNS = [(case, lost) for case in CASES for lost in LOST if lost != "a layer" or CASES[case][1] != "averaged-bn"]
+RUNS = [
+    (case, lost)
+    for case in CASES
+    for lost in LOST
+    if lost != "a layer" or CASES[case][1] != "averaged-bn"
+]
 """A part of a client's BN is refused."""
 
 
 @pytest.mark.parametrize(("case", "lost"), RUNS)
-def test_the_server_takes_those_who_have_it(federate, points, case: str, lost: str) -> None:
+def test_the_server_takes_those_who_have_it(
+    federate, points, case: str, lost: str
+) -> None:
     make, record, place, oracle = CASES[case]
 
     def spoil(content: Any) -> None:
-        kept = {name: a for name, a in from_record(content[record]).items() if not name.startswith("4.")}
+        kept = {
+            name: a
+            for name, a in from_record(content[record]).items()
+            if not name.startswith("4.")
+        }
         content[record] = to_record(kept if lost == "a layer" else {})
 
-    app = functools.partial(spoiling, spoil, rounds=(1, 2) if lost == "always" else (2,))
+    app = functools.partial(
+        spoiling, spoil, rounds=(1, 2) if lost == "always" else (2,)
+    )
     data = [points(size, i) for i, size in enumerate(SIZES)]
     settings = {"sgd_momentum": 0.9 if record == "momentum" else 0.0, "local_steps": 2}
-    run = federate(make(), two_layers, data, rounds=3 - (place == "result"), wrap=app, **settings)
+    run = federate(
+        make(), two_layers, data, rounds=3 - (place == "result"), wrap=app, **settings
+    )
     assert not any(report.rejected for report in run.strategy.reports)
-    replies = [message.content for message in run.grid.received if message.metadata.message_type == "train"]
-    first, second = ([from_record(content[record]) for content in replies[i : i + 3]] for i in (0, 3))
+    replies = [
+        message.content
+        for message in run.grid.received
+        if message.metadata.message_type == "train"
+    ]
+    first, second = (
+        [from_record(content[record]) for content in replies[i : i + 3]] for i in (0, 3)
+    )
     assert bool(second[BAD]) == (lost == "a layer")
     sent = second
     if record in OF_THE_LATEST:
@@ -138,8 +217,14 @@ def test_the_server_takes_those_who_have_it(federate, points, case: str, lost: s
     if place == "result":
         found = run.state
     else:
-        asked = [message.content for message in run.grid.sent if message.metadata.message_type == "train"]
+        asked = [
+            message.content
+            for message in run.grid.sent
+            if message.metadata.message_type == "train"
+        ]
         found = from_record(asked[-1][place])
         assert place == "arrays" or found.keys() == wanted.keys()
     for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-15, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], array, rtol=1e-12, atol=1e-15, err_msg=name
+        )

@@ -1,4 +1,6 @@
-"""Models that a method cannot use are refused from Python before the first message, with advice that helps."""
+"""Models that a method cannot use are refused from Python before the first message,
+with advice that helps.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,16 @@ from fedbn_flwr.strategies import (
 def net(convolution: bool = False, **options: bool) -> nn.Module:
     """A network with BatchNorm at 1 and 3; ``options`` are those of the layers."""
     if convolution:
-        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
-    return nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4, **options))))
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        )
+    return nn.Sequential(
+        *(
+            layer
+            for _ in range(2)
+            for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4, **options))
+        )
+    )
 
 
 def bare() -> nn.Module:
@@ -41,7 +51,9 @@ def bare() -> nn.Module:
 def refused(strategy: FedAvg, model: nn.Module) -> str:
     """The error of ``start``; there is no grid, so no message can be sent."""
     with pytest.raises(NormLayerError) as error:
-        strategy.start(grid=None, initial_arrays=to_record(model.state_dict()), num_rounds=200)
+        strategy.start(
+            grid=None, initial_arrays=to_record(model.state_dict()), num_rounds=200
+        )
     return str(error.value)
 
 
@@ -50,7 +62,9 @@ def accepted(strategy: FedAvg, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [m for m in STRATEGIES.values() if model_needs(m().methods.whole)], ids=lambda m: m.name
+    "method",
+    [m for m in STRATEGIES.values() if model_needs(m().methods.whole)],
+    ids=lambda m: m.name,
 )
 def test_methods_about_batchnorm_refuse_a_model_without(method: type[FedAvg]) -> None:
     needs = f"strategy '{method.name}' needs BatchNorm"
@@ -58,7 +72,9 @@ def test_methods_about_batchnorm_refuse_a_model_without(method: type[FedAvg]) ->
     strategy = method()
     by_names = refused(strategy, bare())
     assert needs in by_names
-    assert "parts=split_state(model)" in by_names, "names alone do not show layers without statistics"
+    assert "parts=split_state(model)" in by_names, (
+        "names alone do not show layers without statistics"
+    )
     accepted(strategy, net())  # another model: the split by names is made anew
 
 
@@ -73,7 +89,11 @@ LACKING = {
     "mtfl": (MTFL(), PLAIN, NO_AFFINE),
     "fedbn": (FedBN(), UNTRACKED | PLAIN, f"{NO_AFFINE} or {NO_STATISTICS}"),
     "recalibrate": (FedAvg(recalibrate=True), UNTRACKED, "recalibrate=true"),
-    "its test": (FedAvg(eval_on="global, recalibrated"), UNTRACKED, "eval-on=recalibrated"),
+    "its test": (
+        FedAvg(eval_on="global, recalibrated"),
+        UNTRACKED,
+        "eval-on=recalibrated",
+    ),
 }
 
 
@@ -89,7 +109,11 @@ def test_methods_refuse_layers_without_the_parts_that_they_are_about(case: str) 
 
 
 def test_a_method_that_still_has_something_to_do_is_not_refused() -> None:
-    cases: list[tuple[type[FedAvg], dict[str, Any]]] = [(FedBN, UNTRACKED), (FedBN, PLAIN), (MTFL, UNTRACKED)]
+    cases: list[tuple[type[FedAvg], dict[str, Any]]] = [
+        (FedBN, UNTRACKED),
+        (FedBN, PLAIN),
+        (MTFL, UNTRACKED),
+    ]
     for method, options in [*cases, (SiloBN, PLAIN), (FedTAN, UNTRACKED | PLAIN)]:
         accepted(method(parts=split_state(net(**options))), net(**options))
     for method in (FedAvg, Standalone):
@@ -98,7 +122,9 @@ def test_a_method_that_still_has_something_to_do_is_not_refused() -> None:
 
 def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
     assert "2 BatchNorm layers (1, 3)" in refused(FedWon(), net(convolution=True))
-    pointwise = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    pointwise = nn.Sequential(
+        nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)
+    )
     for model in (bare(), pointwise):  # a filter of one weight cannot be standardised
         assert "convolutions; the model has none" in refused(FedWon(), model)
     model, _ = replace_norm(net(convolution=True), "wsconv")

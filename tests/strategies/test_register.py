@@ -1,4 +1,6 @@
-"""A method of a user's project whose client half is registered: ``register``, and ``make_hooks`` that finds it."""
+"""A method of a user's project whose client half is registered: ``register``, and
+``make_hooks`` that finds it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.method import Ask, HookContext
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, Method, Strategy, combined, make_hooks, register
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedBN,
+    FedProx,
+    Method,
+    Strategy,
+    combined,
+    make_hooks,
+    register,
+)
 from fedbn_flwr.strategies.fedbn import FedBNMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -42,7 +53,9 @@ class SlimmingMethod(Method):
     name = "slimming"
     role = "client-hooks"
     Params = SlimmingParams
-    client_hooks = {"small-gammas": lambda context: SmallGammas(float(context.config[STRENGTH]))}
+    client_hooks = {
+        "small-gammas": lambda context: SmallGammas(float(context.config[STRENGTH]))
+    }
 
     def on_clients(self, state: Any, facts: Any) -> list[Ask]:
         return [Ask("small-gammas", {STRENGTH: self.params.strength})]
@@ -54,7 +67,11 @@ class Slimming(Strategy):
 
 def variant(qualname: str, *bases: type, **fields: Any) -> Any:
     """A class statement of this module, as if run once more."""
-    return type(qualname, bases or (Method,), {"__module__": __name__, "name": qualname.lower(), **fields})
+    return type(
+        qualname,
+        bases or (Method,),
+        {"__module__": __name__, "name": qualname.lower(), **fields},
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -62,62 +79,107 @@ def _nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "_REGISTERED", [])
 
 
-@pytest.mark.parametrize(("others", "mu"), [((), 0.0), ((FedProx,), 0.7), ((FedBN, FedProx), 0.7)])
-def test_a_registered_method_equals_sgd_by_hand(others, mu: float, federate, points, mlp) -> None:
-    """Three full-batch steps of two equal clients: grad F + lambda sign(gamma) + mu (w - w_received)."""
+@pytest.mark.parametrize(
+    ("others", "mu"), [((), 0.0), ((FedProx,), 0.7), ((FedBN, FedProx), 0.7)]
+)
+def test_a_registered_method_equals_sgd_by_hand(
+    others, mu: float, federate, points, mlp
+) -> None:
+    """Three full-batch steps of two equal clients: grad F + lambda sign(gamma) + mu
+    (w - w_received).
+    """
     data, rate = points(8, 1), 0.1
     settings = {"proximal_mu": mu} if others else {}
     strategy = combined(register(Slimming), *others)(**settings)
-    run = federate(strategy, mlp, [data, data], rounds=1, rate=rate, batch_size=0, local_steps=3)
+    run = federate(
+        strategy, mlp, [data, data], rounds=1, rate=rate, batch_size=0, local_steps=3
+    )
     net = mlp().train()
     received = [p.detach().clone() for p in net.parameters()]
     for _ in range(3):
-        gradients = torch.autograd.grad(F.cross_entropy(net(data.inputs), data.targets), [*net.parameters()])
-        for (name, p), g, start in zip(net.named_parameters(), gradients, received, strict=True):
-            p.data -= rate * (g + mu * (p.detach() - start) + SMALL * (name == "1.weight") * p.detach().sign())
+        gradients = torch.autograd.grad(
+            F.cross_entropy(net(data.inputs), data.targets), [*net.parameters()]
+        )
+        for (name, p), g, start in zip(
+            net.named_parameters(), gradients, received, strict=True
+        ):
+            p.data -= rate * (
+                g
+                + mu * (p.detach() - start)
+                + SMALL * (name == "1.weight") * p.detach().sign()
+            )
     got = run.state | (run.local_state(0) if FedBN in others else {})
     for name, value in tensors(got).items():
-        torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-11, atol=1e-13, msg=name)
+        torch.testing.assert_close(
+            value, net.state_dict()[name], rtol=1e-11, atol=1e-13, msg=name
+        )
 
 
 def test_bn_rules_applies_a_registered_hook(mlp) -> None:
     register(Slimming)
     model = mlp()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with bn_rules(model, {"fedbn-flwr.hooks": "small-gammas", STRENGTH: SMALL}) as rules:
+    with bn_rules(
+        model, {"fedbn-flwr.hooks": "small-gammas", STRENGTH: SMALL}
+    ) as rules:
         rules.wrap(torch.optim.SGD(model.parameters(), 1.0)).step()
-    moved = {name: (before[name] - p.detach()).unique().tolist() for name, p in model.named_parameters()}
+    moved = {
+        name: (before[name] - p.detach()).unique().tolist()
+        for name, p in model.named_parameters()
+    }
     assert moved.pop("1.weight") == [pytest.approx(SMALL)]
     assert {change for changes in moved.values() for change in changes} == {0.0}
 
 
 def test_an_unknown_hook_names_the_two_things_that_may_be_missing() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown client hook 'small-gammas'\..*@register.*import its module in the client app, too"
+        ConfigError,
+        match=(
+            r"unknown client hook 'small-gammas'\..*@register.*import its module in the"
+            r" client app, too"
+        ),
     ):
         make_hooks(["small-gammas"], HookContext({STRENGTH: SMALL}))
 
 
-@pytest.mark.parametrize(("hook", "owner"), [("proximal", "'fedprox' (fedbn_flwr."), ("small-gammas", "'slimming' (")])
-def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(hook: str, owner: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "owner"),
+    [("proximal", "'fedprox' (fedbn_flwr."), ("small-gammas", "'slimming' (")],
+)
+def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(
+    hook: str, owner: str
+) -> None:
     register(Slimming)
     mine = variant("Mine", client_hooks={hook: lambda context: ClientHook()})
     with pytest.raises(ConfigError) as error:
         register(mine)
-    assert f"client hook '{hook}' of strategy 'mine' ({__name__}.Mine)" in str(error.value)
+    assert f"client hook '{hook}' of strategy 'mine' ({__name__}.Mine)" in str(
+        error.value
+    )
     assert f"strategy {owner}" in str(error.value)
     assert mine not in strategies._REGISTERED
 
 
 def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
-    """Also where another class was derived from the former one, which then inherits nothing stale."""
+    """Also where another class was derived from the former one, which then inherits
+    nothing stale.
+    """
 
     def run_cell() -> tuple[Any, ClientHook]:
         hook = ClientHook()
-        return register(variant("Cell", client_hooks={"of-cell": lambda context: hook})), hook
+        return (
+            register(variant("Cell", client_hooks={"of-cell": lambda context: hook})),
+            hook,
+        )
 
     first, _ = run_cell()
-    register(variant("Derived", first, client_hooks={**first.client_hooks, "own": lambda context: ClientHook()}))
+    register(
+        variant(
+            "Derived",
+            first,
+            client_hooks={**first.client_hooks, "own": lambda context: ClientHook()},
+        )
+    )
     second, hook = run_cell()
     assert make_hooks(["of-cell", "own"], HookContext({}))["of-cell"] is hook
     register(variant("Later", second))

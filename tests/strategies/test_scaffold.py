@@ -1,4 +1,6 @@
-"""SCAFFOLD against a slow reference with its own variates; what it is without them; what it refuses."""
+"""SCAFFOLD against a slow reference with its own variates; what it is without them;
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.method import Replies
 from fedbn_flwr.strategies import FedAvg, Scaffold
-from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, Variates
+from fedbn_flwr.strategies.scaffold import (
+    VARIATES,
+    ControlVariates,
+    ScaffoldMethod,
+    Variates,
+)
 
 SIZES = (6, 14, 10, 8)
 SERVER_RATE, ROUNDS = 0.7, 5
@@ -28,20 +35,33 @@ SERVER_RATE, ROUNDS = 0.7, 5
 def local(model, data, rate: float, correction: dict) -> int:
     """Plain full passes in order, every gradient corrected; returns the steps."""
     steps = 0
-    for inputs, targets in zip(data.inputs.split(4), data.targets.split(4), strict=True):
+    for inputs, targets in zip(
+        data.inputs.split(4), data.targets.split(4), strict=True
+    ):
         loss = F.cross_entropy(model(inputs), targets)
         names, parameters = zip(*model.named_parameters(), strict=True)
-        for name, p, g in zip(names, parameters, torch.autograd.grad(loss, parameters), strict=True):
+        for name, p, g in zip(
+            names, parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
             p.data -= rate * (g + correction[name])
         steps += 1
     return steps
 
 
 class TiedNet(nn.Sequential):
-    """An encoder and a decoder with one weight, as language models have it, and BN: names 0.weight and 3.weight."""
+    """An encoder and a decoder with one weight, as language models have it, and BN:
+    names 0.weight and 3.weight.
+    """
 
     def __init__(self) -> None:
-        layers = (nn.Linear(5, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
+        layers = (
+            nn.Linear(5, 5),
+            nn.BatchNorm1d(5),
+            nn.ReLU(),
+            nn.Linear(5, 5),
+            nn.ReLU(),
+            nn.Linear(5, 3),
+        )
         super().__init__(*layers)
         self[3].weight = self[0].weight
 
@@ -76,21 +96,31 @@ def tied() -> functools.partial:
 
 @pytest.fixture(params=["mlp", "tied", "complex_net", "torchvision_net"])
 def subject(request, points) -> tuple:
-    """Three own models, one of torchvision's; data of four clients of uneven sizes; a rate that keeps it in hand."""
+    """Three own models, one of torchvision's; data of four clients of uneven sizes; a
+    rate that keeps it in hand.
+    """
     shape, sizes, rate = {
         "mlp": ((5,), (6, 14, 10, 8), 0.1),
         "tied": ((5,), (6, 14, 10, 8), 0.1),
         "complex_net": ((5,), (6, 14, 10, 8), 0.1),
         "torchvision_net": ((3, 40, 40), (8, 16, 12, 8), 1e-3),
     }[request.param]
-    return request.getfixturevalue(request.param), [points(n, i, shape) for i, n in enumerate(sizes)], rate
+    return (
+        request.getfixturevalue(request.param),
+        [points(n, i, shape) for i, n in enumerate(sizes)],
+        rate,
+    )
 
 
 def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> None:
-    """Five rounds, half of the clients a round, uneven steps: server and client variates, model and statistics."""
+    """Five rounds, half of the clients a round, uneven steps: server and client
+    variates, model and statistics.
+    """
     make, datasets, rate = subject
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
-    strategy = Scaffold(fraction_train=0.5, min_train_nodes=2, server_learning_rate=SERVER_RATE, seed=3)
+    strategy = Scaffold(
+        fraction_train=0.5, min_train_nodes=2, server_learning_rate=SERVER_RATE, seed=3
+    )
     run = federate(strategy, make, datasets, rounds=ROUNDS, rate=rate, batch_size=4)
     chosen = [report.participants for report in strategy.reports]
     assert len({tuple(c) for c in chosen}) > 1
@@ -105,10 +135,17 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
         total = sum(len(datasets[i]) for i in round_)
         moved = {name: torch.zeros_like(c[name]) for name in names}
         change = {name: torch.zeros_like(c[name]) for name in names}
-        averaged = {name: torch.zeros_like(v) for name, v in x.items() if "running" in name}
+        averaged = {
+            name: torch.zeros_like(v) for name, v in x.items() if "running" in name
+        }
         for i in round_:
             client = copy.deepcopy(reference).train()
-            steps = local(client, datasets[i], rate, {name: c[name] - own[i][name] for name in names})
+            steps = local(
+                client,
+                datasets[i],
+                rate,
+                {name: c[name] - own[i][name] for name in names},
+            )
             y = client.state_dict()
             for name in names:
                 new = own[i][name] - c[name] + (x[name] - y[name]) / (steps * rate)
@@ -128,40 +165,65 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
     got = tensors(run.state)
     for name, want in reference.state_dict().items():
         if want.is_floating_point() or want.is_complex():
-            torch.testing.assert_close(got[name], want, rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(
+                got[name], want, rtol=1e-10, atol=1e-12, msg=name
+            )
     for name in names:
-        np.testing.assert_allclose(strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12
+        )
     for i, variate in enumerate(own):
         state = run.context(i).state
         if any(i in c for c in chosen):
             kept = from_record(state.array_records["fedbn-flwr.rules"])
             for name in names:
                 np.testing.assert_allclose(
-                    kept[f"ControlVariates/{name}"], variate[name].numpy(), rtol=1e-9, atol=1e-12
+                    kept[f"ControlVariates/{name}"],
+                    variate[name].numpy(),
+                    rtol=1e-9,
+                    atol=1e-12,
                 )
         else:
             assert "fedbn-flwr.rules" not in state
 
 
 def test_variates_use_the_rate_of_each_step_and_group(mlp, points) -> None:
-    """c_i+ is the mean of the client's own gradients over its steps, each weighted by the rate of that step."""
+    """c_i+ is the mean of the client's own gradients over its steps, each weighted by
+    the rate of that step.
+    """
     model, data = mlp(), points(20, 1)
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    server, own = ({name: torch.full_like(p, value) for name, p in zeros.items()} for value in (0.3, -0.2))
-    groups = [{"params": model[0].parameters(), "lr": 0.05}, {"params": [*model[1].parameters()]}]
-    optimizer = torch.optim.SGD([*groups, {"params": [model[3].weight], "lr": 0.5}], 0.005)  # 3.bias takes no step
+    server, own = (
+        {name: torch.full_like(p, value) for name, p in zeros.items()}
+        for value in (0.3, -0.2)
+    )
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.05},
+        {"params": [*model[1].parameters()]},
+    ]
+    # 3.bias takes no step
+    optimizer = torch.optim.SGD(
+        [*groups, {"params": [model[3].weight], "lr": 0.5}], 0.005
+    )
     scheduler = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.44)
     hook = ControlVariates()
     hook.receive({"variates": server}, own)
     rules = Hooks(model, {"variates": hook})
     hook.begin(model)
     rules.wrap(optimizer)
-    weighted, rates = {name: v.clone() for name, v in zeros.items()}, dict.fromkeys(zeros, 0.0)
-    for inputs, targets in zip(data.inputs.split(4), data.targets.split(4), strict=True):
+    weighted, rates = (
+        {name: v.clone() for name, v in zeros.items()},
+        dict.fromkeys(zeros, 0.0),
+    )
+    for inputs, targets in zip(
+        data.inputs.split(4), data.targets.split(4), strict=True
+    ):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         for name, p in model.named_parameters():
-            for group in (g for g in optimizer.param_groups if any(p is q for q in g["params"])):
+            for group in (
+                g for g in optimizer.param_groups if any(p is q for q in g["params"])
+            ):
                 weighted[name] += group["lr"] * p.grad
                 rates[name] += group["lr"]
         optimizer.step()
@@ -169,24 +231,39 @@ def test_variates_use_the_rate_of_each_step_and_group(mlp, points) -> None:
     hook.end(model)
     assert rates.pop("3.bias") == 0
     for name, rate in rates.items():
-        torch.testing.assert_close(hook.keep()[name], weighted[name] / rate, rtol=1e-9, atol=1e-12, msg=name)
-    assert torch.equal(hook.keep()["3.bias"], own["3.bias"]), "without a step nothing is known of its gradient"
+        torch.testing.assert_close(
+            hook.keep()[name], weighted[name] / rate, rtol=1e-9, atol=1e-12, msg=name
+        )
+    assert torch.equal(hook.keep()["3.bias"], own["3.bias"]), (
+        "without a step nothing is known of its gradient"
+    )
     assert torch.equal(hook.reply()["variates"]["3.bias"], zeros["3.bias"])
 
 
-def corrected(model: nn.Module, data, optimizer, unfreeze: bool = True) -> tuple[ControlVariates, dict]:
-    """Three steps; layer 0 trains from the second. Returns the hook, and the sums of the corrected gradients."""
+def corrected(
+    model: nn.Module, data, optimizer, unfreeze: bool = True
+) -> tuple[ControlVariates, dict]:
+    """Three steps; layer 0 trains from the second. Returns the hook, and the sums of
+    the corrected gradients.
+    """
     hook, parameters = ControlVariates(), dict(model.named_parameters())
     server = {name: torch.full_like(p, 0.3) for name, p in parameters.items()}
-    hook.receive({"variates": server}, {name: 0 * c - 0.2 for name, c in server.items()})
-    rules, seen = Hooks(model, {"variates": hook}), {name: torch.zeros_like(p) for name, p in parameters.items()}
+    hook.receive(
+        {"variates": server}, {name: 0 * c - 0.2 for name, c in server.items()}
+    )
+    rules, seen = (
+        Hooks(model, {"variates": hook}),
+        {name: torch.zeros_like(p) for name, p in parameters.items()},
+    )
     model[0].requires_grad_(False)
     rules.wrap(optimizer)
     for step in range(3):
         model[0].requires_grad_(unfreeze and step > 0)
         model.zero_grad()
         F.cross_entropy(model(data.inputs), data.targets).backward()
-        plain = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        plain = {
+            name: p.grad.clone() for name, p in parameters.items() if p.grad is not None
+        }
         optimizer.step()
         for name, gradient in plain.items():
             torch.testing.assert_close(parameters[name].grad, gradient + 0.5, msg=name)
@@ -196,26 +273,46 @@ def corrected(model: nn.Module, data, optimizer, unfreeze: bool = True) -> tuple
 
 
 @pytest.mark.parametrize("unfreeze", [True, False])
-def test_a_layer_that_begins_to_train_in_the_round_is_corrected_from_then_on(mlp, points, unfreeze: bool) -> None:
+def test_a_layer_that_begins_to_train_in_the_round_is_corrected_from_then_on(
+    mlp, points, unfreeze: bool
+) -> None:
     model = mlp()
-    hook, seen = corrected(model, points(8, 1), torch.optim.SGD(model.parameters(), 0.1), unfreeze=unfreeze)
+    hook, seen = corrected(
+        model, points(8, 1), torch.optim.SGD(model.parameters(), 0.1), unfreeze=unfreeze
+    )
     sent, layer = hook.reply()["variates"], {"0.weight", "0.bias"}
-    assert sent.keys() == hook.keep().keys() == {name for name in seen if unfreeze or name not in layer}
-    for name, change in sent.items():  # y = x - sum of rate * gradient, so dc_i = -c + the gradients' mean
-        torch.testing.assert_close(change, seen[name] / (2 if name in layer else 3) - 0.3, msg=name)
+    assert (
+        sent.keys()
+        == hook.keep().keys()
+        == {name for name in seen if unfreeze or name not in layer}
+    )
+    # y = x - sum of rate * gradient, so dc_i = -c + the gradients' mean
+    for name, change in sent.items():
+        torch.testing.assert_close(
+            change, seen[name] / (2 if name in layer else 3) - 0.3, msg=name
+        )
 
 
 @pytest.mark.parametrize("wrong", [{"momentum": 0.5}, {"maximize": True}])
-def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(mlp, wrong) -> None:
+def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
+    mlp, wrong
+) -> None:
     model = mlp()
-    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[3].parameters(), **wrong}], 0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters()}, {"params": model[3].parameters(), **wrong}],
+        0.1,
+    )
     (name,) = wrong
-    with pytest.raises(ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"):
+    with pytest.raises(
+        ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"
+    ):
         ControlVariates().start(model, optimizer)
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_variates_are_counted_and_carry_no_statistics(federate, datasets, name: str, request) -> None:
+def test_variates_are_counted_and_carry_no_statistics(
+    federate, datasets, name: str, request
+) -> None:
     model = request.getfixturevalue(name)
     run = federate(Scaffold(), model, datasets, rounds=2)
     sent = [
@@ -235,16 +332,26 @@ def test_variates_are_counted_and_carry_no_statistics(federate, datasets, name: 
     assert [predicted.first, predicted.later] == [first, second]
 
 
-def test_extra_records_of_tied_weights_have_all_names_as_the_model(federate, datasets, tied) -> None:
+def test_extra_records_of_tied_weights_have_all_names_as_the_model(
+    federate, datasets, tied
+) -> None:
     """Momentum, too: what inspect predicts is what travels."""
-    run = federate(FedAvg(momentum_scope="global"), tied, datasets, rounds=2, sgd_momentum=0.9)
+    run = federate(
+        FedAvg(momentum_scope="global"), tied, datasets, rounds=2, sgd_momentum=0.9
+    )
     config = Config.make({"sgd-momentum": 0.9, "momentum-scope": "global"})
     predicted = inspect_model(tied(), "fedavg", len(datasets), config)
-    assert [predicted.first, predicted.later] == [report.train for report in run.strategy.reports]
-    assert np.array_equal(run.strategy.momentum["0.weight"], run.strategy.momentum["3.weight"])
+    assert [predicted.first, predicted.later] == [
+        report.train for report in run.strategy.reports
+    ]
+    assert np.array_equal(
+        run.strategy.momentum["0.weight"], run.strategy.momentum["3.weight"]
+    )
 
 
-def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(federate, datasets, mlp, same_bits) -> None:
+def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(
+    federate, datasets, mlp, same_bits
+) -> None:
     """Whichever client it is: the first one has no say in which entries have variates."""
     strategy, seen = Scaffold(), []
     strategy.on_replies = lambda *found: seen.append(found)
@@ -258,9 +365,15 @@ def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(federate, da
             {name: array for name, array in sent.items() if name not in frozen},
             {name: array * (name not in frozen) for name, array in sent.items()},
         ):
-            changed = [*replies[:at], dataclasses.replace(replies[at], extras={VARIATES: change}), *replies[at + 1 :]]
+            changed = [
+                *replies[:at],
+                dataclasses.replace(replies[at], extras={VARIATES: change}),
+                *replies[at + 1 :],
+            ]
             method, facts = ScaffoldMethod(strategy.params), strategy.run.facts(2)
-            model, state = method.aggregate(Variates(), facts, Replies(changed), dict(before))
+            model, state = method.aggregate(
+                Variates(), facts, Replies(changed), dict(before)
+            )
             ends.append((model, state.variates))
         for ours, theirs in zip(*ends, strict=True):
             same_bits({name: ours[name] for name in theirs}, theirs)

@@ -1,4 +1,6 @@
-"""A trained entry without dimensions: NumPy makes a scalar of it in arithmetic, and an array's in-place sum is lost."""
+"""A trained entry without dimensions: NumPy makes a scalar of it in arithmetic, and an
+array's in-place sum is lost.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,24 @@ class Scaled(nn.Sequential):
 
 
 def dp(where: str) -> Callable[[], Any]:
-    return lambda: ClientLevelDP(DPSettings(dp=where, dp_clipping_norm=0.5, dp_noise_multiplier=0.1), SeededNoise(3))
+    return lambda: ClientLevelDP(
+        DPSettings(dp=where, dp_clipping_norm=0.5, dp_noise_multiplier=0.1),
+        SeededNoise(3),
+    )
 
 
 def masked() -> Any:
     return MaskedSums(MaskSettings(masked_sums=True))
 
 
-ELSEWHERE = ("fedwon", "standalone")  # the one refuses a BatchNorm, the other has no model of all clients
+# the one refuses a BatchNorm, the other has no model of all clients
+ELSEWHERE = ("fedwon", "standalone")
 CASES: dict[str, tuple[Any, Any]] = {
-    **{name: (strategy, None) for name, strategy in STRATEGIES.items() if name not in ELSEWHERE},
+    **{
+        name: (strategy, None)
+        for name, strategy in STRATEGIES.items()
+        if name not in ELSEWHERE
+    },
     "dp=server": (STRATEGIES["fedavg"], dp("server")),
     "dp=client": (STRATEGIES["fedavg"], dp("client")),
     "masked sums": (STRATEGIES["fedavg"], masked),
@@ -47,15 +57,28 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_has_the_bits_of_an_entry_with_one_value(case: str, federate: Any, mlp: Any, datasets: Any) -> None:
+def test_it_has_the_bits_of_an_entry_with_one_value(
+    case: str, federate: Any, mlp: Any, datasets: Any
+) -> None:
     found = []
     for shape in ((), (1,)):
         make, protection = CASES[case]
         strategy = make()
         if protection:
             strategy.protect(protection())
-        found.append(federate(strategy, lambda shape=shape: Scaled(mlp(), shape), datasets, rounds=2, local_steps=2))
+        found.append(
+            federate(
+                strategy,
+                lambda shape=shape: Scaled(mlp(), shape),
+                datasets,
+                rounds=2,
+                local_steps=2,
+            )
+        )
     states = [outcome.state for outcome in found]
     assert states[0]["scale"] != 1.5
     for name in states[0]:
-        assert np.reshape(states[0][name], -1).tobytes() == np.reshape(states[1][name], -1).tobytes(), name
+        assert (
+            np.reshape(states[0][name], -1).tobytes()
+            == np.reshape(states[1][name], -1).tobytes()
+        ), name

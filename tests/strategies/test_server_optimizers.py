@@ -1,4 +1,6 @@
-"""FedAvgM, FedAdam, FedYogi, FedAdagrad: a slow reference, Flower's own without BN, and what they leave alone."""
+"""FedAvgM, FedAdam, FedYogi, FedAdagrad: a slow reference, Flower's own without BN, and
+what they leave alone.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,36 @@ NAMES = list(ARGUMENTS)
 
 @pytest.mark.parametrize("arguments", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_without_batchnorm_they_equal_flowers(name: str, arguments: bool, federate, datasets, mlp) -> None:
-    """Also with the defaults of both, but for FedAvgM, which has no momentum in Flower; the arguments are the same."""
+def test_without_batchnorm_they_equal_flowers(
+    name: str, arguments: bool, federate, datasets, mlp
+) -> None:
+    """Also with the defaults of both, but for FedAvgM, which has no momentum in Flower;
+    the arguments are the same.
+    """
     given = ARGUMENTS[name] if arguments or name == "FedAvgM" else {}
     if arguments and name != "FedAvgM":
         given = {**given, "eta_l": 0.2}
-    ours = federate(getattr(strategies, name)(**given), lambda: mlp(norm=False), datasets, rounds=ROUNDS)
+    ours = federate(
+        getattr(strategies, name)(**given),
+        lambda: mlp(norm=False),
+        datasets,
+        rounds=ROUNDS,
+    )
     theirs = getattr(flower, name)(**given).start(
-        grid=ours.grid.inner, initial_arrays=to_record(mlp(norm=False).state_dict()), num_rounds=ROUNDS
+        grid=ours.grid.inner,
+        initial_arrays=to_record(mlp(norm=False).state_dict()),
+        num_rounds=ROUNDS,
     )
     for key, want in from_record(theirs.arrays).items():
-        np.testing.assert_allclose(ours.state[key], want, rtol=1e-9, atol=1e-12, err_msg=key)
+        np.testing.assert_allclose(
+            ours.state[key], want, rtol=1e-9, atol=1e-12, err_msg=key
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FedAvgM"])
-def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(name: str, caplog) -> None:
+def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
+    name: str, caplog
+) -> None:
     """Alone and combined."""
     alone = getattr(strategies, name)
     for kind in (alone, combined(alone, FedProx), combined(FedBN, alone)):
@@ -56,8 +73,8 @@ def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(nam
             assert not caplog.messages
             kind(eta_l=0.2)
         assert caplog.messages == [
-            f"strategy {kind.name!r}: eta_l=0.2 has no effect, as in Flower: the clients' learning rate is that of "
-            "their own training. Leave eta_l out."
+            f"strategy {kind.name!r}: eta_l=0.2 has no effect, as in Flower: the"
+            " clients' learning rate is that of their own training. Leave eta_l out."
         ]
         caplog.clear()
     with pytest.raises(ConfigError, match="eta_l"):
@@ -65,45 +82,69 @@ def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_statistics_are_the_average_of_the_replies(name: str, federate, datasets, mlp) -> None:
-    """The step leaves running statistics and counters where FedAvg would put them, pooled or not."""
+def test_statistics_are_the_average_of_the_replies(
+    name: str, federate, datasets, mlp
+) -> None:
+    """The step leaves running statistics and counters where FedAvg would put them,
+    pooled or not.
+    """
     for variance in ("mean", "pooled"):
         runs = [
             federate(s, mlp, datasets, rounds=1)
-            for s in (getattr(strategies, name)(variance=variance, **ARGUMENTS[name]), FedAvg(variance=variance))
+            for s in (
+                getattr(strategies, name)(variance=variance, **ARGUMENTS[name]),
+                FedAvg(variance=variance),
+            )
         ]
         for key in split_state(mlp()).select([Part.STATISTICS, Part.COUNTERS]):
             assert runs[0].state[key].tobytes() == runs[1].state[key].tobytes(), key
-        assert not np.allclose(runs[0].state["1.weight"], runs[1].state["1.weight"]), "gamma is stepped"
+        assert not np.allclose(runs[0].state["1.weight"], runs[1].state["1.weight"]), (
+            "gamma is stepped"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_statistics_of_an_instancenorm_are_averaged_too(name: str, federate, points) -> None:
+def test_statistics_of_an_instancenorm_are_averaged_too(
+    name: str, federate, points
+) -> None:
     """They are no part of BatchNorm, and variances all the same."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
         norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-        return nn.Sequential(nn.Conv1d(2, 4, 1), norm, nn.Flatten(), nn.Linear(20, 3)).double()
+        return nn.Sequential(
+            nn.Conv1d(2, 4, 1), norm, nn.Flatten(), nn.Linear(20, 3)
+        ).double()
 
     datasets = [points(6, i, shape=(2, 5)) for i in range(2)]
     assert split_state(model()).layers == ()
-    runs = [federate(s, model, datasets, rounds=1) for s in (getattr(strategies, name)(**ARGUMENTS[name]), FedAvg())]
+    runs = [
+        federate(s, model, datasets, rounds=1)
+        for s in (getattr(strategies, name)(**ARGUMENTS[name]), FedAvg())
+    ]
     for key in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         assert runs[0].state[key].tobytes() == runs[1].state[key].tobytes(), key
     assert not np.allclose(runs[0].state["1.weight"], runs[1].state["1.weight"])
 
 
-def test_a_round_without_enough_replies_leaves_the_optimizer_alone(federate, datasets, mlp, same_bits) -> None:
-    run = federate(FedAdam(min_replies=5), mlp, datasets, rounds=2, fails=NothingTrainedError)
+def test_a_round_without_enough_replies_leaves_the_optimizer_alone(
+    federate, datasets, mlp, same_bits
+) -> None:
+    run = federate(
+        FedAdam(min_replies=5), mlp, datasets, rounds=2, fails=NothingTrainedError
+    )
     assert all(report.kept_previous for report in run.strategy.reports)
     assert run.strategy.moments == {}
     same_bits(run.state, run.history[0])
 
 
 def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:
-    """The benchmark's toy: running_var below zero, then the loss NaN, by Flower's FedAvgM in round 2."""
-    bench: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/server_optimizers.py"))
+    """The benchmark's toy: running_var below zero, then the loss NaN, by Flower's
+    FedAvgM in round 2.
+    """
+    bench: dict[str, Any] = runpy.run_path(
+        str(Path(__file__).parents[2] / "benchmarks/server_optimizers.py")
+    )
     for name, settings in bench["SETTINGS"].items():
         ours = bench["measure"](getattr(strategies, name), settings)
         assert min(ours.variances) > 0, name

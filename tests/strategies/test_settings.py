@@ -1,4 +1,6 @@
-"""Settings that no method takes: out of their range, or beside others that they contradict. Errors name both."""
+"""Settings that no method takes: out of their range, or beside others that they
+contradict. Errors name both.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,30 @@ OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
         "fraction_train": ["0.5", 1.5],
         "freeze_at": [3],  # of another method
     },
-    "fixbn": {"freeze_at": ["later", 1.5, NAN, -1], "freeze_window": [1], "freeze_tau": [0.0]},
+    "fixbn": {
+        "freeze_at": ["later", 1.5, NAN, -1],
+        "freeze_window": [1],
+        "freeze_tau": [0.0],
+    },
     "fedtan2": {
         "fedtan_rounds": ["later", 1.5, -1],
         "freeze_window": [1],
         "freeze_tau": [0.0],
         "fedtan_timeout": [-1.0],
     },
-    "fedtan": {"fedtan_timeout": [0.0, NAN], "fedtan_exchanges": ["4L+1"], "fedtan_transport": ["chanel"]},
+    "fedtan": {
+        "fedtan_timeout": [0.0, NAN],
+        "fedtan_exchanges": ["4L+1"],
+        "fedtan_transport": ["chanel"],
+    },
     "fbn": {
-        "statistics_aggregation": ["trimmed", "trimmed-mean:0.5", "trimmed-mean:-0.1", "trimmed-mean:nan", "median"],
+        "statistics_aggregation": [
+            "trimmed",
+            "trimmed-mean:0.5",
+            "trimmed-mean:-0.1",
+            "trimmed-mean:nan",
+            "median",
+        ],
     },
     "fedbs": {"fedbs_eps": [-0.1], "fedbs_rounds": [0], "proximal_mu": [-1.0]},
     "fedprox": {"proximal_mu": [NAN, INFINITE]},
@@ -42,12 +58,17 @@ OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
     "fedyogi": {"beta_1": [1.0], "beta_2": [-0.1]},
 }
 CASES = [
-    (method, key, value) for method, keys in OUT_OF_RANGE.items() for key, values in keys.items() for value in values
+    (method, key, value)
+    for method, keys in OUT_OF_RANGE.items()
+    for key, values in keys.items()
+    for value in values
 ]
 
 
 @pytest.mark.parametrize(("method", "key", "value"), CASES)
-def test_a_setting_out_of_its_range_is_refused_by_name(method: str, key: str, value: Any) -> None:
+def test_a_setting_out_of_its_range_is_refused_by_name(
+    method: str, key: str, value: Any
+) -> None:
     with pytest.raises(ConfigError, match=key) as error:
         STRATEGIES[method](**{key: value})
     unknown = key == "freeze_at" and method == "fedavg"
@@ -66,7 +87,10 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**BN_SCAFFOLD, "local-part": "fedbn"}, "fedbn.*bn-scaffold|bn-scaffold.*fedbn"),
     ({**BN_SCAFFOLD, **DP, "eval-on": "global"}, "moments of BatchNorm"),
     ({**BN_SCAFFOLD, **MASKS, "eval-on": "global"}, "moments of BatchNorm"),
-    ({"strategy": "scaffold", "variance-floor": 0.5}, "variance-floor=0.5.*bn-scaffold"),
+    (
+        {"strategy": "scaffold", "variance-floor": 0.5},
+        "variance-floor=0.5.*bn-scaffold",
+    ),
     ({**DP, "eval-on": "personal-own"}, "eval-on=personal-own"),
     ({**DP, "eval-on": "global,global-train"}, "eval-on=global-train"),
     ({**DP, "strategy": "fedbn"}, "eval-on=personal-own"),
@@ -74,25 +98,39 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**DP, "validation-share": 0.2}, "validation-share"),
     ({**DP, "strategy": "scaffold"}, "'scaffold' with dp=server.*control variates"),
     ({**DP, "strategy": "centralized"}, "no clients"),
-    ({**DP, "dp-noise-multiplier": 1.0, "dp-target-epsilon": 1.0}, "dp-noise-multiplier=1.0"),
+    (
+        {**DP, "dp-noise-multiplier": 1.0, "dp-target-epsilon": 1.0},
+        "dp-noise-multiplier=1.0",
+    ),
     ({**DP, "dp-delta": 1e-6}, "dp-delta=1e-06"),
     ({**DP, "min-replies": 2}, "min-replies=2"),
     ({**DP, "norm": "batch-renorm"}, "norm=batch-renorm"),
-    ({"dp": "client", "dp-noise-multiplier": 1.0, "dp-clipping": "adaptive"}, "dp-clipping=adaptive.*dp=server"),
+    (
+        {"dp": "client", "dp-noise-multiplier": 1.0, "dp-clipping": "adaptive"},
+        "dp-clipping=adaptive.*dp=server",
+    ),
     ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06.*dp=server"),
     ({**DP, "dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
-    ({**MASKS, "strategy": "scaffold"}, "'scaffold' with masked-sums=true.*control variates"),
+    (
+        {**MASKS, "strategy": "scaffold"},
+        "'scaffold' with masked-sums=true.*control variates",
+    ),
     ({**MASKS, "strategy": "fedbn"}, "eval-on=personal-own.*eval-on=global"),
     ({**MASKS, "eval-on": "global", "validation-share": 0.2}, "validation-share"),
     ({**MASKS, **DP, "eval-on": "global"}, "masked-sums=true.*dp=server.*dp=client"),
     ({**MASKS, "strategy": "centralized"}, "strategy=centralized.*no clients"),
     ({**MASKS, "eval-on": "global", "num-clients": 1}, "num-clients=1"),
-    ({"masked-sums": False, "masked-threshold": 0.9}, "masked-threshold=0.9.*masked-sums=true"),
+    (
+        {"masked-sums": False, "masked-threshold": 0.9},
+        "masked-threshold=0.9.*masked-sums=true",
+    ),
     ({**MASKS, "eval-on": "global", "masked-threshold": 0.5}, "masked-threshold=0.5"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "names"), CONTRADICTORY)
-def test_settings_that_do_not_fit_together_are_refused_by_name(settings: dict[str, Any], names: str) -> None:
+def test_settings_that_do_not_fit_together_are_refused_by_name(
+    settings: dict[str, Any], names: str
+) -> None:
     with pytest.raises(ConfigError, match=names):
         Config.make(settings)

@@ -1,4 +1,6 @@
-"""What follows from the declarations of the methods: phases, what is sent, what a model needs."""
+"""What follows from the declarations of the methods: phases, what is sent, what a model
+needs.
+"""
 
 import dataclasses
 from typing import Any
@@ -31,18 +33,26 @@ from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 def test_phases_of_two_methods_run_in_parallel() -> None:
     first = [Travels("a", last=3), Travels("b", last=5), Travels("c")]
     second = [Travels("x", last=5, weights="equal"), Travels("y")]
-    phases = [(one.phase, one.last, one.weights) for one in in_parallel([first, second])]
+    phases = [
+        (one.phase, one.last, one.weights) for one in in_parallel([first, second])
+    ]
     assert phases == [("x", 3, "equal"), ("x", 5, "equal"), ("y", None, "examples")]
 
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
-    moments, metric = Key("moments", "", "client", "server"), Key("metric", "", "client", "server")
+    moments, metric = (
+        Key("moments", "", "client", "server"),
+        Key("metric", "", "client", "server"),
+    )
     one = Travels(
         local=frozenset({Part.AFFINE}),
         held=TRACKED,
         each=frozenset({Part.REST}),
         weights=metric,
-        beside=(Beside(moments, "moments", "why"), Beside(metric, "scalar", "why", required=True)),
+        beside=(
+            Beside(moments, "moments", "why"),
+            Beside(metric, "scalar", "why", required=True),
+        ),
         exchanges=Exchanges((1, 3)),
         reestimates=True,
         undo=True,
@@ -50,24 +60,43 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         needs=(frozenset({Part.AFFINE}),),
         kept="a variate",
     )
-    assert together([one, Travels()]) == together([Travels(), one]) == together([one, one]) == one
+    assert (
+        together([one, Travels()])
+        == together([Travels(), one])
+        == together([one, one])
+        == one
+    )
 
 
-@pytest.mark.parametrize(("read", "told"), [("log", []), ("each", ["a metric tells of it"])])
-def test_privacy_hears_of_metrics_that_the_server_reads(read: Any, told: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("read", "told"), [("log", []), ("each", ["a metric tells of it"])]
+)
+def test_privacy_hears_of_metrics_that_the_server_reads(
+    read: Any, told: list[str]
+) -> None:
     class Measuring(Method):
         name = "measuring"
 
         def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
             metric = Key("metric", "", "client", "server")
-            return (Travels(beside=(Beside(metric, "scalar", "a metric tells of it", read=read),)),)
+            return (
+                Travels(
+                    beside=(
+                        Beside(metric, "scalar", "a metric tells of it", read=read),
+                    )
+                ),
+            )
 
     assert [one.text for one in sent_beside(Methods((Measuring,), Params()))] == told
 
 
 def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
-    assert model_needs(Travels(held=TRACKED, needs=(affine,))) == [frozenset(), statistics, affine]
+    assert model_needs(Travels(held=TRACKED, needs=(affine,))) == [
+        frozenset(),
+        statistics,
+        affine,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +114,12 @@ def test_what_reads_single_replies_is_no_sum(travels: Travels) -> None:
 
 
 @pytest.mark.parametrize(
-    "travels", [Travels(exchanges=Exchanges((1, 3))), Travels(reestimates=True), Travels(each=TRACKED)]
+    "travels",
+    [
+        Travels(exchanges=Exchanges((1, 3))),
+        Travels(reestimates=True),
+        Travels(each=TRACKED),
+    ],
 )
 def test_privacy_hears_of_all_that_is_read_beside_the_update(travels: Travels) -> None:
     class Reading(Method):
@@ -98,7 +132,9 @@ def test_privacy_hears_of_all_that_is_read_beside_the_update(travels: Travels) -
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
-def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(held: frozenset[Part], freezes: bool) -> None:
+def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
+    held: frozenset[Part], freezes: bool
+) -> None:
     class Holding(Early):
         def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
             return Travels("a", last=1, held=held), Travels("b", held=TRACKED)
@@ -136,7 +172,9 @@ def test_a_round_has_the_phase_that_was_foretold() -> None:
 
 def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
     with pytest.raises(ConfigError):
-        in_parallel([[Travels("a"), Travels("b")], [Travels("x", last=2), Travels("y")]])
+        in_parallel(
+            [[Travels("a"), Travels("b")], [Travels("x", last=2), Travels("y")]]
+        )
 
 
 class OnlyUp(Method):
@@ -149,7 +187,9 @@ class OnlyUp(Method):
         return (Travels(beside=(Beside(SENT, "trainable", "tells all", read="log"),)),)
 
     def on_clients(self, state: None, facts: Any) -> list[Ask]:
-        return [Ask("nothing", {}, {"other": {}} if self.undeclared else {}, shown=True)]
+        return [
+            Ask("nothing", {}, {"other": {}} if self.undeclared else {}, shown=True)
+        ]
 
 
 SENT = Key("tests.sent", "ArrayRecord: what is sent", "client", "server")
@@ -163,14 +203,18 @@ def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_b
 
     strategy = Mine()
     assert strategy.methods.whole.extra_copies == (0, 1)
-    assert [one.text for one in sent_beside(strategy.methods)] == ["tells all"], "arrays tell, also if only reported"
+    assert [one.text for one in sent_beside(strategy.methods)] == ["tells all"], (
+        "arrays tell, also if only reported"
+    )
     run = strategy.run
     run.set_model(to_record(mlp().state_dict()))
     asks = strategy.methods.on_clients({"only-up": None}, run.facts(1))
     assert terms_of(run, run.facts(1), asks).extras == {SENT}
 
 
-def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(federate, mlp, points) -> None:
+def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
+    federate, mlp, points
+) -> None:
     class Forgetful(OnlyUp):
         undeclared = True
 
@@ -195,14 +239,21 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
 
 
 def test_every_method_of_the_package_says_what_it_reads() -> None:
-    """Else the refusals of privacy would tell a user to write more into a class of the package."""
-    assert [kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_unsaid(kind)] == []
+    """Else the refusals of privacy would tell a user to write more into a class of the
+    package.
+    """
+    assert [
+        kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_unsaid(kind)
+    ] == []
 
 
 def test_fields_of_the_state_are_attributes_of_the_strategy_before_a_run_too() -> None:
     """Flower's own loop calls ``evaluate_fn`` before the first ``configure_train``."""
     assert STRATEGIES["fixbn"]().frozen_after is None
-    assert (STRATEGIES["fedbs"]().switched_after, STRATEGIES["fedbs"]().agreed) == (None, 0)
+    assert (STRATEGIES["fedbs"]().switched_after, STRATEGIES["fedbs"]().agreed) == (
+        None,
+        0,
+    )
     assert combined(STRATEGIES["hbn"], STRATEGIES["scaffold"])().alpha == {}
     assert STRATEGIES["fedavg"](momentum_scope="global").momentum == {}
     assert not hasattr(STRATEGIES["fedavg"](), "frozen_after")

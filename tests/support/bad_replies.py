@@ -27,14 +27,21 @@ def spoiling(
     rounds: Collection[int] | None = None,
     who: Collection[int] = (BAD,),
 ) -> ClientApp:
-    """Return the usual app, in which partitions ``who`` spoil replies to messages of these kinds, in these rounds."""
+    """Return the usual app, in which partitions ``who`` spoil replies to messages of
+    these kinds, in these rounds.
+    """
     whole, app = client_app(client_fn), ClientApp()
     kinds = {kind} if isinstance(kind, str) else set(kind)
 
     def answer(message: Message, context: Context) -> Message:
-        asked = next(iter(message.content.config_records.values()), ConfigRecord()).get("server-round")
+        asked = next(iter(message.content.config_records.values()), ConfigRecord()).get(
+            "server-round"
+        )
         reply = whole(message, context)
-        bad = context.node_config["partition-id"] in who and message.metadata.message_type in kinds
+        bad = (
+            context.node_config["partition-id"] in who
+            and message.metadata.message_type in kinds
+        )
         if bad and (rounds is None or asked in rounds):
             spoil(reply.content)
         return reply
@@ -56,15 +63,23 @@ def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
 
 
 def lose_replies(monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int]) -> None:
-    """Lose replies to training messages: by round, the partition whose reply does not arrive."""
+    """Lose replies to training messages: by round, the partition whose reply does not
+    arrive.
+    """
     send = RecordingGrid.send_and_receive
 
-    def send_and_receive(grid: RecordingGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        grid: RecordingGrid, messages: Any, *, timeout: float | None = None
+    ) -> list[Message]:
         asked = list(messages)
         if not asked or asked[0].metadata.message_type != MessageType.TRAIN:
             return send(grid, asked, timeout=timeout)
         partition = lost.get(asked[0].content["config"]["server-round"])
         replies = send(grid, asked, timeout=timeout)
-        return [reply for reply in replies if grid.partition(reply.metadata.src_node_id) != partition]
+        return [
+            reply
+            for reply in replies
+            if grid.partition(reply.metadata.src_node_id) != partition
+        ]
 
     monkeypatch.setattr(RecordingGrid, "send_and_receive", send_and_receive)

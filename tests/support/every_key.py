@@ -1,8 +1,10 @@
-"""What a config key does under a strategy: another value of it changes the result, or is refused.
+"""What a config key does under a strategy: another value of it changes the result, or
+is refused.
 
-Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the settings that it needs
-(``norm-groups`` beside ``norm=group``), and once alone. It acts if the final SHA-256 or a figure of ``metrics.jsonl``
-changes, seconds left out. Keys that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
+Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the
+settings that it needs (``norm-groups`` beside ``norm=group``), and once alone. It acts
+if the final SHA-256 or a figure of ``metrics.jsonl`` changes, seconds left out. Keys
+that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
 its effect.
 """
 
@@ -20,13 +22,19 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 
-BASE: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 4, "local-steps": 2, "batch-size": 8}
+BASE: dict[str, Any] = {
+    "num-clients": 3,
+    "num-server-rounds": 4,
+    "local-steps": 2,
+    "batch-size": 8,
+}
 BASE |= {"learning-rate": 0.2}
 OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet"},
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
-    "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},  # its second phase begins after round 5
+    # its second phase begins after round 5
+    "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
 TEST_BN = {"eval-on": "global-test-bn", "test-bn": "mix"}
@@ -44,7 +52,15 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "partition": ("iid", {}),
     "partition-alpha": (9.0, {"partition": "dirichlet"}),
     "shards-per-client": (1, {"partition": "shards"}),
-    "domain-share": (0.5, {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "model": "lenet"}),
+    "domain-share": (
+        0.5,
+        {
+            "dataset": "digits-domains",
+            "partition": "domain",
+            "num-clients": 5,
+            "model": "lenet",
+        },
+    ),
     "classes-per-client": (3, {}),
     "num-clients": (4, {}),
     "train-only": ("fc,norm", {}),
@@ -138,7 +154,9 @@ ELSEWHERE = {
 
 
 def result(settings: Mapping[str, Any]) -> Any:
-    """Return the SHA-256 and the figures of a run, or the error with which it is refused."""
+    """Return the SHA-256 and the figures of a run, or the error with which it is
+    refused.
+    """
     return _result(json.dumps(settings, sort_keys=True))
 
 
@@ -150,21 +168,30 @@ def _result(settings: str) -> Any:
         except FedBNError as error:
             return error
         lines = read_metrics(Path(folder) / "out" / "metrics.jsonl")
-    figures = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    figures = [
+        {key: value for key, value in line.items() if key != "seconds"}
+        for line in lines
+    ]
     return {"sha256": summary["sha256"], "figures": figures}
 
 
 def effect(strategy: str, key: str) -> tuple[str, str]:
-    """Return the effect of a key, beside what it needs and alone: "acts", "refused", or "" for no effect."""
+    """Return the effect of a key, beside what it needs and alone: "acts", "refused", or
+    "" for no effect.
+    """
     value, needs = KEYS[key]
     start = {**BASE, "strategy": strategy, **OWN.get(strategy, {})}
     return _compared(_shared(needs, start), key, value), _compared(start, key, value)
 
 
 def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with what a key needs; keys that the strategy does not have are left out."""
+    """Return the settings with what a key needs; keys that the strategy does not have
+    are left out.
+    """
     try:
-        _, dropped = Config.make_of_shared(needs, {key: v for key, v in start.items() if key not in needs})
+        _, dropped = Config.make_of_shared(
+            needs, {key: v for key, v in start.items() if key not in needs}
+        )
     except FedBNError:
         dropped = {}
     return {**start, **{name: v for name, v in needs.items() if name not in dropped}}

@@ -1,13 +1,14 @@
 """A fake GPU: tensors that say ``cuda:0`` and hold their values in the CPU's memory.
 
-It refuses what a GPU refuses: tensors of two devices in an operation, except CPU scalars in elementwise ones, CPU
-indices and copies; a generator of the CPU that is passed; numpy. It also refuses a copy to the CPU that does not block,
-because on a GPU it may be read before it has ended. Operations are done on the CPU, so values are those of the CPU. It
-counts kernels, the times that the CPU waits for a value, and uploads.
+It refuses what a GPU refuses: tensors of two devices in an operation, except CPU
+scalars in elementwise ones, CPU indices and copies; a generator of the CPU that is
+passed; numpy. It also refuses a copy to the CPU that does not block, because on a GPU
+it may be read before it has ended. Operations are done on the CPU, so values are those
+of the CPU. It counts kernels, the times that the CPU waits for a value, and uploads.
 
-Not kept: the GPU's own default generator (draws are the CPU's), mixed precision (autocast does nothing), streams,
-memory, the ``foreach`` path of optimizers, and other processes. ``torch.save`` and ``copy.copy`` work on a GPU, and
-raise here.
+Not kept: the GPU's own default generator (draws are the CPU's), mixed precision
+(autocast does nothing), streams, memory, the ``foreach`` path of optimizers, and other
+processes. ``torch.save`` and ``copy.copy`` work on a GPU, and raise here.
 """
 
 from __future__ import annotations
@@ -34,8 +35,23 @@ GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 # The size of their result, or their answer, depends on values: the CPU waits for it.
-_WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
-_WAITING |= {"_local_scalar_dense", "equal", "allclose", "is_nonzero", "linalg_inv_ex", "_linalg_check_errors"}
+_WAITING = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+}
+_WAITING |= {
+    "_local_scalar_dense",
+    "equal",
+    "allclose",
+    "is_nonzero",
+    "linalg_inv_ex",
+    "_linalg_check_errors",
+}
 
 
 class Costs:
@@ -44,7 +60,8 @@ class Costs:
     Attributes:
         launches: kernels started, by operation.
         reads: times that the CPU waited for a value, by operation.
-        uploads: copies from the CPU's memory, for which the CPU waits, too, unless their source is pinned.
+        uploads: copies from the CPU's memory, for which the CPU waits, too, unless
+            their source is pinned.
     """
 
     def __init__(self) -> None:
@@ -57,7 +74,9 @@ _costs = Costs()
 
 
 class _OnGpu(Tensor):
-    """A tensor on the fake GPU. For torch's C++ it lies on "meta", whose operations all come here."""
+    """A tensor on the fake GPU. For torch's C++ it lies on "meta", whose operations all
+    come here.
+    """
 
     inner: Tensor
 
@@ -110,7 +129,9 @@ class _OnGpu(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_index(index), value)
 
-    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:  # type: ignore[override]
+    def new_tensor(
+        self, data: Any, *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:  # type: ignore[override]
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or GPU)
 
     def tolist(self) -> Any:
@@ -118,7 +139,9 @@ class _OnGpu(Tensor):
         return self.inner.tolist()
 
     def numpy(self, **_: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
+        )
 
     __array__ = numpy
 
@@ -130,9 +153,14 @@ class _OnGpu(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol on cuda:0")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user support the deepcopy"
+                " protocol on cuda:0"
+            )
         if id(self) not in memo:
-            made = memo[id(self)] = _OnGpu(self.inner.clone()).requires_grad_(self.requires_grad)
+            made = memo[id(self)] = _OnGpu(self.inner.clone()).requires_grad_(
+                self.requires_grad
+            )
             made.grad = None if self.grad is None else _OnGpu(self.grad.inner.clone())  # type: ignore[attr-defined]
             if isinstance(self, torch.nn.Parameter):
                 made._is_param = True  # type: ignore[attr-defined]  # what makes torch see a Parameter
@@ -142,7 +170,9 @@ class _OnGpu(Tensor):
         raise TypeError("a tensor of cuda:0 would be pickled")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         _refuse_two_devices(name, func, args, kwargs)
@@ -151,7 +181,11 @@ class _OnGpu(Tensor):
             _costs.reads[name] += 1
             args[0].copy_(args[1].inner)
             return args[0]
-        if (device := kwargs.get("device")) is not None and not _on_gpu(device) and torch.device(device) == CPU:
+        if (
+            (device := kwargs.get("device")) is not None
+            and not _on_gpu(device)
+            and torch.device(device) == CPU
+        ):
             _costs.reads[name] += name == "_to_copy"
             return func(*inner_args, **inner_kwargs)
         _count(name, func, args)
@@ -174,9 +208,14 @@ def _inner(value: Any) -> Any:
 
 
 def _index(index: Any) -> Any:
-    """Return the index with tensors in place of sequences: in C++ they would be put on "meta", without values."""
+    """Return the index with tensors in place of sequences: in C++ they would be put on
+    "meta", without values.
+    """
     if isinstance(index, tuple):
-        return tuple(torch.tensor(part) if isinstance(part, list | tuple | range) else part for part in index)
+        return tuple(
+            torch.tensor(part) if isinstance(part, list | tuple | range) else part
+            for part in index
+        )
     return torch.tensor(index) if isinstance(index, list | range) else index
 
 
@@ -184,7 +223,9 @@ def _count(name: str, func: Any, args: Any) -> None:
     if not func.is_view and name != "detach":
         _costs.launches[name] += 1
     indices = [i for i in args[1] if i is not None] if name in _INDEXING else []
-    _costs.reads[name] += name in _WAITING or any(i.dtype in (torch.bool, torch.uint8) for i in indices)
+    _costs.reads[name] += name in _WAITING or any(
+        i.dtype in (torch.bool, torch.uint8) for i in indices
+    )
     _costs.uploads += sum(not isinstance(i, _OnGpu) for i in indices)
     _costs.uploads += name == "copy_" and not isinstance(args[1], _OnGpu)
 
@@ -193,16 +234,28 @@ def _refuse_two_devices(name: str, func: Any, args: Any, kwargs: Any) -> None:
     """Raise RuntimeError for an operation that a GPU would not do."""
     given = tree_leaves((args, kwargs))
     if any(isinstance(value, torch.Generator) for value in given):
-        raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' in {name}")
+        raise RuntimeError(
+            f"Expected a 'cuda' device type for generator but found 'cpu' in {name}"
+        )
     if name in ("copy_", "_to_copy"):
         return
     if name in _INDEXING:
         if not isinstance(args[0], _OnGpu):
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed"
+                " tensor (cpu)"
+            )
         given = [value for value in (args[0], *args[2:3]) if isinstance(value, Tensor)]
-    elsewhere = [value for value in given if isinstance(value, Tensor) and not isinstance(value, _OnGpu)]
-    scalars = name not in ("stack", "cat", "equal")  # elsewhere a scalar of the CPU may be read
-    named = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    elsewhere = [
+        value
+        for value in given
+        if isinstance(value, Tensor) and not isinstance(value, _OnGpu)
+    ]
+    # elsewhere a scalar of the CPU may be read
+    scalars = name not in ("stack", "cat", "equal")
+    named = [
+        (argument.name, argument.alias_info) for argument in func._schema.arguments
+    ]
     written = [
         value
         for place, (key, alias) in enumerate(named)
@@ -211,7 +264,10 @@ def _refuse_two_devices(name: str, func: Any, args: Any, kwargs: Any) -> None:
     ]
     for value in elsewhere:
         if value.dim() > 0 or not scalars or any(value is own for own in written):
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {name}")
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found cuda:0 and"
+                f" cpu in {name}"
+            )
 
 
 def _on_gpu(device: Any) -> bool:
@@ -236,14 +292,20 @@ randperm tensor zeros zeros_like
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return torch's function ``make`` for which ``device="cuda"`` means the fake GPU."""
 
-    def made(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+    def made(
+        *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
+    ) -> Tensor:
         if not _on_gpu(device):
             return make(*args, device=device, requires_grad=requires_grad, **kwargs)
         if kwargs.get("generator") is not None:
-            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+            raise RuntimeError(
+                "Expected a 'cuda' device type for generator but found 'cpu'"
+            )
         _costs.launches[make.__name__] += 1
         _costs.uploads += make.__name__ == "tensor"
-        return _OnGpu(make(*tree_map(_inner, args), device=CPU, **kwargs)).requires_grad_(requires_grad)
+        return _OnGpu(
+            make(*tree_map(_inner, args), device=CPU, **kwargs)
+        ).requires_grad_(requires_grad)
 
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         if isinstance(data, Tensor):
@@ -261,9 +323,20 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(other, Tensor):
         device, dtype = other.device, other.dtype
     else:
-        placed = [value for value in (*args, kwargs.get("device")) if isinstance(value, str | int | torch.device)]
+        placed = [
+            value
+            for value in (*args, kwargs.get("device"))
+            if isinstance(value, str | int | torch.device)
+        ]
         device = next((value for value in placed if not isinstance(value, bool)), None)
-        dtype = next((value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)), None)
+        dtype = next(
+            (
+                value
+                for value in (*args, kwargs.get("dtype"))
+                if isinstance(value, torch.dtype)
+            ),
+            None,
+        )
     options: dict[str, Any] = {"dtype": dtype, "copy": copy}
     if kwargs.get("memory_format") is not None:
         options["memory_format"] = kwargs["memory_format"]
@@ -271,8 +344,12 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if device is None or (on_gpu and isinstance(tensor, _OnGpu)):
         return _torch_to(tensor, **options)
     if not on_gpu:
-        if isinstance(tensor, _OnGpu) and kwargs.get("non_blocking", flags[:1] == [True]):
-            raise RuntimeError("a copy from cuda:0 that does not block may be read before it has ended")
+        if isinstance(tensor, _OnGpu) and kwargs.get(
+            "non_blocking", flags[:1] == [True]
+        ):
+            raise RuntimeError(
+                "a copy from cuda:0 that does not block may be read before it has ended"
+            )
         return _torch_to(tensor, torch.device(device), **options)
     _costs.uploads += 1
     uploaded: Tensor = _Upload.apply(_torch_to(tensor, **options))  # type: ignore[no-untyped-call]
@@ -295,9 +372,13 @@ class _Upload(torch.autograd.Function):
 
 
 class _OfTheEngine(TorchDispatchMode):
-    """The zeros that autograd makes for outputs without a gradient, on "meta", lie on the fake GPU."""
+    """The zeros that autograd makes for outputs without a gradient, on "meta", lie on
+    the fake GPU.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") == torch.device("meta"):
             return _OnGpu(func(*tree_map(_inner, args), **{**kwargs, "device": CPU}))
@@ -306,7 +387,9 @@ class _OfTheEngine(TorchDispatchMode):
 
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
-    """Have a fake GPU in the block, in all threads of this process that start in it, and count what it does."""
+    """Have a fake GPU in the block, in all threads of this process that start in it,
+    and count what it does.
+    """
     start = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
@@ -319,12 +402,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
     global _costs
     _costs = Costs()
     with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="CUDA is not available")  # autocast says it
+        # autocast says it
+        warnings.filterwarnings("ignore", message="CUDA is not available")
         patch.setattr(threading.Thread, "run", run)
         patch.setattr(Tensor, "to", _to)
         patch.setattr(Tensor, "cuda", lambda tensor, *_, **__: _to(tensor, GPU))
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-        # Where torch is told that there is a GPU, it asks the driver: a run's check of `device` alone is told.
+        # Where torch is told that there is a GPU, it asks the driver: a run's check
+        # of # `device` alone is told.
         patch.setattr(torch.cuda, "is_available", lambda: of_setup())
         patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))
         for name in _FACTORIES.split():

@@ -1,4 +1,6 @@
-"""The one way in which tests run a strategy over nodes of this process, and the outcome of such a run."""
+"""The one way in which tests run a strategy over nodes of this process, and the outcome
+of such a run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor, nn
@@ -29,12 +38,19 @@ SEED = 7
 
 
 class RecordingGrid(PollingGrid):
-    """Keeps every message sent and every reply. It has no barrier, so FedTAN's exchanges travel by messages.
+    """Keeps every message sent and every reply. It has no barrier, so FedTAN's
+    exchanges travel by messages.
 
-    ``hidden()`` returns the partitions that the server does not see now; ``backwards`` reverses the order of replies.
+    ``hidden()`` returns the partitions that the server does not see now; ``backwards``
+    reverses the order of replies.
     """
 
-    def __init__(self, grid: InProcessGrid, hidden: Callable[[], Collection[int]], backwards: bool) -> None:
+    def __init__(
+        self,
+        grid: InProcessGrid,
+        hidden: Callable[[], Collection[int]],
+        backwards: bool,
+    ) -> None:
         super().__init__(grid)
         self.inner: InProcessGrid = grid
         self.sent: list[Message] = []
@@ -43,9 +59,15 @@ class RecordingGrid(PollingGrid):
 
     def get_node_ids(self) -> list[int]:
         hidden = self._hidden()
-        return [node_id for partition, node_id in enumerate(self.inner.get_node_ids()) if partition not in hidden]
+        return [
+            node_id
+            for partition, node_id in enumerate(self.inner.get_node_ids())
+            if partition not in hidden
+        ]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         batch = list(messages)
         replies = list(self.inner.send_and_receive(batch, timeout=timeout))
         self.sent += batch
@@ -73,7 +95,9 @@ class RecordingGrid(PollingGrid):
 
 
 class RecordingBarrierGrid(RecordingGrid):
-    """The same grid with the barrier at which clients of one process wait for each other."""
+    """The same grid with the barrier at which clients of one process wait for each
+    other.
+    """
 
     def open_barrier(self, *args: Any) -> None:
         self.inner.open_barrier(*args)
@@ -109,11 +133,15 @@ class Outcome:
 
     def local_state(self, partition: int) -> dict[str, Array]:
         """Return the entries that a client keeps to itself."""
-        return from_record(self.context(partition).state.array_records["fedbn-flwr.local"])
+        return from_record(
+            self.context(partition).state.array_records["fedbn-flwr.local"]
+        )
 
     def reason(self, partition: int, server_round: int = 1) -> str:
         """Return why a client was rejected in a round."""
-        return self.strategy.reports[server_round - 1].rejected[self.grid.inner.get_node_ids()[partition]]
+        return self.strategy.reports[server_round - 1].rejected[
+            self.grid.inner.get_node_ids()[partition]
+        ]
 
 
 def run_strategy(
@@ -131,23 +159,28 @@ def run_strategy(
     train_config: Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
     fails: type[RunFailedError] | None = None,
-    evaluate_fn: Callable[[int], Mapping[str, float] | None] = lambda server_round: None,
+    evaluate_fn: Callable[[int], Mapping[str, float] | None] = lambda server_round: (
+        None
+    ),
 ) -> Outcome:
     """Run a strategy over nodes of this process.
 
     Args:
-        grids: closes the grid. A test may have clients that hang until it ends: only then can a grid close.
+        grids: closes the grid. A test may have clients that hang until it ends: only
+            then can a grid close.
         strategy: the strategy.
         app: what every node runs.
         start: the initial state: tensors, arrays, or a whole ArrayRecord.
         num_nodes: number of nodes.
         rounds: number of rounds.
-        barrier: whether clients wait for each other at a barrier; else FedTAN's exchanges travel by messages.
+        barrier: whether clients wait for each other at a barrier; else FedTAN's
+            exchanges travel by messages.
         hide: round to the partitions that the server does not see in it.
         backwards: whether replies arrive in reverse order.
         timeout: seconds that a round waits for replies.
         train_config: the user's config of training.
-        grid_options: further arguments of ``InProcessGrid``; by default one client computes at a time.
+        grid_options: further arguments of ``InProcessGrid``; by default one client
+            computes at a time.
         fails: the error with which the run ends; its result is that of the outcome.
         evaluate_fn: the metrics of the server's test after a round.
     """
@@ -165,7 +198,9 @@ def run_strategy(
     with pytest.raises(fails) if fails else nullcontext() as caught:
         result = strategy.start(
             grid=grid,
-            initial_arrays=start if isinstance(start, ArrayRecord) else to_record(start),
+            initial_arrays=(
+                start if isinstance(start, ArrayRecord) else to_record(start)
+            ),
             num_rounds=rounds,
             timeout=timeout,
             train_config=ConfigRecord(dict(train_config or {})),
@@ -173,7 +208,15 @@ def run_strategy(
         )
     error = caught.value if caught else None
     result = error.result if error else result
-    return Outcome(from_record(result.arrays), history, strategy, grid, result, time.monotonic() - began, error)
+    return Outcome(
+        from_record(result.arrays),
+        history,
+        strategy,
+        grid,
+        result,
+        time.monotonic() - began,
+        error,
+    )
 
 
 def torch_clients(
@@ -189,7 +232,9 @@ def torch_clients(
 
     def client_fn(context: Context) -> TorchClient:
         data = datasets[int(context.node_config["partition-id"])]
-        return client(model(), data, data, training, context=context, seed=seed, task=task)
+        return client(
+            model(), data, data, training, context=context, seed=seed, task=task
+        )
 
     return client_fn
 
@@ -201,7 +246,9 @@ class LegacyOutcome:
     history: list[list[Array]]
     """The global arrays before the first round and after each."""
     evaluations: list[Any]
-    """What the strategy returned for the evaluations of each round: the loss, and the metrics."""
+    """What the strategy returned for the evaluations of each round: the loss, and the
+    metrics.
+    """
     strategy: Strategy
     grid: InProcessGrid
 
@@ -215,7 +262,9 @@ def run_legacy_loop(
     rounds: int,
     **options: Any,
 ) -> LegacyOutcome:
-    """Run a strategy, ours or one of Flower's legacy ones, in Flower's legacy loop; ``options``: of ``to_legacy``."""
+    """Run a strategy, ours or one of Flower's legacy ones, in Flower's legacy loop;
+    ``options``: of ``to_legacy``.
+    """
     history: list[list[Array]] = []
     evaluations: list[Any] = []
     legacy = strategy
@@ -230,7 +279,9 @@ def run_legacy_loop(
         return evaluations[-1]
 
     legacy.aggregate_evaluate = watch
-    components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=rounds))
+    components = ServerAppComponents(
+        strategy=legacy, config=ServerConfig(num_rounds=rounds)
+    )
     grid = grids.enter_context(InProcessGrid(app, num_nodes))
     ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
     return LegacyOutcome(history, evaluations, strategy, grid)

@@ -13,7 +13,9 @@ Parts = namedtuple("Parts", "first second")
 
 
 class InParts(Dataset[Any]):
-    """The examples of a data set, their inputs in two parts: a "dict" with a text beside, a "pair", or "named"."""
+    """The examples of a data set, their inputs in two parts: a "dict" with a text
+    beside, a "pair", or "named".
+    """
 
     def __init__(self, data: Any, form: str) -> None:
         self.data, self.form = data, form
@@ -32,5 +34,9 @@ class Joined(nn.Sequential):
     """A network that joins the parts."""
 
     def forward(self, inputs: Any) -> Tensor:
-        parts = [inputs["first"], inputs["rest"]["second"]] if isinstance(inputs, dict) else [*inputs]
+        parts = (
+            [inputs["first"], inputs["rest"]["second"]]
+            if isinstance(inputs, dict)
+            else [*inputs]
+        )
         return super().forward(torch.cat(parts, 1))

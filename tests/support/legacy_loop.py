@@ -1,4 +1,6 @@
-"""The NumPyClient project, ``apps/numpyclient``: one of our strategies in Flower's legacy loop."""
+"""The NumPyClient project, ``apps/numpyclient``: one of our strategies in Flower's
+legacy loop.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,31 @@ def settings(strategy: str) -> dict[str, Any]:
 
 
 @contextmanager
-def imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """Yield the project's ServerApp and ClientApp, imported as Flower does: from the project's bundle."""
+def imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the project's ServerApp and ClientApp, imported as Flower does: from the
+    project's bundle.
+    """
     monkeypatch.syspath_prepend(str(unpacked(APP, folder / "bundle")))
-    yield tuple(importlib.import_module(f"numpyclient.{name}").app for name in ("server_app", "client_app"))
+    yield tuple(
+        importlib.import_module(f"numpyclient.{name}").app
+        for name in ("server_app", "client_app")
+    )
     for name in [name for name in sys.modules if name.split(".")[0] == "numpyclient"]:
         del sys.modules[name]
 
 
-def in_process(project: tuple[Any, Any], caplog: pytest.LogCaptureFixture, strategy: str) -> list[float]:
+def in_process(
+    project: tuple[Any, Any], caplog: pytest.LogCaptureFixture, strategy: str
+) -> list[float]:
     """Return the accuracy after each round."""
     server_app, client_app = project
     config = settings(strategy)
-    with InProcessGrid(client_app, NODES, run_config=config) as grid, caplog.at_level("INFO", "flwr"):
+    with (
+        InProcessGrid(client_app, NODES, run_config=config) as grid,
+        caplog.at_level("INFO", "flwr"),
+    ):
         caplog.clear()
         server_app(grid, Context(0, 0, {}, RecordDict(), config))
     return accuracies([record.getMessage() for record in caplog.records])
@@ -46,5 +60,8 @@ def in_process(project: tuple[Any, Any], caplog: pytest.LogCaptureFixture, strat
 
 def accuracies(lines: list[str]) -> list[float]:
     """Return the accuracies of the history that Flower's loop logs at its end."""
-    (found,) = re.findall(r"'accuracy': \[(.*?)\]", " ".join(" ".join(lines).replace("INFO :", " ").split()))
+    (found,) = re.findall(
+        r"'accuracy': \[(.*?)\]",
+        " ".join(" ".join(lines).replace("INFO :", " ").split()),
+    )
     return [float(value) for value in re.findall(r"\(\d+, ([\d.]+)\)", found)]

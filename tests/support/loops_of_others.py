@@ -32,7 +32,9 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+    def batch(
+        self, positions: torch.Tensor, generator: torch.Generator | None = None
+    ) -> Any:
         return self.inputs[positions], self.targets[positions]
 
     def loader(self) -> DataLoader[Any]:
@@ -40,7 +42,9 @@ class Pictures:
 
 
 class InOrder(LocalTraining):
-    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    def batches(
+        self, num_examples: int, generator: torch.Generator
+    ) -> Iterator[torch.Tensor]:
         yield from torch.arange(num_examples).split(8)
 
 
@@ -53,13 +57,24 @@ METHODS = {
 
 
 def compare_with_ours(
-    method: str, model: Callable[[], nn.Module], plain: Callable[[], nn.Module], loop: Any, same_bits: Any
+    method: str,
+    model: Callable[[], nn.Module],
+    plain: Callable[[], nn.Module],
+    loop: Any,
+    same_bits: Any,
 ) -> None:
-    """Two rounds of ``loop(net, loader, rules)`` with ``model`` end in the bits of our client with ``plain``."""
+    """Two rounds of ``loop(net, loader, rules)`` with ``model`` end in the bits of our
+    client with ``plain``.
+    """
 
     def pictures(context: Any) -> Pictures:
-        generator = torch.Generator().manual_seed(i := int(context.node_config["partition-id"]))
-        return Pictures((1 + i) * torch.randn(24, 3, 32, 32, generator=generator), torch.arange(24) % 3)
+        generator = torch.Generator().manual_seed(
+            i := int(context.node_config["partition-id"])
+        )
+        return Pictures(
+            (1 + i) * torch.randn(24, 3, 32, 32, generator=generator),
+            torch.arange(24) % 3,
+        )
 
     app = ClientApp(mods=[local_bn])
 
@@ -70,23 +85,38 @@ def compare_with_ours(
         net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         with bn_rules(net, msg, context) as rules:
             loop(net, data.loader(), rules)
-        arrays, metrics = ArrayRecord(net.state_dict()), MetricRecord({"num-examples": len(data)})
+        arrays, metrics = (
+            ArrayRecord(net.state_dict()),
+            MetricRecord({"num-examples": len(data)}),
+        )
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=msg)
 
     @app.query()
     def query(msg: Message, context: Context) -> Message:
-        return answer_query(msg, context, SimpleNamespace(dataset=pictures(context), batch_size=8))
+        return answer_query(
+            msg, context, SimpleNamespace(dataset=pictures(context), batch_size=8)
+        )
 
     def client_fn(context: Context) -> TorchClient:
         with torch.random.fork_rng():
             net, data = plain(), pictures(context)
-        return TorchClient(net, data, data, InOrder(learning_rate=LearningRate(0.1), batch_size=8), context=context)
+        return TorchClient(
+            net,
+            data,
+            data,
+            InOrder(learning_rate=LearningRate(0.1), batch_size=8),
+            context=context,
+        )
 
     torch.manual_seed(0)
     start, states = to_record(model().state_dict()), []
     for made in (app, client_app(client_fn)):
         strategy = METHODS[method](fraction_evaluate=0.0)
         with InProcessGrid(made, 2, threads=2) as grid:
-            states.append(from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays))
+            states.append(
+                from_record(
+                    strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays
+                )
+            )
         assert [report.rejected for report in strategy.reports] == [{}, {}]
     same_bits(*states)

@@ -1,4 +1,6 @@
-"""Models of several BatchNorm layers: two in a row; called twice, never, by keyword, frozen, or at two paths."""
+"""Models of several BatchNorm layers: two in a row; called twice, never, by keyword,
+frozen, or at two paths.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,21 @@ def two_layers() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
-        return nn.Sequential(*first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
+        return nn.Sequential(
+            *first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
+        ).double()
 
 
 class Many(nn.Module):
-    """A layer called twice, one registered twice, one the model keeps in eval mode, one never called, one untracked."""
+    """A layer called twice, one registered twice, one the model keeps in eval mode, one
+    never called, one untracked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.twice, self.a, self.frozen, self.idle = (nn.BatchNorm1d(5) for _ in range(4))
+        self.twice, self.a, self.frozen, self.idle = (
+            nn.BatchNorm1d(5) for _ in range(4)
+        )
         self.b = self.a
         self.bare = nn.BatchNorm1d(5, track_running_stats=False)
 

@@ -13,9 +13,17 @@ def channel_port(federation: LocalFederation) -> int:
     return federation.port + 50
 
 
-def settings_for(federation: LocalFederation, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run, with address and certificates of FedTAN's channel where they ask for it."""
+def settings_for(
+    federation: LocalFederation, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings of a run, with address and certificates of FedTAN's channel where
+    they ask for it.
+    """
     if settings.get("fedtan-transport") != "channel":
         return dict(settings)
     address = f"127.0.0.1:{channel_port(federation)}"
-    return {**settings, "fedtan-bind": address, "fedtan-tls-dir": str(federation.certs / "channel")}
+    return {
+        **settings,
+        "fedtan-bind": address,
+        "fedtan-tls-dir": str(federation.certs / "channel"),
+    }

@@ -9,13 +9,17 @@ from torch import Tensor, nn
 class Outputs:
     """Examples whose inputs are the model's outputs, and the group of each."""
 
-    def __init__(self, outputs: Tensor, targets: Tensor, units: Tensor | None = None) -> None:
+    def __init__(
+        self, outputs: Tensor, targets: Tensor, units: Tensor | None = None
+    ) -> None:
         self.outputs, self.targets, self.units = outputs, targets, units
 
     def __len__(self) -> int:
         return len(self.outputs)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         return self.outputs[positions], self.targets[positions]
 
 

@@ -16,7 +16,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def undrawn(*args: Any, **kwargs: Any) -> bytes:
-    """``draw_curves`` to the point where the figure is drawn; return the signature of an empty PNG."""
+    """``draw_curves`` to the point where the figure is drawn; return the signature of
+    an empty PNG.
+    """
     with patch.object(Figure, "savefig", lambda self, file, **_: file.write(PNG)):
         return draw_curves(*args, **kwargs)
 

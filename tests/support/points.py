@@ -19,6 +19,8 @@ class Points:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.asked.append(positions.tolist())
         return self.inputs[positions], self.targets[positions]

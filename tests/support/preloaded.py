@@ -1,7 +1,9 @@
-"""Commands that start at once: forks of a process that has imported torch, Flower and the package.
+"""Commands that start at once: forks of a process that has imported torch, Flower and
+the package.
 
-To import them takes a fresh process seconds, and the tests start dozens. What a fresh process imports is tested in
-tests/test_startup.py and tests/test_packaging.py. Flower's two commands import the package anew, from an app's bundle.
+To import them takes a fresh process seconds, and the tests start dozens. What a fresh
+process imports is tested in tests/test_startup.py and tests/test_packaging.py. Flower's
+two commands import the package anew, from an app's bundle.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-SLOW = ("matplotlib.backends.backend_agg", "onnxscript", "opacus", "sklearn.datasets", "torchvision.models")
+SLOW = (
+    "matplotlib.backends.backend_agg",
+    "onnxscript",
+    "opacus",
+    "sklearn.datasets",
+    "torchvision.models",
+)
 """What some commands of the tests import and takes long."""
 FLOWERS = ("flwr-clientapp", "flwr-serverapp")
 COMMAND = """#!{python} -IS
@@ -42,12 +50,18 @@ sys.exit(code)
 
 @contextmanager
 def commands(folder: Path) -> Iterator[Path]:
-    """Yield a folder with the commands, for the start of a PATH; ``folder`` has a short path."""
+    """Yield a folder with the commands, for the start of a PATH; ``folder`` has a short
+    path.
+    """
     address = str(folder / "socket")
     for name in ("fedbn-flwr", "python", *FLOWERS):
-        (folder / name).write_text(COMMAND.format(python=sys.executable, address=address, name=name))
+        (folder / name).write_text(
+            COMMAND.format(python=sys.executable, address=address, name=name)
+        )
         (folder / name).chmod(0o755)
-    server = subprocess.Popen([sys.executable, "-m", __name__, address], cwd=ROOT, stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-m", __name__, address], cwd=ROOT, stdin=subprocess.DEVNULL
+    )
     try:
         while not os.path.exists(address):
             assert server.poll() is None, "the process cannot be started"
@@ -72,7 +86,9 @@ def serve(address: str) -> None:
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 door.close()
-                work = multiprocessing.get_context("fork").Process(target=do, args=(files, *json.loads(asked)))
+                work = multiprocessing.get_context("fork").Process(
+                    target=do, args=(files, *json.loads(asked))
+                )
                 work.start()
                 work.join()
                 line.send(str((work.exitcode or 0) % 256).encode())
@@ -82,7 +98,13 @@ def serve(address: str) -> None:
                 os.close(file)
 
 
-def do(files: list[int], name: str, arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
+def do(
+    files: list[int],
+    name: str,
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+) -> None:
     """Run a command as a fresh interpreter does."""
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -98,7 +120,11 @@ def do(files: list[int], name: str, arguments: list[str], cwd: str, environment:
         app()
         return
     if name in FLOWERS:
-        for module in [module for module in sys.modules if module.split(".")[0] in ("fedbn_flwr", "tests")]:
+        for module in [
+            module
+            for module in sys.modules
+            if module.split(".")[0] in ("fedbn_flwr", "tests")
+        ]:
             del sys.modules[module]
         sys.argv = [name, *arguments]
         (command,) = entry_points(group="console_scripts", name=name)

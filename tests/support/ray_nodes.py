@@ -1,4 +1,6 @@
-"""A Ray cluster of two nodes on this machine, of which the second one does not see some of its folders."""
+"""A Ray cluster of two nodes on this machine, of which the second one does not see some
+of its folders.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +23,62 @@ def can_hide() -> bool:
     """Whether a process may have mounts of its own."""
     return (
         shutil.which("unshare") is not None
-        and not subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode
+        and not subprocess.run(
+            ["unshare", "-m", "true"], capture_output=True, check=False
+        ).returncode
     )
 
 
 def without(folders: Sequence[Path], command: Sequence[str]) -> list[str]:
     """The command in which these folders are empty, as on another machine."""
     empty = [f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in folders]
-    return ["unshare", "-m", "sh", "-c", " && ".join([*empty, f"exec {shlex.join(command)}"])]
+    return [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        " && ".join([*empty, f"exec {shlex.join(command)}"]),
+    ]
 
 
 @contextmanager
 def two_nodes(scratch: Path, hidden: Sequence[Path], cpus: int = 1) -> Iterator[str]:
     """Yield the address of a cluster of two nodes with so many CPUs each.
 
-    The second node has neither this package nor the folders ``hidden``, where the system permits it.
+    The second node has neither this package nor the folders ``hidden``, where the
+    system permits it.
     """
     with ExitStack() as stack:
-        address = stack.enter_context(_node("head", scratch, [], ["--head", "--include-dashboard=false"], cpus))
-        folders = [Path(fedbn_flwr.__file__).parent, *hidden, scratch / "head"] if can_hide() else []
-        stack.enter_context(_node("second", scratch, folders, [f"--address={address}"], cpus))
+        address = stack.enter_context(
+            _node("head", scratch, [], ["--head", "--include-dashboard=false"], cpus)
+        )
+        folders = (
+            [Path(fedbn_flwr.__file__).parent, *hidden, scratch / "head"]
+            if can_hide()
+            else []
+        )
+        stack.enter_context(
+            _node("second", scratch, folders, [f"--address={address}"], cpus)
+        )
         yield address
 
 
 @contextmanager
 def _node(
-    name: str, scratch: Path, hidden: Sequence[Path], options: Sequence[str], cpus: int, host: str = "127.0.0.1"
+    name: str,
+    scratch: Path,
+    hidden: Sequence[Path],
+    options: Sequence[str],
+    cpus: int,
+    host: str = "127.0.0.1",
 ) -> Iterator[str]:
     port, home = free_port(), scratch / f"{name}-home"
     home.mkdir()
-    where = [f"--port={port}", f"--temp-dir={scratch / 'head'}"] if "--head" in options else []
+    where = (
+        [f"--port={port}", f"--temp-dir={scratch / 'head'}"]
+        if "--head" in options
+        else []
+    )
     command = [
         str(BIN / "ray"),
         "start",
@@ -60,10 +88,17 @@ def _node(
         *options,
         *where,
     ]
-    command += ["--object-store-memory=100000000", "--min-worker-port=0", "--max-worker-port=0"]
+    command += [
+        "--object-store-memory=100000000",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
     (scratch / "head").mkdir(exist_ok=True)
     process = Process(
-        without(hidden, command) if hidden else command, _environment(scratch), scratch / f"{name}.log", home
+        without(hidden, command) if hidden else command,
+        _environment(scratch),
+        scratch / f"{name}.log",
+        home,
     )
     try:
         deadline = time.monotonic() + _SECONDS
@@ -78,5 +113,14 @@ def _node(
 
 def _environment(scratch: Path) -> Mapping[str, str]:
     """What a machine has that knows nothing of the driver's."""
-    mine = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RAY_ADDRESS", "FLWR_HOME")}
-    return {**mine, "TMPDIR": str(scratch), "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    mine = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "RAY_ADDRESS", "FLWR_HOME")
+    }
+    return {
+        **mine,
+        "TMPDIR": str(scratch),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }

@@ -1,4 +1,6 @@
-"""Networks of torchvision with fewer or narrower layers, for laws that hold for each layer."""
+"""Networks of torchvision with fewer or narrower layers, for laws that hold for each
+layer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A SuperLink's Fleet API for one key: it keeps what it is sent, and answers as Flower 1.41 does."""
+"""A SuperLink's Fleet API for one key: it keeps what it is sent, and answers as Flower
+1.41 does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NODE_ID = 77
 
 
 class SuperLink:
-    """The state: registered public keys, online ones, and all requests as (path, content)."""
+    """The state: registered public keys, online ones, and all requests as (path,
+    content).
+    """
 
     def __init__(self) -> None:
         self.registered: set[bytes] = set()
@@ -34,9 +38,16 @@ class SuperLink:
 
     def activate(self, content: bytes) -> tuple[int, bytes]:
         key = ActivateNodeRequest.FromString(content).public_key
-        code = self.refuses or (0 if key in self.registered - self.online else ACTIVATION_FAILED)
+        code = self.refuses or (
+            0 if key in self.registered - self.online else ACTIVATION_FAILED
+        )
         if code:
-            return 400, json.dumps({"code": code, "detail": "Failed to activate SuperNode."}).encode()
+            return (
+                400,
+                json.dumps(
+                    {"code": code, "detail": "Failed to activate SuperNode."}
+                ).encode(),
+            )
         self.online.add(key)
         return 200, ActivateNodeResponse(node_id=NODE_ID).SerializeToString()
 
@@ -48,17 +59,25 @@ class SuperLink:
 
 @contextmanager
 def superlink(certificates: Path | None = None) -> Iterator[SuperLink]:
-    """Serve on a loopback port; with a folder of ``server.crt`` and ``server.key`` over TLS."""
+    """Serve on a loopback port; with a folder of ``server.crt`` and ``server.key`` over
+    TLS.
+    """
     state = SuperLink()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["content-length"]))
             state.requests.append((self.path, content))
-            answer = {"/v1/fleet/activate-node": state.activate, "/v1/fleet/deactivate-node": state.deactivate}
+            answer = {
+                "/v1/fleet/activate-node": state.activate,
+                "/v1/fleet/deactivate-node": state.deactivate,
+            }
             status, body = answer[self.path](content)
             self.send_response(status)
-            self.send_header("content-type", "application/x-protobuf" if status == 200 else "application/json")
+            self.send_header(
+                "content-type",
+                "application/x-protobuf" if status == 200 else "application/json",
+            )
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -69,7 +88,9 @@ def superlink(certificates: Path | None = None) -> Iterator[SuperLink]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     if certificates:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+        context.load_cert_chain(
+            certificates / "server.crt", certificates / "server.key"
+        )
         server.socket = context.wrap_socket(server.socket, server_side=True)
     state.address = f"127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

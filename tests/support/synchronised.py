@@ -1,4 +1,6 @@
-"""Models, data and centralised steps against which tests hold FedTAN's synchronised step."""
+"""Models, data and centralised steps against which tests hold FedTAN's synchronised
+step.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,47 @@ LEARNING_RATE, WEIGHT_DECAY = 0.1, 1e-2
 
 
 def synchronised(strategy: Any, transport: str = "barrier", **settings: Any) -> Any:
-    """Return a strategy of FedTAN's family that exchanges by this transport and tests nothing.
+    """Return a strategy of FedTAN's family that exchanges by this transport and tests
+    nothing.
 
-    Clients of one process meet at a barrier where ``run_step`` gives them one; the strategy needs no setting.
+    Clients of one process meet at a barrier where ``run_step`` gives them one; the
+    strategy needs no setting.
     """
     sent = "messages" if transport == "barrier" else transport
-    return strategy(**{"fraction_evaluate": 0.0, "fedtan_timeout": 20.0, "fedtan_transport": sent, **settings})
+    return strategy(
+        **{
+            "fraction_evaluate": 0.0,
+            "fedtan_timeout": 20.0,
+            "fedtan_transport": sent,
+            **settings,
+        }
+    )
 
 
 def client_data(
-    shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    classes: int = 3,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Points]:
-    """Data of clients that differ in offset and scale; the numbers of float32 and float64 are the same."""
+    """Data of clients that differ in offset and scale; the numbers of float32 and
+    float64 are the same.
+    """
     g = torch.Generator().manual_seed(seed)
     made = []
     for i, size in enumerate(sizes):
         inputs = torch.randn(size, *shape, generator=g) * (1 + 0.3 * i) + 0.5 * i
-        made.append(Points(inputs.to(dtype), torch.randint(classes, (size,), generator=g)))
+        made.append(
+            Points(inputs.to(dtype), torch.randint(classes, (size,), generator=g))
+        )
     return made
 
 
-def centralised(model: nn.Module, data: Sequence[Points], dtype: torch.dtype = torch.float64) -> State:
+def centralised(
+    model: nn.Module, data: Sequence[Points], dtype: torch.dtype = torch.float64
+) -> State:
     """One plain torch step on the union of the clients' data."""
     model = copy.deepcopy(model).to(dtype).train()
     inputs = torch.cat([d.inputs for d in data]).to(dtype)
@@ -48,16 +70,24 @@ def centralised(model: nn.Module, data: Sequence[Points], dtype: torch.dtype = t
 
 
 def distances(found: State, oracle: State, start: State) -> list[float]:
-    """||found - oracle|| / ||oracle - start||, over parameters and over running statistics; counters must be equal."""
+    """||found - oracle|| / ||oracle - start||, over parameters and over running
+    statistics; counters must be equal.
+    """
     for name, value in oracle.items():
         if not value.is_floating_point():
             assert torch.equal(found[name], value), name
     ratios = []
     for statistics in (False, True):
-        names = [n for n, v in oracle.items() if v.is_floating_point() and ("running_" in n) == statistics]
+        names = [
+            n
+            for n, v in oracle.items()
+            if v.is_floating_point() and ("running_" in n) == statistics
+        ]
         if names:
             off, update = (
-                torch.cat([(a[n].double() - b[n].double()).flatten() for n in names]).norm()
+                torch.cat(
+                    [(a[n].double() - b[n].double()).flatten() for n in names]
+                ).norm()
                 for a, b in ((found, oracle), (oracle, start))
             )
             ratios.append(float(off / update))
@@ -65,7 +95,9 @@ def distances(found: State, oracle: State, start: State) -> list[float]:
 
 
 class WeightedBatchNorm(nn.Module):
-    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable operations."""
+    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable
+    operations.
+    """
 
     def __init__(self, layer: nn.Module, q: Tensor) -> None:
         super().__init__()
@@ -92,12 +124,17 @@ class WeightedBatchNorm(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two branches with a BatchNorm each, another used twice, one without affine parameters, one frozen."""
+    """Two branches with a BatchNorm each, another used twice, one without affine
+    parameters, one frozen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, bias=False)
-        self.a, self.b = nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, momentum=0.3, eps=1e-3)
+        self.a, self.b = (
+            nn.BatchNorm2d(4, momentum=None),
+            nn.BatchNorm2d(4, momentum=0.3, eps=1e-3),
+        )
         self.twice = nn.BatchNorm2d(4)
         self.plain = nn.BatchNorm2d(4, affine=False)
         self.frozen = nn.BatchNorm2d(4)
@@ -109,7 +146,9 @@ class Branches(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.twice(self.a(self.left(x)).relu()) + self.twice(self.b(self.right(x)).tanh())
+        x = self.twice(self.a(self.left(x)).relu()) + self.twice(
+            self.b(self.right(x)).tanh()
+        )
         return self.head((self.plain(x) + self.frozen(x * x)).tanh().mean((2, 3)))
 
 
@@ -121,5 +160,7 @@ def trained(model: nn.Module) -> nn.Module:
             for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
                 if value.is_floating_point():
                     low = -1.0 if name in {"bias", "running_mean"} else 0.5
-                    value.data.copy_(torch.empty_like(value).uniform_(low, 1.5, generator=g))
+                    value.data.copy_(
+                        torch.empty_like(value).uniform_(low, 1.5, generator=g)
+                    )
     return model.double()

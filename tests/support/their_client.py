@@ -17,7 +17,9 @@ from tests.support.user_loops import BATCH, ruled
 
 
 class TheirClient(NumPyClient):
-    """It knows nothing of this package but the three lines of ``ruled`` in its loop, and without them nothing."""
+    """It knows nothing of this package but the three lines of ``ruled`` in its loop,
+    and without them nothing.
+    """
 
     has_rules = True
     momentum = 0.0
@@ -31,7 +33,14 @@ class TheirClient(NumPyClient):
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
         self.set(parameters)
         told = config if self.has_rules else {}
-        ruled(self.model, self.data, told, int(config["server-round"]), self.context, self.momentum)
+        ruled(
+            self.model,
+            self.data,
+            told,
+            int(config["server-round"]),
+            self.context,
+            self.momentum,
+        )
         return self.state(), len(self.data), {"score": 0.5, "word": "fine"}
 
     def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -45,16 +54,25 @@ class TheirClient(NumPyClient):
 
     def set(self, parameters: list[Array]) -> None:
         names = self.model.state_dict()
-        self.model.load_state_dict({n: torch.tensor(p) for n, p in zip(names, parameters, strict=True)})
+        self.model.load_state_dict(
+            {n: torch.tensor(p) for n, p in zip(names, parameters, strict=True)}
+        )
 
 
 def numpy_clients(
-    model: Callable[[], nn.Module], datasets: list[Any], kind: type[TheirClient] = TheirClient, **attributes: Any
+    model: Callable[[], nn.Module],
+    datasets: list[Any],
+    kind: type[TheirClient] = TheirClient,
+    **attributes: Any,
 ) -> Callable[[Context], Any]:
-    """A project's ``client_fn``: client i has ``datasets[i]``; ``attributes`` are those of its class."""
+    """A project's ``client_fn``: client i has ``datasets[i]``; ``attributes`` are those
+    of its class.
+    """
     made = type(kind.__name__, (kind,), attributes)
 
     def client_fn(context: Context) -> Any:
-        return made(model(), datasets[int(context.node_config["partition-id"])], context).to_client()
+        return made(
+            model(), datasets[int(context.node_config["partition-id"])], context
+        ).to_client()
 
     return client_fn

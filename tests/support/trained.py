@@ -6,10 +6,21 @@ import torch
 from torch import Tensor, nn
 
 
-def trained_network(inputs: Tensor, targets: Tensor, epochs: int, batch_size: int) -> nn.Module:
-    """Return 64 -> 48 -> 32 -> 10 with BatchNorm after each hidden layer, trained with SGD, in eval mode."""
+def trained_network(
+    inputs: Tensor, targets: Tensor, epochs: int, batch_size: int
+) -> nn.Module:
+    """Return 64 -> 48 -> 32 -> 10 with BatchNorm after each hidden layer, trained with
+    SGD, in eval mode.
+    """
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    layers = [
+        nn.Linear(64, 48),
+        nn.BatchNorm1d(48),
+        nn.ReLU(),
+        nn.Linear(48, 32),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+    ]
     model = nn.Sequential(*layers, nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(epochs):

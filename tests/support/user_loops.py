@@ -1,4 +1,6 @@
-"""Training loops as users of Flower write them: without this package, with one line of it, and with all of it."""
+"""Training loops as users of Flower write them: without this package, with one line of
+it, and with all of it.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,21 @@ SIZES, BATCH = (6, 8, 10), 4
 Loop = Callable[[nn.Module, Any, Message, Context], float]
 
 
-def batches(data: Any, msg: Message, context: Context) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    data: Any, msg: Message, context: Context
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches that ``TorchClient`` draws: the same stream of random numbers."""
     return batches_of_round(data, int(msg.content["config"]["server-round"]), context)
 
 
-def batches_of_round(data: Any, server_round: int, context: Context) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches_of_round(
+    data: Any, server_round: int, context: Context
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     key = int(context.node_config["partition-id"])
     generator = torch_generator(SEED, "batches", server_round, key)
-    for positions in LocalTraining(learning_rate=LearningRate(0.1), batch_size=BATCH).batches(len(data), generator):
+    for positions in LocalTraining(
+        learning_rate=LearningRate(0.1), batch_size=BATCH
+    ).batches(len(data), generator):
         yield data.batch(positions)
 
 
@@ -47,22 +55,41 @@ def plain_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> f
 
 
 def fixbn_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-    """Train with the one line that FixBN needs. ``plain_loop`` calls ``model.train()`` inside the block."""
+    """Train with the one line that FixBN needs. ``plain_loop`` calls ``model.train()``
+    inside the block.
+    """
     with bn_rules(model, msg.content["config"]):
         return plain_loop(model, data, msg, context)
 
 
-def hooked_loop(model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0) -> float:
+def hooked_loop(
+    model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0
+) -> float:
     """Train with all client hooks: the optimizer is wrapped, and so is every step."""
-    return ruled(model, data, msg, int(msg.content["config"]["server-round"]), context, momentum)
+    return ruled(
+        model, data, msg, int(msg.content["config"]["server-round"]), context, momentum
+    )
 
 
-def ruled(model: nn.Module, data: Any, told: Any, server_round: int, context: Context, momentum: float = 0.0) -> float:
-    """The loop of ``hooked_loop``; ``told`` is a message, or the config of a NumPyClient."""
+def ruled(
+    model: nn.Module,
+    data: Any,
+    told: Any,
+    server_round: int,
+    context: Context,
+    momentum: float = 0.0,
+) -> float:
+    """The loop of ``hooked_loop``; ``told`` is a message, or the config of a
+    NumPyClient.
+    """
     total = 0.0
     with bn_rules(model, told, context) as rules:
-        rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True))
-        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1, momentum=momentum))
+        rules.survey(
+            DataLoader(TensorDataset(data.inputs, data.targets), BATCH, shuffle=True)
+        )
+        optimizer = rules.wrap(
+            torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+        )
         model.train()
         for inputs, targets in batches_of_round(data, server_round, context):
             optimizer.zero_grad()
@@ -74,30 +101,50 @@ def ruled(model: nn.Module, data: Any, told: Any, server_round: int, context: Co
     return total / len(data)
 
 
-def closure_loop(model: nn.Module, data: Any, msg: Message, context: Context, as_keyword: bool = False) -> float:
+def closure_loop(
+    model: nn.Module,
+    data: Any,
+    msg: Message,
+    context: Context,
+    as_keyword: bool = False,
+) -> float:
     """Train as Lightning does: ``optimizer.step(closure)`` with everything inside."""
     with bn_rules(model, msg, context) as rules:
         optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
         for inputs, targets in batches(data, msg, context):
 
-            def closure(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+            def closure(
+                inputs: torch.Tensor = inputs, targets: torch.Tensor = targets
+            ) -> torch.Tensor:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(inputs), targets)
                 loss.backward()
                 return loss.detach()
 
-            loss = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+            loss = (
+                optimizer.step(closure=closure)
+                if as_keyword
+                else optimizer.step(closure)
+            )
             assert float(loss) > 0
     return 0.0
 
 
-def compiled_loop(model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0) -> float:
+def compiled_loop(
+    model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0
+) -> float:
     """``hooked_loop`` with the compiled model."""
-    return hooked_loop(torch.compile(model, backend="eager"), data, msg, context, momentum)
+    return hooked_loop(
+        torch.compile(model, backend="eager"), data, msg, context, momentum
+    )
 
 
-def loop_without_step(model: nn.Module, data: Any, msg: Message, context: Context, wrap: bool = True) -> float:
-    """``hooked_loop`` without ``rules.step``, and without ``rules.wrap`` too where ``wrap`` is false."""
+def loop_without_step(
+    model: nn.Module, data: Any, msg: Message, context: Context, wrap: bool = True
+) -> float:
+    """``hooked_loop`` without ``rules.step``, and without ``rules.wrap`` too where
+    ``wrap`` is false.
+    """
     with bn_rules(model, msg, context) as rules:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if wrap:

@@ -8,13 +8,19 @@ from torch import Tensor, nn
 
 
 class Versioned(nn.Module):
-    """The identity; its state can only be loaded with the version that ``state_dict()`` wrote."""
+    """The identity; its state can only be loaded with the version that ``state_dict()``
+    wrote.
+    """
 
     _version = 2
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any
+    ) -> None:
         if metadata.get("version") != 2:
-            raise ValueError(f"the state of '{prefix}' has version {metadata.get('version')}, not 2")
+            raise ValueError(
+                f"the state of '{prefix}' has version {metadata.get('version')}, not 2"
+            )

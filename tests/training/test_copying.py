@@ -35,7 +35,9 @@ class Keeping(nn.Module):
 def normed(kind: Callable[[nn.Module], nn.Module]) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the old function is deprecated
-        return nn.Sequential(kind(nn.Linear(5, 4)), nn.BatchNorm1d(4), kind(nn.Linear(4, 3)))
+        return nn.Sequential(
+            kind(nn.Linear(5, 4)), nn.BatchNorm1d(4), kind(nn.Linear(4, 3))
+        )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -61,7 +63,10 @@ def test_the_copy_trains_as_the_model_and_apart_from_it(name: str) -> None:
             one(x).square().sum().backward()
             optimizer.step()
         if one is other:
-            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert all(
+                torch.equal(value, before[name])
+                for name, value in model.state_dict().items()
+            )
     for name_of, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name_of], value), name_of
     assert len(replace_norm(model, "group")[1]) == 1
@@ -70,7 +75,9 @@ def test_the_copy_trains_as_the_model_and_apart_from_it(name: str) -> None:
 def test_what_cannot_be_copied_names_the_layer() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.BatchNorm1d(4)))
     model[1][0].lock = threading.Lock()
-    with pytest.raises(StateError, match=r"layer '1\.0' \(BatchNorm1d\) raised TypeError"):
+    with pytest.raises(
+        StateError, match=r"layer '1\.0' \(BatchNorm1d\) raised TypeError"
+    ):
         copied(model)
     with pytest.raises(StateError, match=r"'1\.0'"):
         replace_norm(model, "group")

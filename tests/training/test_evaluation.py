@@ -18,12 +18,17 @@ from fedbn_flwr.training.tasks import Task
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 500])
-def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(points, mlp, batch_size: int) -> None:
+def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(
+    points, mlp, batch_size: int
+) -> None:
     data, model = points(22, 2), mlp(dropout=0.5)
     result = evaluate(model, data, batch_size=batch_size)
     with torch.no_grad():
         outputs = copy.deepcopy(model).eval()(data.inputs)
-    losses = [F.cross_entropy(o[None], t[None]).item() for o, t in zip(outputs, data.targets, strict=True)]
+    losses = [
+        F.cross_entropy(o[None], t[None]).item()
+        for o, t in zip(outputs, data.targets, strict=True)
+    ]
     assert result.loss == pytest.approx(math.fsum(losses) / 22, rel=1e-14)
     assert result.accuracy == (outputs.argmax(1) == data.targets).sum().item() / 22
     assert result.num_examples == 22
@@ -31,14 +36,22 @@ def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(points, 
 
 
 @pytest.mark.parametrize("by_batch", [False, True])
-def test_a_test_that_depends_on_its_batches_keeps_their_size(points, mlp, by_batch: bool) -> None:
-    """A smaller batch saves memory; where BatchNorm normalises by the batch, it would give other figures."""
+def test_a_test_that_depends_on_its_batches_keeps_their_size(
+    points, mlp, by_batch: bool
+) -> None:
+    """A smaller batch saves memory; where BatchNorm normalises by the batch, it would
+    give other figures.
+    """
     data, task = points(22, 2), Task(test_batch=10, plain_test_batch=4)
     model = mlp()
     with without_running_statistics(model) if by_batch else nullcontext():
         result = evaluate(model, data, task=task)
-        assert [len(positions) for positions in data.asked] == ([10, 10, 2] if by_batch else [4, 4, 4, 4, 4, 2])
-        assert result.loss == pytest.approx(evaluate(model, data, task=Task(test_batch=10)).loss, rel=1e-14)
+        assert [len(positions) for positions in data.asked] == (
+            [10, 10, 2] if by_batch else [4, 4, 4, 4, 4, 2]
+        )
+        assert result.loss == pytest.approx(
+            evaluate(model, data, task=Task(test_batch=10)).loss, rel=1e-14
+        )
 
 
 def test_modes_are_restored_and_no_entry_changes(points, mlp) -> None:
@@ -49,7 +62,9 @@ def test_modes_are_restored_and_no_entry_changes(points, mlp) -> None:
     before = copy.deepcopy(model.state_dict())
     evaluate(model, points(9), batch_size=4)
     assert {name: module.training for name, module in model.named_modules()} == modes
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
+    )
 
 
 def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
@@ -60,7 +75,9 @@ def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
 
 
 def test_statistics_of_each_test_batch(points, mlp) -> None:
-    """BatchNorm by hand on each batch; running statistics neither used nor changed, dropout off."""
+    """BatchNorm by hand on each batch; running statistics neither used nor changed,
+    dropout off.
+    """
     data, model = points(10), mlp(dropout=0.5)
     before = copy.deepcopy(model.state_dict())
     with without_running_statistics(model):
@@ -69,21 +86,35 @@ def test_statistics_of_each_test_batch(points, mlp) -> None:
     with torch.no_grad():
         for part in torch.arange(10).split(6):
             hidden = model[0](data.inputs[part])
-            scaled = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + model[1].eps).sqrt()
+            scaled = (hidden - hidden.mean(0)) / (
+                hidden.var(0, unbiased=False) + model[1].eps
+            ).sqrt()
             outputs = model[4]((scaled * model[1].weight + model[1].bias).relu())
             losses.append(F.cross_entropy(outputs, data.targets[part], reduction="sum"))
     assert found.loss == pytest.approx(float(sum(losses)) / 10, rel=1e-12)
     assert found.loss != evaluate(model, data, batch_size=6).loss
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in before.items()
+    )
     assert model[1].running_mean is not None
     assert model.training
 
 
-@pytest.mark.parametrize(("norm", "batches"), [(nn.BatchNorm1d, [4, 5]), (nn.BatchNorm2d, [4, 4, 1])])
-def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_take_it(points, norm, batches) -> None:
+@pytest.mark.parametrize(
+    ("norm", "batches"), [(nn.BatchNorm1d, [4, 5]), (nn.BatchNorm2d, [4, 4, 1])]
+)
+def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_take_it(
+    points, norm, batches
+) -> None:
     layers = [nn.Linear(5, 4), norm(4, track_running_stats=False)]
     if norm is nn.BatchNorm2d:
-        layers = [nn.Unflatten(1, (1, 5, 1)), nn.Conv2d(1, 4, 1), layers[1], nn.Flatten(), nn.Linear(20, 3)]
+        layers = [
+            nn.Unflatten(1, (1, 5, 1)),
+            nn.Conv2d(1, 4, 1),
+            layers[1],
+            nn.Flatten(),
+            nn.Linear(20, 3),
+        ]
     model, data = nn.Sequential(*layers).double(), points(9)
     seen: list[int] = []
     model[-1].register_forward_hook(lambda _, args, outputs: seen.append(len(outputs)))
@@ -92,10 +123,17 @@ def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_ta
     assert seen[-len(batches) :] == batches
 
 
-def test_a_lone_example_is_refused_by_the_layers_name_where_it_has_no_variance(points) -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)).double()
+def test_a_lone_example_is_refused_by_the_layers_name_where_it_has_no_variance(
+    points,
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)
+    ).double()
     for data, size in ((points(1), 4), (points(3), 1)):
-        with pytest.raises(NormLayerError, match="layer '1' has no running statistics, and gets one value per channel"):
+        with pytest.raises(
+            NormLayerError,
+            match="layer '1' has no running statistics, and gets one value per channel",
+        ):
             evaluate(model, data, batch_size=size)
 
 

@@ -55,7 +55,9 @@ def test_prefixes_end_at_dots() -> None:
 
 
 def test_a_path_without_parameters_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"train-only: 'fc' names no parameter.*Did you mean 'fc3'\?"):
+    with pytest.raises(
+        ConfigError, match=r"train-only: 'fc' names no parameter.*Did you mean 'fc3'\?"
+    ):
         train_only(lenet(), ["norm1", "fc"])
     with pytest.raises(ConfigError, match=r"'relu' names no parameter of the model"):
         train_only(lenet(), ["relu"])
@@ -89,7 +91,13 @@ def test_fixbn_gives_it_back_as_it_was() -> None:
 
 
 def normed(*layers: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Sequential(nn.BatchNorm1d(3)), *layers)
+    return nn.Sequential(
+        nn.Linear(2, 3),
+        nn.BatchNorm1d(3),
+        nn.Dropout(),
+        nn.Sequential(nn.BatchNorm1d(3)),
+        *layers,
+    )
 
 
 def test_batchnorm_that_a_model_has_in_eval_mode_stays_so() -> None:
@@ -107,7 +115,9 @@ def test_batchnorm_that_a_model_has_in_eval_mode_stays_so() -> None:
         assert not one[3][0].training
 
 
-def test_a_model_in_eval_mode_as_a_whole_and_parameters_without_gradient_say_nothing() -> None:
+def test_a_model_in_eval_mode_as_a_whole_and_parameters_without_gradient_say_nothing() -> (
+    None
+):
     for model in (normed().eval(), normed().requires_grad_(False)):
         assert keep_eval(model) == ""
         assert all(module.training for module in model.train().modules())
@@ -126,10 +136,14 @@ def test_a_shared_layer_is_held_once_and_a_train_of_the_models_own_counts() -> N
     own = Own(*normed())
     own.train(False)
     assert stays_in_eval(own) == {own[1]}
-    assert not any(module.training for module in own.modules()), "asking changes no mode"
+    assert not any(module.training for module in own.modules()), (
+        "asking changes no mode"
+    )
 
 
-def test_tracking_that_was_switched_off_later_is_told_and_that_of_the_layers_making_is_not() -> None:
+def test_tracking_that_was_switched_off_later_is_told_and_that_of_the_layers_making_is_not() -> (
+    None
+):
     made = normed(nn.BatchNorm1d(3, track_running_stats=False))
     assert unlike_in_tests(made) == ""
     for path in ("1", "3.0"):
@@ -138,4 +152,6 @@ def test_tracking_that_was_switched_off_later_is_told_and_that_of_the_layers_mak
     assert "2 BatchNorm" in told
     assert "(1, 3.0)" in told
     hold_eval(made[1])
-    assert "(3.0)" in unlike_in_tests(made), "a layer in eval mode trains as it is tested"
+    assert "(3.0)" in unlike_in_tests(made), (
+        "a layer in eval mode trains as it is tested"
+    )

@@ -11,13 +11,19 @@ from torch import Tensor, nn
 
 from fedbn_flwr.lab.models.digits import DigitsCNN
 from fedbn_flwr.lab.models.resnet import SmallResNet
-from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
+from fedbn_flwr.training.gradient_clipping import (
+    clip_gradients,
+    clip_in_steps,
+    exclude_head,
+)
 
 SHAPES = [(4, 3, 2, 2), (5, 3), (4, 1, 1, 1), (6,), (1,), ()]
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """Weights and gradients of many sizes; some units of each are zero, some clipped, some not."""
+    """Weights and gradients of many sizes; some units of each are zero, some clipped,
+    some not.
+    """
     random = torch.Generator().manual_seed(0)
     made = []
     for shape in SHAPES:
@@ -36,7 +42,9 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 def reference(weight: Tensor, gradient: Tensor, clipping: float, eps: float) -> Tensor:
     """One unit after the other."""
-    units = zip(weight, gradient, strict=True) if weight.dim() > 1 else [(weight, gradient)]
+    units = (
+        zip(weight, gradient, strict=True) if weight.dim() > 1 else [(weight, gradient)]
+    )
     clipped = []
     for w, g in units:
         allowed = clipping * max(math.sqrt(float((w * w).sum())), eps)
@@ -53,7 +61,9 @@ def test_equals_the_formula(clipping: float, eps: float) -> None:
     values = [p.detach().clone() for p in given]
     clip_gradients(given, clipping, eps)
     changed = 0
-    for parameter, value, wanted, before in zip(given, values, want, parameters(), strict=True):
+    for parameter, value, wanted, before in zip(
+        given, values, want, parameters(), strict=True
+    ):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-13, atol=1e-16)
         assert torch.equal(parameter.detach(), value), "weights are left"
         changed += not torch.equal(parameter.grad, before.grad)
@@ -61,14 +71,17 @@ def test_equals_the_formula(clipping: float, eps: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("clipping", [1e-5, 0.01, 0.1, 2.0])  # at 1e-5 the least |G| matters
+# at 1e-5 the least |G| matters
+@pytest.mark.parametrize("clipping", [1e-5, 0.01, 0.1, 2.0])
 def test_equals_timm(clipping: float, dtype: torch.dtype) -> None:
     agc = pytest.importorskip("timm.utils.agc")
     ours, theirs = parameters(dtype), parameters(dtype)
     clip_gradients(ours, clipping)
     agc.adaptive_clip_grad(theirs, clip_factor=clipping, eps=1e-3)
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+        torch.testing.assert_close(
+            a.grad, b.grad, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0
+        )
 
 
 def test_short_gradients_keep_their_bits_and_missing_ones_are_skipped() -> None:
@@ -77,15 +90,23 @@ def test_short_gradients_keep_their_bits_and_missing_ones_are_skipped() -> None:
     before = [None if p.grad is None else p.grad.clone() for p in given]
     clip_gradients(given, 1e9)
     assert given[1].grad is None
-    assert all(b is None or torch.equal(p.grad, b) for p, b in zip(given, before, strict=True))
+    assert all(
+        b is None or torch.equal(p.grad, b) for p, b in zip(given, before, strict=True)
+    )
 
 
 class Chain(nn.Module):
-    """Layers with as many outputs as classes, one after the other: only the last one is the head."""
+    """Layers with as many outputs as classes, one after the other: only the last one is
+    the head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(5, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first, self.middle, self.last = (
+            nn.Linear(5, 3),
+            nn.Linear(3, 3),
+            nn.Linear(3, 3),
+        )
 
 
 @pytest.mark.parametrize(
@@ -94,15 +115,29 @@ class Chain(nn.Module):
         (lambda: SmallResNet(8, 10, 3), ["fc.weight", "fc.bias"]),
         (lambda: DigitsCNN(10), ["fc3.weight", "fc3.bias"]),
         (torchvision.models.mobilenet_v2, ["classifier.1.weight", "classifier.1.bias"]),
-        (torchvision.models.squeezenet1_0, ["classifier.1.weight", "classifier.1.bias"]),
         (
-            lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False), nn.ReLU()),
+            torchvision.models.squeezenet1_0,
+            ["classifier.1.weight", "classifier.1.bias"],
+        ),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(2, 3),
+                nn.BatchNorm1d(3),
+                nn.Linear(3, 2, bias=False),
+                nn.ReLU(),
+            ),
             ["2.weight"],
         ),
         (lambda: nn.BatchNorm1d(3), []),
         (
-            lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=3),
-            [f"classifier.{which}_classifier.{leaf}" for which in ("low", "high") for leaf in ("weight", "bias")],
+            lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(
+                weights_backbone=None, num_classes=3
+            ),
+            [
+                f"classifier.{which}_classifier.{leaf}"
+                for which in ("low", "high")
+                for leaf in ("weight", "bias")
+            ],
         ),
         (lambda: Chain(), ["last.weight", "last.bias"]),
     ],
@@ -117,12 +152,16 @@ def test_the_head_is_the_last_layer(make: object, head: list[str]) -> None:
         del clip
         helpers = pytest.importorskip("timm.models")
         left = {id(p) for p in helpers.model_parameters(model, exclude_head=True)}
-        assert {id(p) for p in model.parameters()} - left == {id(p) for p in exclude_head(model)}
+        assert {id(p) for p in model.parameters()} - left == {
+            id(p) for p in exclude_head(model)
+        }
 
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_clip_in_steps_equals_clip_gradients_before_each_step(closure: bool) -> None:
-    """Weight decay and momentum come after the clipping; a closure computes the gradients inside the step."""
+    """Weight decay and momentum come after the clipping; a closure computes the
+    gradients inside the step.
+    """
     ours, theirs = parameters(), parameters()
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     clipping = clip_in_steps(torch.optim.SGD(ours, **settings), 0.1, exclude=ours[-1:])
@@ -140,4 +179,6 @@ def test_clip_in_steps_equals_clip_gradients_before_each_step(closure: bool) -> 
         assert clipping.step(compute if closure else None) == (1.5 if closure else None)
         clip_gradients(theirs, 0.1, exclude=theirs[-1:])
         plain.step()
-        assert all(torch.equal(mine, yours) for mine, yours in zip(ours, theirs, strict=True))
+        assert all(
+            torch.equal(mine, yours) for mine, yours in zip(ours, theirs, strict=True)
+        )

@@ -1,4 +1,6 @@
-"""A model's entries and parameters are read from where they were found once; a changed architecture is noticed."""
+"""A model's entries and parameters are read from where they were found once; a changed
+architecture is noticed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def with_buffers() -> nn.Module:
 
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2))
-    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(more=torch.ones(1)))
+    model.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: state.update(more=torch.ones(1))
+    )
     return model
 
 
@@ -52,17 +56,23 @@ MAKES: dict[str, Callable[[], nn.Module]] = {
     "mnasnet": mnasnet0_5,
     "tied": tied,
     "buffers": with_buffers,
-    "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.BatchNorm1d(3)),
+    "parametrized": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(3, 3)), nn.BatchNorm1d(3)
+    ),
     "own state dict": lambda: nn.Sequential(nn.BatchNorm1d(3), Doubled(3, 3)),
     "extra state": lambda: nn.Sequential(Extra(3, 3)),
     "hook": hooked,
-    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+    "scripted": lambda: torch.jit.script(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ),
     "BatchNorm alone": lambda: nn.BatchNorm1d(4),
 }
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
-def test_the_state_and_the_parameters_are_those_of_the_model(make: Callable[[], nn.Module]) -> None:
+def test_the_state_and_the_parameters_are_those_of_the_model(
+    make: Callable[[], nn.Module],
+) -> None:
     model = make()
     layout = Layout(model)
     for _ in range(2):
@@ -76,11 +86,15 @@ def test_the_state_and_the_parameters_are_those_of_the_model(make: Callable[[], 
                 parameter.add_(1)
         for module in model.modules():
             if isinstance(module, nn.BatchNorm1d):
-                module.running_mean = module.running_mean + 2  # another tensor, as some layers make
-    assert all(one is other for one, other in zip(layout.parameters(), model.parameters(), strict=True))
-    assert [id(b) for b in layout.buffers()] == [id(b) for b in model.buffers()] or isinstance(
-        model, torch.jit.ScriptModule
+                # another tensor, as some layers make
+                module.running_mean = module.running_mean + 2
+    assert all(
+        one is other
+        for one, other in zip(layout.parameters(), model.parameters(), strict=True)
     )
+    assert [id(b) for b in layout.buffers()] == [
+        id(b) for b in model.buffers()
+    ] or isinstance(model, torch.jit.ScriptModule)
 
 
 def test_writing_to_the_state_changes_the_model() -> None:
@@ -118,7 +132,15 @@ def parametrize(model: nn.Module) -> None:
     parametrizations.weight_norm(model[0])
 
 
-CHANGES = (add_layer, remove_layer, replace_layer, replace_parameter, add_buffer, remove_buffer, parametrize)
+CHANGES = (
+    add_layer,
+    remove_layer,
+    replace_layer,
+    replace_parameter,
+    add_buffer,
+    remove_buffer,
+    parametrize,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -139,8 +161,12 @@ class Frozen(nn.Sequential):
 
 
 def test_modes_are_left_alone_only_where_train_would_change_none() -> None:
-    usual, own = (kind(nn.Linear(2, 2), nn.BatchNorm1d(2)) for kind in (nn.Sequential, Frozen))
+    usual, own = (
+        kind(nn.Linear(2, 2), nn.BatchNorm1d(2)) for kind in (nn.Sequential, Frozen)
+    )
     assert Layout(usual).in_train_mode()
-    assert not Layout(own).in_train_mode(), "it has a train() of its own, which was not called yet"
+    assert not Layout(own).in_train_mode(), (
+        "it has a train() of its own, which was not called yet"
+    )
     usual[1].eval()
     assert not Layout(usual).in_train_mode()

@@ -18,7 +18,13 @@ from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
-from fedbn_flwr.training import ClientHook, LearningRate, LocalTraining, TrainResult, train
+from fedbn_flwr.training import (
+    ClientHook,
+    LearningRate,
+    LocalTraining,
+    TrainResult,
+    train,
+)
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.gradient_clipping import clip_in_steps
 
@@ -33,11 +39,21 @@ def settings(**changes) -> LocalTraining:
 
 def run(model: nn.Module, data, rate: float = 0.1, **changes) -> TrainResult:
     hooks = changes.pop("hooks", ())
-    return train(model, data, settings(**changes), learning_rate=rate, stream=stream, hooks=hooks)
+    return train(
+        model, data, settings(**changes), learning_rate=rate, stream=stream, hooks=hooks
+    )
 
 
-def by_hand(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], rate: float, momentum=0.0, decay=0.0) -> list:
-    """Plain SGD, written out (v = m v + g, w -= lr v, torch's form); returns (loss, right, size) a step."""
+def by_hand(
+    model: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    rate: float,
+    momentum=0.0,
+    decay=0.0,
+) -> list:
+    """Plain SGD, written out (v = m v + g, w -= lr v, torch's form); returns (loss,
+    right, size) a step.
+    """
     velocity: dict[str, Tensor] = {}
     notes = []
     model.train()
@@ -45,38 +61,68 @@ def by_hand(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], rate: fl
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, targets)
         names, parameters = zip(*model.named_parameters(), strict=True)
-        for name, w, g in zip(names, parameters, torch.autograd.grad(loss, parameters), strict=True):
+        for name, w, g in zip(
+            names, parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
             step = g + decay * w.detach()
-            velocity[name] = momentum * velocity[name] + step if name in velocity else step
+            velocity[name] = (
+                momentum * velocity[name] + step if name in velocity else step
+            )
             w.data -= rate * velocity[name]
-        notes.append((loss.item(), (outputs.argmax(1) == targets).sum().item(), len(inputs)))
+        notes.append(
+            (loss.item(), (outputs.argmax(1) == targets).sum().item(), len(inputs))
+        )
     return notes
 
 
 def same(a: nn.Module, b: nn.Module, tolerance: float = 1e-11) -> None:
-    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+    for (name, x), y in zip(
+        a.state_dict().items(), b.state_dict().values(), strict=True
+    ):
         assert x.dtype == y.dtype
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
+@pytest.mark.parametrize(
+    ("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)]
+)
 @pytest.mark.parametrize("size", [4, 7, 30])
-def test_epochs_equal_a_hand_written_sgd(points, mlp, momentum: float, decay: float, size: int) -> None:
+def test_epochs_equal_a_hand_written_sgd(
+    points, mlp, momentum: float, decay: float, size: int
+) -> None:
     data, model = points(18, 1), mlp()
     other = copy.deepcopy(model)
-    result = run(model, data, 0.05, batch_size=size, local_epochs=3, sgd_momentum=momentum, weight_decay=decay)
+    result = run(
+        model,
+        data,
+        0.05,
+        batch_size=size,
+        local_epochs=3,
+        sgd_momentum=momentum,
+        weight_decay=decay,
+    )
     batches = ((data.inputs[p], data.targets[p]) for p in list(data.asked))
     notes = by_hand(other, batches, 0.05, momentum, decay)
     same(model, other)
     processed = sum(n for _, _, n in notes)
-    assert (result.num_processed, result.num_steps, result.num_dropped) == (54, len(notes), 0)
+    assert (result.num_processed, result.num_steps, result.num_dropped) == (
+        54,
+        len(notes),
+        0,
+    )
     assert processed == 54
-    assert result.loss == pytest.approx(sum(loss * n for loss, _, n in notes) / 54, rel=1e-14)
+    assert result.loss == pytest.approx(
+        sum(loss * n for loss, _, n in notes) / 54, rel=1e-14
+    )
     assert result.accuracy == sum(right for _, right, _ in notes) / 54
 
 
-@pytest.mark.parametrize("model", [nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3).requires_grad_(False)])
-def test_a_model_without_parameters_to_train_is_refused(points, model: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "model", [nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3).requires_grad_(False)]
+)
+def test_a_model_without_parameters_to_train_is_refused(
+    points, model: nn.Module
+) -> None:
     with pytest.raises(ConfigError, match="has no parameter that requires a gradient"):
         run(model, points(5, shape=(3,)))
 
@@ -100,9 +146,13 @@ def test_local_steps_draw_with_replacement(points, mlp) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
-def test_local_steps_without_replacement_are_passes_cut_short(points, mlp, steps: int) -> None:
+def test_local_steps_without_replacement_are_passes_cut_short(
+    points, mlp, steps: int
+) -> None:
     data = points(10)
-    result = run(mlp(), data, local_steps=steps, batch_size=4, sampling="without-replacement")
+    result = run(
+        mlp(), data, local_steps=steps, batch_size=4, sampling="without-replacement"
+    )
     assert result.num_steps == steps
     assert [len(p) for p in data.asked] == [4, 4, 2, 4, 4, 2, 4, 4][:steps]
     passes = [list(chain(*data.asked[i : i + 3])) for i in range(0, steps, 3)]
@@ -135,7 +185,9 @@ def test_learning_rate_over_rounds() -> None:
     rate = LearningRate(1.0, (2, "freeze", 4), (0.5, 0.1, 0.25))
     assert [rate.at(r) for r in (1, 2, 3, 4, 5)] == [1.0, 1.0, 0.5, 0.5, 0.125]
     assert [rate.at(r, frozen=True) for r in (2, 3)] == [0.1, 0.05]
-    with pytest.raises(ConfigError, match=r"^1 decays of the learning rate but 0 factors$"):
+    with pytest.raises(
+        ConfigError, match=r"^1 decays of the learning rate but 0 factors$"
+    ):
         LearningRate(1.0, (2,))
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="must be a finite number above 0"):
@@ -150,7 +202,14 @@ def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
     clip_in_steps(optimizer, 1e-3)
     clip_in_steps(reference, 1e-3)
     for _ in range(2):
-        train(model, data, settings(batch_size=0), learning_rate=0.1, stream=stream, optimizer=optimizer)
+        train(
+            model,
+            data,
+            settings(batch_size=0),
+            learning_rate=0.1,
+            stream=stream,
+            optimizer=optimizer,
+        )
         reference.zero_grad()
         F.cross_entropy(other(data.inputs), data.targets).backward()
         reference.step()
@@ -158,7 +217,9 @@ def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
 
 
 def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
-    """Torch's mean over no target is NaN; the other batches' losses are counted as ever, in training and in tests."""
+    """Torch's mean over no target is NaN; the other batches' losses are counted as
+    ever, in training and in tests.
+    """
     data = points(12)
     data.targets[8:] = -100
     model = mlp()
@@ -175,22 +236,33 @@ def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
 
 def conv(size: int, channels: int = 3) -> nn.Module:
     """BN2d on maps of size x size."""
-    layers = [nn.Conv2d(1, channels, 1), nn.BatchNorm2d(channels), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers = [
+        nn.Conv2d(1, channels, 1),
+        nn.BatchNorm2d(channels),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(channels, 3)).double()
 
 
-def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(points, mlp) -> None:
+def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(
+    points, mlp
+) -> None:
     data, model, other = points(9), mlp(), mlp()
     result = run(model, data, batch_size=4, local_epochs=2)
     assert (result.num_processed, result.num_steps, result.num_dropped) == (16, 4, 2)
     batches = [(data.inputs[p], data.targets[p]) for p in data.asked if len(p) > 1]
     notes = by_hand(other, iter(batches), 0.1)
     same(model, other)
-    assert result.loss == pytest.approx(sum(loss * n for loss, _, n in notes) / 16, rel=1e-14)
+    assert result.loss == pytest.approx(
+        sum(loss * n for loss, _, n in notes) / 16, rel=1e-14
+    )
 
 
 class OnlyInTraining(nn.Module):
-    """Its BatchNorm normalises in training alone; the images have ``size`` pixels a side."""
+    """Its BatchNorm normalises in training alone; the images have ``size`` pixels a
+    side.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -203,14 +275,19 @@ class OnlyInTraining(nn.Module):
 
 
 @pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
-def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(points, size: int, dropped: int) -> None:
+def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(
+    points, size: int, dropped: int
+) -> None:
     model = conv(size)
     result = run(model, points(5, shape=(1, size, size)), batch_size=4)
     assert (result.num_dropped, result.num_processed) == (dropped, 5 - dropped)
     assert model[1].num_batches_tracked == 2 - dropped, "finding out must not update BN"
 
 
-@pytest.mark.parametrize("change", ["no norm", "frozen norm", "norm without statistics", "frozen, without statistics"])
+@pytest.mark.parametrize(
+    "change",
+    ["no norm", "frozen norm", "norm without statistics", "frozen, without statistics"],
+)
 def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     class Freeze(ClientHook):
         def begin(self, model: nn.Module) -> None:
@@ -221,32 +298,49 @@ def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
         model[1] = nn.BatchNorm1d(4, track_running_stats=False).double()
     hooks = [Freeze()] if "frozen" in change else []
     takes = change in ("no norm", "frozen norm")
-    assert run(model, points(5), batch_size=4, hooks=hooks).num_dropped == (0 if takes else 1)
+    assert run(model, points(5), batch_size=4, hooks=hooks).num_dropped == (
+        0 if takes else 1
+    )
 
 
 @pytest.mark.parametrize("scripted", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
-def test_a_norm_that_only_the_training_calls_is_asked_too(points, scripted: bool, size: int, dropped: int) -> None:
+def test_a_norm_that_only_the_training_calls_is_asked_too(
+    points, scripted: bool, size: int, dropped: int
+) -> None:
     model = OnlyInTraining(size).double()
-    data, used = points(5, shape=(1, size, size)), torch.jit.script(model) if scripted else model
+    data, used = (
+        points(5, shape=(1, size, size)),
+        torch.jit.script(model) if scripted else model,
+    )
     state = torch.get_rng_state()
     assert run(used, data, batch_size=4).num_dropped == dropped
-    assert model.norm.num_batches_tracked == 2 - dropped, "finding out must not update BN"
+    assert model.norm.num_batches_tracked == 2 - dropped, (
+        "finding out must not update BN"
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_nothing_to_train_on(points, mlp) -> None:
-    with pytest.raises(DataError, match=r"^no training examples: leave this client out or give it data$"):
+    with pytest.raises(
+        DataError,
+        match=r"^no training examples: leave this client out or give it data$",
+    ):
         run(mlp(), points(0))
     with pytest.raises(DataError) as error:
         run(mlp(), points(3), batch_size=1)
-    assert str(error.value) == (
-        "all 3 batches have one example, from which BatchNorm cannot compute a variance: use a batch-size above 1 "
-        "(it is 1), or use another norm"
+    assert (
+        str(error.value)
+        == "all 3 batches have one example, from which BatchNorm cannot compute a"
+        " variance: use a batch-size above 1 (it is 1), or use another norm"
     )
     with pytest.raises(
-        DataError, match=r"give this client, which has one training example, more of them, leave it out,"
+        DataError,
+        match=(
+            r"give this client, which has one training example, more of them, leave it"
+            r" out,"
+        ),
     ):
         run(mlp(), points(1), batch_size=4)
     assert run(mlp(norm=False), points(3), batch_size=1).num_steps == 3
@@ -261,7 +355,12 @@ class Noted(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         assert model.training
-        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), self.initial.values(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                model.state_dict().values(), self.initial.values(), strict=True
+            )
+        )
         self.calls.append("begin")
 
     def penalty(self, model: nn.Module) -> Tensor:
@@ -273,7 +372,9 @@ class Noted(ClientHook):
         return {"noted": 1.0}
 
 
-def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(points, mlp) -> None:
+def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(
+    points, mlp
+) -> None:
     """The gradient of half the squared norm is the parameter itself: weight decay 1."""
     data, model, decayed = points(8), mlp(), mlp()
     hook = Noted(model)
@@ -310,7 +411,9 @@ def test_a_hook_surveys_the_data_after_begin_and_before_start(points, mlp) -> No
     assert hook.calls == ["begin", (8, 4, stream("survey").initial_seed()), "start"]
 
 
-def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(points, mlp) -> None:
+def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(
+    points, mlp
+) -> None:
     """Here because its forward pass is not BatchNorm's."""
     model = mlp()
     model[1].forward = nn.Identity().forward
@@ -318,9 +421,15 @@ def test_a_batch_of_one_is_used_where_a_hook_lets_every_layer_take_it(points, ml
     assert run(model, points(5), batch_size=4).num_dropped == 1
 
 
-@pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyboardInterrupt()], ids=["an error", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "error",
+    [OSError("the disk is gone"), KeyboardInterrupt()],
+    ids=["an error", "Ctrl-C"],
+)
 @pytest.mark.parametrize("measure", ["steps", "pass", "hybrid"])
-def test_a_training_that_fails_leaves_the_model_as_it_was(measure: str, error: BaseException, mlp, points) -> None:
+def test_a_training_that_fails_leaves_the_model_as_it_was(
+    measure: str, error: BaseException, mlp, points
+) -> None:
     """A model that a client keeps trains on in its next round as a new one does."""
 
     class Breaks:
@@ -347,8 +456,19 @@ def test_a_training_that_fails_leaves_the_model_as_it_was(measure: str, error: B
         start = copy.deepcopy(model.state_dict())
         for after in failures:  # in the survey, in a step
             with pytest.raises(type(error)):
-                run(model, Breaks(data, after), batch_size=4, local_steps=3, hooks=[make()])
-            assert not [name for module in model.modules() for name in vars(module) if name in ("forward", "train")]
+                run(
+                    model,
+                    Breaks(data, after),
+                    batch_size=4,
+                    local_steps=3,
+                    hooks=[make()],
+                )
+            assert not [
+                name
+                for module in model.modules()
+                for name in vars(module)
+                if name in ("forward", "train")
+            ]
             model.load_state_dict(start)
         hook = make()
         run(model, data, batch_size=4, local_steps=3, hooks=[hook])

@@ -1,4 +1,6 @@
-"""Channels-last changes the order of images in memory, and nothing else beyond rounding."""
+"""Channels-last changes the order of images in memory, and nothing else beyond
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,32 @@ def is_last(model: nn.Module) -> bool:
 
 def test_the_format_follows_the_model_and_not_the_clock() -> None:
     assert is_last(set_memory_format(resnet18(num_classes=2)))
-    assert not is_last(set_memory_format(resnet18(num_classes=2).double())), "no faster in float64"
+    assert not is_last(set_memory_format(resnet18(num_classes=2).double())), (
+        "no faster in float64"
+    )
     for norm in (nn.GroupNorm(4, 4), nn.InstanceNorm2d(4)):
-        assert not is_last(set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))), "slower in torch"
-    assert is_last(set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))))
+        assert not is_last(
+            set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))
+        ), "slower in torch"
+    assert is_last(
+        set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)))
+    )
     linear = nn.Linear(3, 2)
     assert set_memory_format(linear) is linear
 
 
 class Net(nn.Module):
-    """PyTorch's tutorial network, in small; its view needs one image after the other in memory."""
+    """PyTorch's tutorial network, in small; its view needs one image after the other in
+    memory.
+    """
 
     def __init__(self, viewed: str = "always") -> None:
         super().__init__()
-        self.conv1, self.norm, self.conv2 = nn.Conv2d(3, 4, 5), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 5)
+        self.conv1, self.norm, self.conv2 = (
+            nn.Conv2d(3, 4, 5),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 6, 5),
+        )
         self.fc, self.viewed = nn.Linear(6 * 4 * 4, 2), viewed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +57,9 @@ class Net(nn.Module):
         torch.rand(())
         if self.viewed == "pooled":
             return self.fc(x.mean((2, 3), keepdim=True).view(-1, 6).repeat(1, 16))
-        here = self.viewed == "always" or self.viewed == ("in training" if self.training else "in tests")
+        here = self.viewed == "always" or self.viewed == (
+            "in training" if self.training else "in tests"
+        )
         return self.fc(x.view(-1, 96) if here else x.flatten(1))
 
     def extra_repr(self) -> str:
@@ -78,18 +94,26 @@ def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
     assert torch.equal(model.fc.weight, drawn[0])
     assert torch.equal(torch.rand(3), drawn[1])
     assert not model.norm.num_batches_tracked
-    assert is_last(set_memory_format(Net("pooled"), example)), "an equal model of another client"
+    assert is_last(set_memory_format(Net("pooled"), example)), (
+        "an equal model of another client"
+    )
     assert is_last(set_memory_format(resnet18(num_classes=2), example)), "known"
     assert len(asked) == 1
 
 
 def test_inputs_get_the_models_format() -> None:
-    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(images()).is_contiguous(**LAST)
+    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(
+        images()
+    ).is_contiguous(**LAST)
     assert inputs_for(resnet18(num_classes=2))(images()).is_contiguous()
-    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(torch.rand(4, 3)).shape == (4, 3)
+    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(
+        torch.rand(4, 3)
+    ).shape == (4, 3)
 
 
-@pytest.mark.parametrize("table", [torch.arange(4), torch.ones(4, dtype=torch.complex64)])
+@pytest.mark.parametrize(
+    "table", [torch.arange(4), torch.ones(4, dtype=torch.complex64)]
+)
 def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> None:
     class Looked(nn.Module):
         def __init__(self) -> None:
@@ -102,7 +126,10 @@ def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> No
     assert inputs_for(model)(torch.arange(2)).dtype == torch.int64
     del model.last
     assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float32
-    assert inputs_for(nn.Linear(4, 2, dtype=torch.complex64))(torch.rand(2, 4)).dtype == torch.complex64
+    assert (
+        inputs_for(nn.Linear(4, 2, dtype=torch.complex64))(torch.rand(2, 4)).dtype
+        == torch.complex64
+    )
 
 
 @pytest.mark.parametrize("make", [VISION["resnet"], VISION["mobilenet_v2"]])
@@ -110,7 +137,10 @@ def test_the_format_changes_rounding_only(points, make) -> None:
     """In float64 to 1e-12 after two steps."""
 
     class Images:
-        inputs, targets = torch.randn(8, 3, 64, 64, dtype=torch.float64), torch.randint(2, (8,))
+        inputs, targets = (
+            torch.randn(8, 3, 64, 64, dtype=torch.float64),
+            torch.randint(2, (8,)),
+        )
 
         def __len__(self) -> int:
             return 8
@@ -123,8 +153,18 @@ def test_the_format_changes_rounding_only(points, make) -> None:
     found = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         own = copy.deepcopy(model).to(memory_format=memory_format)
-        settings = LocalTraining(learning_rate=LearningRate(0.01), local_steps=2, batch_size=8)
-        train(own, Images(), settings, learning_rate=0.01, stream=lambda purpose: torch.Generator().manual_seed(1))
+        settings = LocalTraining(
+            learning_rate=LearningRate(0.01), local_steps=2, batch_size=8
+        )
+        train(
+            own,
+            Images(),
+            settings,
+            learning_rate=0.01,
+            stream=lambda purpose: torch.Generator().manual_seed(1),
+        )
         found.append(own.state_dict())
     for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            found[1][name], value, rtol=1e-12, atol=1e-12, msg=name
+        )

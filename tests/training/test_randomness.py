@@ -21,8 +21,15 @@ X = torch.ones(40, 6)
 def drawn() -> Tensor:
     """Draw from every default generator, also inside layers."""
     lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.5)
-    own = [torch.tensor(random.random()), torch.tensor(np.random.rand()), torch.rand(3), nn.Dropout(0.5)(X)]
-    return torch.cat([value.detach().double().flatten() for value in [*own, lstm(X[None])[0]]])
+    own = [
+        torch.tensor(random.random()),
+        torch.tensor(np.random.rand()),
+        torch.rand(3),
+        nn.Dropout(0.5)(X),
+    ]
+    return torch.cat(
+        [value.detach().double().flatten() for value in [*own, lstm(X[None])[0]]]
+    )
 
 
 def test_draws_repeat_and_the_generators_are_restored() -> None:
@@ -45,10 +52,22 @@ def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> Non
     other = np.random.RandomState(7)
     with seeded(7):
         for _ in range(300):
-            what = choose.choice(["seed", "one normal", "one normal", "uniform", "save", "save", "restore", "restore"])
+            what = choose.choice(
+                [
+                    "seed",
+                    "one normal",
+                    "one normal",
+                    "uniform",
+                    "save",
+                    "save",
+                    "restore",
+                    "restore",
+                ]
+            )
             if what == "one normal":  # numpy keeps a second one
                 assert np.random.randn() == other.randn()
-            elif what == "seed":  # the same bits come again, with and without a kept number
+            # the same bits come again, with and without a kept number
+            elif what == "seed":
                 np.random.seed(seed)
                 other.seed(seed)
             elif what == "uniform":
@@ -107,7 +126,11 @@ def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
 
 
 def test_while_all_clients_wait_the_generators_are_as_before() -> None:
-    before, waiting, over = torch.get_rng_state(), threading.Barrier(3), threading.Event()
+    before, waiting, over = (
+        torch.get_rng_state(),
+        threading.Barrier(3),
+        threading.Event(),
+    )
 
     def work(seed: int) -> None:
         with turn(seed), interrupted():
@@ -147,11 +170,15 @@ def _do_in_turn(order: list[str], name: str) -> None:
         order.append(name)
 
 
-def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu, stream = torch.Generator().manual_seed(1), torch.Generator()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [gpu.get_state()])
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: gpu.set_state(states[0]))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state_all", lambda states: gpu.set_state(states[0])
+    )
     monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
     before, drawn = gpu.get_state(), []
     for _ in range(2):
@@ -164,14 +191,18 @@ def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(monkeypatch: pyte
     assert len(set(drawn)) == 3
 
 
-def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     usual = np.random.get_bit_generator()  # type: ignore[no-untyped-call]
     try:
         with turn(0):
             np.random.set_bit_generator(np.random.PCG64())  # type: ignore[no-untyped-call]
     finally:
         np.random.set_bit_generator(usual)  # type: ignore[no-untyped-call]
-    assert "the random generators stay as a client left them: ValueError: " in caplog.text
+    assert (
+        "the random generators stay as a client left them: ValueError: " in caplog.text
+    )
     order: list[str] = []
     later = threading.Thread(target=_do_in_turn, args=(order, "later"), daemon=True)
     later.start()
@@ -179,7 +210,9 @@ def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(caplog: pyte
     assert order == ["later"]
 
 
-def test_a_wait_that_cannot_begin_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_cannot_begin_takes_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken() -> Generators:
         raise RuntimeError("CUDA error")
 
@@ -187,6 +220,7 @@ def test_a_wait_that_cannot_begin_takes_no_turn(monkeypatch: pytest.MonkeyPatch)
     with turn(0):
         monkeypatch.setattr(Generators, "now", broken)
         with pytest.raises(RuntimeError, match="CUDA error"):
-            waits.append(Wait())  # a barrier lists it at once, and ends all that it has listed
+            # a barrier lists it at once, and ends all that it has listed
+            waits.append(Wait())
         monkeypatch.undo()
     assert not waits

@@ -1,4 +1,6 @@
-"""BatchNorm in TorchScript is refused by name where a method would act on the layer, and works where none does."""
+"""BatchNorm in TorchScript is refused by name where a method would act on the layer,
+and works where none does.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 
 
 @pytest.fixture
@@ -36,14 +40,21 @@ def without(model: nn.Module, data: Any) -> None:
 
 
 ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
-    **{f"test-bn={mode}": lambda model, data, mode=mode: evaluate_adapted(model, data, mode) for mode in TEST_BN_MODES},
+    **{
+        f"test-bn={mode}": lambda model, data, mode=mode: evaluate_adapted(
+            model, data, mode
+        )
+        for mode in TEST_BN_MODES
+    },
     **{
         kind: lambda model, data, kind=kind: replace_norm(model, kind)
         for kind in NORMS
         if kind not in ("batch", "fixup")
     },
     "the batch's statistics": without,
-    "re-estimation": lambda model, data: reestimate_statistics(model, data, batch_size=4),
+    "re-estimation": lambda model, data: reestimate_statistics(
+        model, data, batch_size=4
+    ),
     **{
         name: lambda model, data, hook=hook: hook().begin(model.train())
         for name, hook in {
@@ -59,12 +70,19 @@ ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_what_acts_on_the_layer_refuses_it(scripted: nn.Module, points: Any, act: str) -> None:
-    with pytest.raises(NormLayerError, match=r"layer '1' is a RecursiveScriptModule.*Use the plain module"):
+def test_what_acts_on_the_layer_refuses_it(
+    scripted: nn.Module, points: Any, act: str
+) -> None:
+    with pytest.raises(
+        NormLayerError,
+        match=r"layer '1' is a RecursiveScriptModule.*Use the plain module",
+    ):
         ACTS[act](scripted, points(8))
 
 
-def test_what_does_not_act_on_it_works(scripted: nn.Module, mlp: Any, points: Any) -> None:
+def test_what_does_not_act_on_it_works(
+    scripted: nn.Module, mlp: Any, points: Any
+) -> None:
     data = points(8)
     assert evaluate_adapted(scripted, data, None) == evaluate(mlp(), data)
     assert not replace_norm(scripted, "batch")[1]
@@ -75,7 +93,10 @@ def test_a_scripted_backbone_in_eval_mode_is_left_as_it_is(mlp: Any) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.back, self.head = torch.jit.script(mlp()), nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 10))
+            self.back, self.head = (
+                torch.jit.script(mlp()),
+                nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 10)),
+            )
 
         def train(self, mode: bool = True) -> Frozen:
             super().train(mode)

@@ -1,4 +1,6 @@
-"""Optimizers of local training have the bits of torch's own; the gradient's norm is clipped before them."""
+"""Optimizers of local training have the bits of torch's own; the gradient's norm is
+clipped before them.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,20 @@ from fedbn_flwr.training.sgd import sgd, sgd_step
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("decay", [0.0, 5e-4])
 def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) -> None:
-    """Rates change, a parameter gets its first gradient late, another never, buffers are there before: all the same."""
-    settings = LocalTraining(learning_rate=LearningRate(0.1), sgd_momentum=momentum, weight_decay=decay)
+    """Rates change, a parameter gets its first gradient late, another never, buffers
+    are there before: all the same.
+    """
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), sgd_momentum=momentum, weight_decay=decay
+    )
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5), nn.Linear(5, 2))
+    ours = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(144, 5),
+        nn.Linear(5, 2),
+    )
     theirs = copy.deepcopy(ours)
     optimizers = [sgd(model, settings) for model in (ours, theirs)]
     if momentum:
@@ -40,20 +52,33 @@ def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) 
             model[1].bias.grad = None
         sgd_step(optimizers[0])
         optimizers[1].step()
-    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b), name
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        buffers = [o.state.get(p, {}).get("momentum_buffer") for o, p in zip(optimizers, (a, b), strict=True)]
+        buffers = [
+            o.state.get(p, {}).get("momentum_buffer")
+            for o, p in zip(optimizers, (a, b), strict=True)
+        ]
         assert (buffers[0] is None) == (buffers[1] is None)
         assert buffers[0] is None or torch.equal(*buffers)
 
 
-def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(monkeypatch) -> None:
+def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(
+    monkeypatch,
+) -> None:
     calls = []
     for name in ("_foreach_add", "_foreach_add_", "_foreach_mul_"):
         real = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, real=real, **kwargs: calls.append(1) or real(*args, **kwargs))
-    settings = LocalTraining(learning_rate=LearningRate(0.1), sgd_momentum=0.9, weight_decay=1e-4)
+        monkeypatch.setattr(
+            torch,
+            name,
+            lambda *args, real=real, **kwargs: calls.append(1) or real(*args, **kwargs),
+        )
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), sgd_momentum=0.9, weight_decay=1e-4
+    )
     counts = []
     for model in (nn.Linear(2, 2), resnet18(num_classes=2)):
         optimizer = sgd(model, settings)
@@ -86,28 +111,77 @@ def torchs_round(model, data, settings, optimizer, rate, amp=False):
 
 @pytest.mark.parametrize("amp", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_a_round_equals_torchs_loop_bit_for_bit(points, mlp, name: str, amp: bool) -> None:
+def test_a_round_equals_torchs_loop_bit_for_bit(
+    points, mlp, name: str, amp: bool
+) -> None:
     data, ours = points(12, 1), mlp().float()
     data.inputs = data.inputs.float()
     theirs = copy.deepcopy(ours)
     common = {"local_epochs": 2, "batch_size": 4, "weight_decay": 0.01, "amp": amp}
     settings = LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, **common)
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    kind = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }[name]
     train(ours, data, settings, learning_rate=0.03, stream=stream)
-    torchs_round(theirs, data, settings, kind(theirs.parameters(), lr=1.0, weight_decay=0.01), 0.03, amp)
-    for (key, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert a.dtype == b.dtype == (torch.int64 if "num_batches" in key else torch.float32)
+    torchs_round(
+        theirs,
+        data,
+        settings,
+        kind(theirs.parameters(), lr=1.0, weight_decay=0.01),
+        0.03,
+        amp,
+    )
+    for (key, a), b in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
+        assert (
+            a.dtype
+            == b.dtype
+            == (torch.int64 if "num_batches" in key else torch.float32)
+        )
         assert torch.equal(a, b), key
 
 
-def test_a_method_that_needs_sgd_refuses_another_optimizer_in_a_client_too(points, mlp) -> None:
+def test_a_method_that_needs_sgd_refuses_another_optimizer_in_a_client_too(
+    points, mlp
+) -> None:
     settings = LocalTraining(learning_rate=LearningRate(0.1), optimizer="adam")
-    with pytest.raises(ConfigError, match=r"scaffold corrects plain SGD.*optimizer Adam"):
-        train(mlp(), points(6), settings, learning_rate=0.1, stream=stream, hooks=[ControlVariates()])
-    with pytest.raises(ConfigError, match="momentum-scope=local keeps SGD's momentum, and optimizer Adam"):
+    with pytest.raises(
+        ConfigError, match=r"scaffold corrects plain SGD.*optimizer Adam"
+    ):
         train(
-            mlp(), points(6), settings, learning_rate=0.1, stream=stream, hooks=[MomentumBuffers("local", frozenset())]
+            mlp(),
+            points(6),
+            settings,
+            learning_rate=0.1,
+            stream=stream,
+            hooks=[ControlVariates()],
         )
-    with pytest.raises(ConfigError, match=r"sgd_momentum=0.9 is for optimizer='sgd'; it is 'adam'"):
-        LocalTraining(learning_rate=LearningRate(0.1), optimizer="adam", sgd_momentum=0.9)
-    train(mlp(), points(6), settings, learning_rate=0.1, stream=stream, hooks=[ClipGradients(0.1)])
+    with pytest.raises(
+        ConfigError,
+        match="momentum-scope=local keeps SGD's momentum, and optimizer Adam",
+    ):
+        train(
+            mlp(),
+            points(6),
+            settings,
+            learning_rate=0.1,
+            stream=stream,
+            hooks=[MomentumBuffers("local", frozenset())],
+        )
+    with pytest.raises(
+        ConfigError, match=r"sgd_momentum=0.9 is for optimizer='sgd'; it is 'adam'"
+    ):
+        LocalTraining(
+            learning_rate=LearningRate(0.1), optimizer="adam", sgd_momentum=0.9
+        )
+    train(
+        mlp(),
+        points(6),
+        settings,
+        learning_rate=0.1,
+        stream=stream,
+        hooks=[ClipGradients(0.1)],
+    )

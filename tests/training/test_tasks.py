@@ -1,4 +1,6 @@
-"""The tasks: the losses by hand, the mean IoU by slow counts, and every other metric by its definition."""
+"""The tasks: the losses by hand, the mean IoU by slow counts, and every other metric by
+its definition.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ NAN = float("nan")
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:
-    """Random logits and classes of 3 by 6 pixels; a third of them are ignored, and one image completely."""
+    """Random logits and classes of 3 by 6 pixels; a third of them are ignored, and one
+    image completely.
+    """
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(count, classes, 3, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(classes, (count, 3, 6), generator=generator)
@@ -55,7 +59,9 @@ class Scenes:
     def __len__(self) -> int:
         return len(self.logits)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         return self.logits[positions], self.targets[positions]
 
 
@@ -65,13 +71,17 @@ def scaling() -> nn.Module:
     return model
 
 
-def slow_overlaps(predicted: Tensor, targets: Tensor, classes: int) -> tuple[float, float]:
+def slow_overlaps(
+    predicted: Tensor, targets: Tensor, classes: int
+) -> tuple[float, float]:
     """The mean IoU and Dice, from the set of pixels of each class, by hand."""
     shares, dices = [], []
     for label in range(classes):
         told = {
             i
-            for i, (p, t) in enumerate(zip(predicted.flatten(), targets.flatten(), strict=True))
+            for i, (p, t) in enumerate(
+                zip(predicted.flatten(), targets.flatten(), strict=True)
+            )
             if t != 255 and p == label
         }
         true = {i for i, t in enumerate(targets.flatten()) if t == label}
@@ -87,21 +97,32 @@ def test_the_loss_is_the_mean_over_the_pixels_that_count() -> None:
         -F.log_softmax(logits[n, :, y, x], 0)[targets[n, y, x]].item()
         for n, y, x in (targets != 255).nonzero().tolist()
     ]
-    assert pixel_cross_entropy(logits, targets).item() == pytest.approx(math.fsum(each) / len(each), rel=1e-12)
+    assert pixel_cross_entropy(logits, targets).item() == pytest.approx(
+        math.fsum(each) / len(each), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
     logits, targets = pixels()
     task = SEGMENTATION.scored_by("dice")
-    result = evaluate(scaling(), Scenes(logits, targets), task=task, batch_size=batch_size)
+    result = evaluate(
+        scaling(), Scenes(logits, targets), task=task, batch_size=batch_size
+    )
     predicted, counted = logits.argmax(1), targets != 255
-    assert result.loss == pytest.approx(pixel_cross_entropy(logits, targets).item(), rel=1e-12)
+    assert result.loss == pytest.approx(
+        pixel_cross_entropy(logits, targets).item(), rel=1e-12
+    )
     assert result.accuracy == (predicted == targets).sum().item() / counted.sum().item()
     overlaps = slow_overlaps(predicted, targets, 4)
     assert (result.miou, result.metrics["dice"]) == pytest.approx(overlaps, rel=1e-12)
     assert result.num_examples == 5
-    assert list(result.named("test-")) == ["test-loss", "test-accuracy", "test-miou", "test-dice"]
+    assert list(result.named("test-")) == [
+        "test-loss",
+        "test-accuracy",
+        "test-miou",
+        "test-dice",
+    ]
 
 
 def test_classes_without_targets_and_predictions_are_left_out() -> None:
@@ -114,18 +135,43 @@ def test_classes_without_targets_and_predictions_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "names"),
     [
-        (Task(loss=F.binary_cross_entropy_with_logits), torch.ones(6, 1), torch.ones(6, 1), r"\(6, 1\).*task=binary"),
-        (Task(loss=F.binary_cross_entropy_with_logits), torch.ones(6), torch.ones(6), r"\(6,\).*task=binary"),
-        (CLASSIFICATION, torch.ones(6, 2), torch.ones(6, 2), r"float32 of shape \(6, 2\)"),
+        (
+            Task(loss=F.binary_cross_entropy_with_logits),
+            torch.ones(6, 1),
+            torch.ones(6, 1),
+            r"\(6, 1\).*task=binary",
+        ),
+        (
+            Task(loss=F.binary_cross_entropy_with_logits),
+            torch.ones(6),
+            torch.ones(6),
+            r"\(6,\).*task=binary",
+        ),
+        (
+            CLASSIFICATION,
+            torch.ones(6, 2),
+            torch.ones(6, 2),
+            r"float32 of shape \(6, 2\)",
+        ),
         (CLASSIFICATION, torch.ones(6, 2), torch.ones(6), r"float32 of shape \(6,\)"),
-        (CLASSIFICATION, torch.ones(6, 2), torch.ones(6, 1).long(), r"int64 of shape \(6, 1\)"),
+        (
+            CLASSIFICATION,
+            torch.ones(6, 2),
+            torch.ones(6, 1).long(),
+            r"int64 of shape \(6, 1\)",
+        ),
         (CLASSIFICATION, torch.ones(6, 2), ["cat", "dog"] * 3, "a list"),
         (BINARY, torch.ones(4, 2), torch.ones(4), "task binary"),
         (BINARY, torch.ones(4, 1), torch.tensor([1.0, 2, -1, NAN]), "2 labels"),
         (BINARY, torch.ones(4, 1), torch.tensor([1, 2, 1, 0]), "1 labels"),
         (MULTI_LABEL, torch.ones(4, 3), torch.ones(4, 2), r"\(4, 2\)"),
         (REGRESSION, torch.ones(4, 2), torch.ones(4), r"\(4, 2\); task regression"),
-        (REGRESSION, torch.ones(4), torch.tensor([1, 2, math.inf, 0]), "1 targets are infinite"),
+        (
+            REGRESSION,
+            torch.ones(4),
+            torch.tensor([1, 2, math.inf, 0]),
+            "1 targets are infinite",
+        ),
     ],
 )
 def test_what_a_task_cannot_judge_is_refused_in_both_loops(
@@ -135,40 +181,69 @@ def test_what_a_task_cannot_judge_is_refused_in_both_loops(
         def __len__(self) -> int:
             return len(outputs)
 
-        def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Any]:
+        def batch(
+            self, positions: Tensor, generator: torch.Generator | None = None
+        ) -> tuple[Tensor, Any]:
             return outputs, targets
 
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0
+    )
     with pytest.raises(DataError, match=names):
         evaluate(Identity(), Data(), task=task)
     with pytest.raises(DataError, match=names):
-        train(Identity(), Data(), settings, learning_rate=0.1, stream=lambda _: torch.Generator(), task=task)
+        train(
+            Identity(),
+            Data(),
+            settings,
+            learning_rate=0.1,
+            stream=lambda _: torch.Generator(),
+            task=task,
+        )
 
 
 @pytest.mark.parametrize("label", [156, 255])
 def test_every_class_of_images_counts(label: int) -> None:
-    """The ignored class is -100, which is 156 in a byte; 255 is ignored among pixels alone."""
+    """The ignored class is -100, which is 156 in a byte; 255 is ignored among pixels
+    alone.
+    """
     labels = torch.full((4,), label, dtype=torch.uint8)
     model = nn.Linear(2, 300)
-    plain, byte = (evaluate(model, Scenes(torch.ones(4, 2), t), task=CLASSIFICATION) for t in (labels.long(), labels))
+    plain, byte = (
+        evaluate(model, Scenes(torch.ones(4, 2), t), task=CLASSIFICATION)
+        for t in (labels.long(), labels)
+    )
     assert byte == plain
     assert math.isfinite(byte.loss)
 
 
-# --- tasks with a number for each label or target ---------------------------------------------------------------------
+# --- tasks with a number for each label or target -------------------------------------
 
 
 def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
-    """Outputs and targets with ties, uneven classes, a class that is absent, and unknown values."""
+    """Outputs and targets with ties, uneven classes, a class that is absent, and
+    unknown values.
+    """
     generator = torch.Generator().manual_seed(5)
-    width = {"classification": 5, "binary": 1, "multi-label": 4, "regression": 3}[task.name]
-    outputs = torch.randn(count, width, generator=generator, dtype=torch.float64).mul(3).round(decimals=1)
+    width = {"classification": 5, "binary": 1, "multi-label": 4, "regression": 3}[
+        task.name
+    ]
+    outputs = (
+        torch.randn(count, width, generator=generator, dtype=torch.float64)
+        .mul(3)
+        .round(decimals=1)
+    )
     if task.name == "classification":
         outputs[:, 4] -= 100  # neither a target nor told
-        targets = (torch.rand(count, generator=generator) ** 3 * 3).long()  # class 3 is told, but no target
+        # class 3 is told, but no target
+        targets = (torch.rand(count, generator=generator) ** 3 * 3).long()
         return outputs, targets
     if task.name == "regression":
-        targets = 2 * outputs + torch.randn(count, width, generator=generator, dtype=torch.float64) + 1e4
+        targets = (
+            2 * outputs
+            + torch.randn(count, width, generator=generator, dtype=torch.float64)
+            + 1e4
+        )
     else:
         targets = (torch.rand(count, width, generator=generator) < 0.3).double()
     targets[torch.rand(count, width, generator=generator) < 0.1] = NAN
@@ -186,17 +261,23 @@ def f1(truth: Booleans, told: Booleans) -> float:
 
 
 def auroc(truth: Booleans, scores: Numbers) -> float:
-    """The share of pairs of a yes and a no in which the yes has the higher score; a tie is half a pair."""
+    """The share of pairs of a yes and a no in which the yes has the higher score; a tie
+    is half a pair.
+    """
     difference = scores[truth][:, None] - scores[~truth]
     return float(((difference > 0) + (difference == 0) / 2).mean())
 
 
 def auprc(truth: Booleans, scores: Numbers) -> float:
-    """The mean over the examples of yes: the precision among the scores that are at least its own."""
+    """The mean over the examples of yes: the precision among the scores that are at
+    least its own.
+    """
     return float(np.mean([truth[scores >= score].mean() for score in scores[truth]]))
 
 
-def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+def from_the_definitions(
+    task: Task, outputs: Tensor, targets: Tensor
+) -> dict[str, float]:
     """Each metric label by label and target by target, over those where it is defined."""
     if task.name == "classification":
         told, chance = outputs.argmax(1).numpy(), outputs.log_softmax(1).numpy()
@@ -204,23 +285,44 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
         present = sorted(set(truth))
         return {
             "accuracy": np.mean(told == truth),
-            "balanced-accuracy": np.mean([recall(truth == c, told == c) for c in present]),
-            "macro-f1": np.mean([f1(truth == c, told == c) for c in sorted({*present, *told})]),
+            "balanced-accuracy": np.mean(
+                [recall(truth == c, told == c) for c in present]
+            ),
+            "macro-f1": np.mean(
+                [f1(truth == c, told == c) for c in sorted({*present, *told})]
+            ),
             "auroc": np.mean([auroc(truth == c, chance[:, c]) for c in present]),
             "auprc": np.mean([auprc(truth == c, chance[:, c]) for c in present]),
         }
     known = [~targets[:, i].isnan() for i in range(targets.shape[1])]
-    pairs = [(targets[k, i].numpy(), outputs[k, i].numpy()) for i, k in enumerate(known)]
+    pairs = [
+        (targets[k, i].numpy(), outputs[k, i].numpy()) for i, k in enumerate(known)
+    ]
     if task.name == "regression":
         mae = sum(abs(t - o).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs)
-        square = sum(((t - o) ** 2).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs)
+        square = sum(((t - o) ** 2).sum() for t, o in pairs) / sum(
+            len(t) for t, _ in pairs
+        )
         rest = {"mae": mae, "rmse": math.sqrt(square)}
-        return {**rest, "r2": np.mean([1 - ((t - o) ** 2).sum() / ((t - t.mean()) ** 2).sum() for t, o in pairs])}
+        return {
+            **rest,
+            "r2": np.mean(
+                [
+                    1 - ((t - o) ** 2).sum() / ((t - t.mean()) ** 2).sum()
+                    for t, o in pairs
+                ]
+            ),
+        }
     decided = [(t == 1, o > 0) for t, o in pairs]
     some = [(t == 1, o) for t, o in pairs if t.any()]
-    recalls = [np.mean([recall(t, o) for t, o in ((t, o), (~t, ~o)) if t.any()]) for t, o in decided]
+    recalls = [
+        np.mean([recall(t, o) for t, o in ((t, o), (~t, ~o)) if t.any()])
+        for t, o in decided
+    ]
     found = {
-        "accuracy": sum((o == t).sum() for t, o in decided) / sum(len(t) for t, _ in decided),
+        "accuracy": (
+            sum((o == t).sum() for t, o in decided) / sum(len(t) for t, _ in decided)
+        ),
         "balanced-accuracy": np.mean(recalls),
         "macro-f1": np.mean([f1(t, o) for t, o in decided if (t | o).any()]),
         "auroc": np.mean([auroc(t, o) for t, o in some]),
@@ -229,12 +331,18 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
     return found if task is MULTI_LABEL else {**found, "f1": found["macro-f1"]}
 
 
-@pytest.mark.parametrize("task", [CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task",
+    [CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION],
+    ids=lambda task: task.name,
+)
 def test_every_metric_of_a_task_is_its_definition(task: Task) -> None:
     """Also where softmax or sigmoid is 1 in float32, and for targets far from 0."""
     outputs, targets = columns(task)
     everything = task.measuring(task.allowed)
-    found = evaluate(Identity(), Scenes(outputs, targets), task=everything, batch_size=7)
+    found = evaluate(
+        Identity(), Scenes(outputs, targets), task=everything, batch_size=7
+    )
     want = from_the_definitions(task, outputs, targets)
     assert found.metrics.keys() == set(everything.metrics)
     for name, value in found.metrics.items():
@@ -249,54 +357,82 @@ def test_every_metric_of_a_task_is_its_definition(task: Task) -> None:
     }.get(task.name)
     if each:
         pairs = zip(outputs.flatten().tolist(), targets.flatten().tolist(), strict=True)
-        assert whole == pytest.approx(math.fsum(each(o, t) for o, t in pairs if t == t) / known, rel=1e-12)
+        assert whole == pytest.approx(
+            math.fsum(each(o, t) for o, t in pairs if t == t) / known, rel=1e-12
+        )
 
 
 def test_a_metric_that_a_test_set_does_not_define_is_nan() -> None:
-    def metrics(task: Task, outputs: list[float], targets: list[float]) -> dict[str, float]:
+    def metrics(
+        task: Task, outputs: list[float], targets: list[float]
+    ) -> dict[str, float]:
         data = Scenes(torch.tensor(outputs).double(), torch.tensor(targets).double())
         return evaluate(Identity(), data, task=task).metrics
 
     negative = metrics(BINARY, [-3, -1], [0, 0])
-    assert [name for name, value in negative.items() if math.isnan(value)] == ["f1", "auroc", "auprc"]
+    assert [name for name, value in negative.items() if math.isnan(value)] == [
+        "f1",
+        "auroc",
+        "auprc",
+    ]
     assert metrics(BINARY, [2, 1], [1, 1])["auprc"] == 1
     assert math.isnan(metrics(BINARY, [2, 1], [1, 1])["auroc"])
     assert math.isnan(metrics(REGRESSION, [2], [1])["r2"])
     assert math.isnan(metrics(REGRESSION, [2, 1], [3, 3])["r2"])
     assert metrics(REGRESSION, [2e-6, 1e-6], [1e-6, 1e-6])["mae"] == pytest.approx(5e-7)
-    assert metrics(REGRESSION, [2e-6, 1e-6], [1e-6, 3e-6])["r2"] == pytest.approx(1 - 5 / 2)
+    assert metrics(REGRESSION, [2e-6, 1e-6], [1e-6, 3e-6])["r2"] == pytest.approx(
+        1 - 5 / 2
+    )
     assert math.isnan(metrics(BINARY, [NAN, 1], [0, 1])["auroc"])
     assert metrics(BINARY, [-math.inf, 1, math.inf], [0, 1, 0])["auroc"] == 0.5
     assert math.isnan(metrics(REGRESSION, [math.inf, 1], [0, 1])["mae"])
-    unknown = evaluate(Identity(), Scenes(torch.ones(2, 1).double(), torch.full((2, 1), NAN)), task=REGRESSION)
+    unknown = evaluate(
+        Identity(),
+        Scenes(torch.ones(2, 1).double(), torch.full((2, 1), NAN)),
+        task=REGRESSION,
+    )
     assert unknown.num_examples == 0
     assert all(math.isnan(value) for value in unknown.named().values())
 
 
-@pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name
+)
 def test_unknown_targets_neither_train_nor_count(task: Task) -> None:
     outputs, targets = columns(task)
     outputs.requires_grad_()
     task.loss(outputs, targets).backward()
     assert outputs.grad is not None
     assert torch.equal(outputs.grad == 0, targets.isnan())
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0
+    )
     data, stream = Scenes(outputs.detach(), targets), lambda _: torch.Generator()
-    result = train(Identity(), data, settings, learning_rate=0.1, stream=stream, task=task)
+    result = train(
+        Identity(), data, settings, learning_rate=0.1, stream=stream, task=task
+    )
     known = ~targets.isnan()
     right = ((outputs > 0) == (targets > 0))[known].double().mean().item()
-    assert result.accuracy == (None if task is REGRESSION else pytest.approx(right, rel=1e-12))
+    assert result.accuracy == (
+        None if task is REGRESSION else pytest.approx(right, rel=1e-12)
+    )
 
 
 def test_the_main_metric_is_one_that_the_task_has() -> None:
     assert BINARY.scored_by("auroc").score == "auroc"
     assert REGRESSION.scored_by("rmse").metrics == ("mae", "r2", "rmse")
     by_loss = SEGMENTATION.scored_by("loss")
-    assert (by_loss.metrics, by_loss.by_pixel, by_loss.higher_is_better) == (("accuracy", "miou"), True, False)
+    assert (by_loss.metrics, by_loss.by_pixel, by_loss.higher_is_better) == (
+        ("accuracy", "miou"),
+        True,
+        False,
+    )
     for metric in ("auroc:0.9", "dice", "mae"):
         with pytest.raises(ConfigError) as error:
             CLASSIFICATION.scored_by(metric)
-        assert str(error.value).startswith(f"metrics={metric}: task classification has accuracy, balanced-accuracy")
+        assert str(error.value).startswith(
+            f"metrics={metric}: task classification has accuracy, balanced-accuracy"
+        )
 
 
 @pytest.mark.parametrize(
@@ -311,26 +447,49 @@ def test_the_main_metric_is_one_that_the_task_has() -> None:
         ("own-number", "own-number", True, True),
     ],
 )
-def test_what_a_metric_is_by_its_name(metric: str, quantity: str, share: bool, higher: bool) -> None:
-    assert (quantity_of(metric), in_percent(metric), higher_is_better(metric)) == (quantity, share, higher)
+def test_what_a_metric_is_by_its_name(
+    metric: str, quantity: str, share: bool, higher: bool
+) -> None:
+    assert (quantity_of(metric), in_percent(metric), higher_is_better(metric)) == (
+        quantity,
+        share,
+        higher,
+    )
 
 
-@pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name
+)
 def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
     _, targets = columns(task, 601)
     model = nn.Linear(1, targets.shape[1], bias=False)
     nn.init.zeros_(model.weight)
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0, amp=True)
-    data, stream = Scenes(torch.ones(601, 1), targets.float()), lambda _: torch.Generator()
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0, amp=True
+    )
+    data, stream = (
+        Scenes(torch.ones(601, 1), targets.float()),
+        lambda _: torch.Generator(),
+    )
     result = train(model, data, settings, learning_rate=1e-9, stream=stream, task=task)
-    want = math.log(2) if task is not REGRESSION else targets[~targets.isnan()].square().mean().item()
+    want = (
+        math.log(2)
+        if task is not REGRESSION
+        else targets[~targets.isnan()].square().mean().item()
+    )
     assert result.loss == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 @pytest.mark.parametrize(
-    ("outputs", "what"), [((torch.zeros(2, 3),), "a tuple"), ({"out": torch.zeros(2)}, "a dict of out")]
+    ("outputs", "what"),
+    [((torch.zeros(2, 3),), "a tuple"), ({"out": torch.zeros(2)}, "a dict of out")],
 )
-def test_outputs_that_are_no_tensor_are_named(task: Task, outputs: Any, what: str) -> None:
-    with pytest.raises(DataError, match=f"the model returns {what}; .* Wrap it so that it returns the logits"):
+def test_outputs_that_are_no_tensor_are_named(
+    task: Task, outputs: Any, what: str
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=f"the model returns {what}; .* Wrap it so that it returns the logits",
+    ):
         task.check(outputs, torch.zeros(2))

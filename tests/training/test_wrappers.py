@@ -15,14 +15,26 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, FixBN, Scaffold, Standalone
+from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
+    BNScaffold,
+    FedBN,
+    FedProx,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    Standalone,
+)
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
 from tests.support.loops_of_others import METHODS, compare_with_ours
 
 
 class Replicated(nn.DataParallel):
-    """Like DistributedDataParallel: the model has the name ``module``; no process group is needed."""
+    """Like DistributedDataParallel: the model has the name ``module``; no process group
+    is needed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -50,14 +62,23 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
     wrapped = wrap(model)
     plain, through = split_state(model), split_state(wrapped)
     assert through.names == tuple(prefix + name for name in plain.names)
-    assert [through.part_of[prefix + name] for name in plain.names] == list(plain.part_of.values())
-    assert split_state(wrapped.state_dict()).part_of == through.part_of, "and from the names alone"
+    assert [through.part_of[prefix + name] for name in plain.names] == list(
+        plain.part_of.values()
+    )
+    assert split_state(wrapped.state_dict()).part_of == through.part_of, (
+        "and from the names alone"
+    )
     assert unwrap(wrapped) is model
     assert view_with_names(wrapped, plain.names) is model
     assert view_with_names(wrapped, through.names) is wrapped
     assert wrapper_prefix(through.names, plain.names) == prefix
     assert wrapper_prefix(plain.names, plain.names) == ""
-    with pytest.raises(StateError, match=rf"they come from a wrapped model \('{prefix}0.bias'\), and this one is not"):
+    with pytest.raises(
+        StateError,
+        match=(
+            rf"they come from a wrapped model \('{prefix}0.bias'\), and this one is not"
+        ),
+    ):
         view_with_names(model, through.names)
 
 
@@ -83,17 +104,28 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
     names = list(model.state_dict())
     assert wrapper_prefix(names, names) == ""
     assert wrapper_prefix(["module.x", "head.y"], ["x", "y"]) == ""
-    with pytest.raises(StateError, match=r"2 entries are missing and 0 unknown \(first: 'head.bias'\)"):
+    with pytest.raises(
+        StateError, match=r"2 entries are missing and 0 unknown \(first: 'head.bias'\)"
+    ):
         view_with_names(model, names[:2])
 
 
 @pytest.mark.parametrize("kind", ["compiled", "both"])
 @pytest.mark.parametrize(
     "make",
-    [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN, Standalone],
+    [
+        FedBN,
+        functools.partial(FixBN, freeze_at=1),
+        FedProx,
+        Scaffold,
+        FedTAN,
+        Standalone,
+    ],
     ids=["fedbn", "fixbn", "fedprox", "scaffold", "fedtan", "standalone"],
 )
-def test_a_wrapped_model_on_the_client_changes_no_bit(federate, points, mlp, same_bits, kind: str, make: Any) -> None:
+def test_a_wrapped_model_on_the_client_changes_no_bit(
+    federate, points, mlp, same_bits, kind: str, make: Any
+) -> None:
     datasets = [points(n, i) for i, n in enumerate((6, 8))]
     wrap, _ = WRAPPERS[kind]
     options = {"rounds": 2, "grid_options": {"threads": 1}}
@@ -114,7 +146,11 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.first, self.norm, self.last = (
+            nn.Linear(5, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 3),
+        )
         self.act = nn.SiLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +159,12 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("make", [FBN, HBN, BNScaffold])
-def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(federate, points, make: Any) -> None:
-    """Inductor's kind, without a C++ compiler: it changes an activation's input after the graph has saved it."""
+def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
+    federate, points, make: Any
+) -> None:
+    """Inductor's kind, without a C++ compiler: it changes an activation's input after
+    the graph has saved it.
+    """
     torch.compiler.reset()
 
     class Compiling(TorchClient):
@@ -132,13 +172,23 @@ def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(fe
             super().__init__(torch.compile(model, backend="aot_eager"), *args, **kwargs)
 
     options = {"rounds": 1, "grid_options": {"threads": 1}, "client": Compiling}
-    with pytest.raises(ConfigError, match=r"inplace=False, use torch\.compile\(model, backend='eager'\)"):
-        federate(make(), lambda: InPlace().double(), [points(n, i) for i, n in enumerate((6, 8))], **options)
+    with pytest.raises(
+        ConfigError,
+        match=r"inplace=False, use torch\.compile\(model, backend='eager'\)",
+    ):
+        federate(
+            make(),
+            lambda: InPlace().double(),
+            [points(n, i) for i, n in enumerate((6, 8))],
+            **options,
+        )
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold], ids=["fedbn", "scaffold"])
 def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) -> None:
-    """The server's names come back as it sent them; what is kept has the names of the module inside."""
+    """The server's names come back as it sent them; what is kept has the names of the
+    module inside.
+    """
     datasets = [points(n, i) for i, n in enumerate((6, 8))]
     plain = federate(make(), mlp, datasets, rounds=2)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -150,22 +200,28 @@ def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) ->
     strategy = make()
     with InProcessGrid(client_app(client_fn), 2) as grid:
         start = to_record(Replicated(mlp()).state_dict())
-        state = from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays)
+        state = from_record(
+            strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays
+        )
     assert [report.rejected for report in strategy.reports] == [{}, {}]
     assert list(state) == [f"module.{name}" for name in plain.state]
     for name, array in plain.state.items():
         assert (state[f"module.{name}"] == array).all(), name
 
 
-# --- models of other libraries ---------------------------------------------------------------------------------------
+# --- models of other libraries --------------------------------------------------------
 
 
 def bn_names(model: nn.Module) -> set[str]:
-    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    layers = [
+        (path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)
+    ]
     return {f"{path}.{leaf}" for path, layer in layers for leaf in layer.state_dict()}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100", "efficientnet_b0", "densenet121"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "mobilenetv2_100", "efficientnet_b0", "densenet121"]
+)
 def test_timm(name: str) -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model(name, pretrained=False, num_classes=3)
@@ -175,7 +231,9 @@ def test_timm(name: str) -> None:
 
 
 def returning_logits(net: nn.Module) -> nn.Module:
-    """Return a transformers model as our client wants one; the names of its state are the same."""
+    """Return a transformers model as our client wants one; the names of its state are
+    the same.
+    """
     net.register_forward_hook(lambda net, args, outputs: outputs.logits)
     return net
 
@@ -184,7 +242,11 @@ def returning_logits(net: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("kind", ["ResNet", "MobileNetV2"])
 def test_transformers(kind: str, method: str, same_bits) -> None:
     transformers = pytest.importorskip("transformers")
-    small = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]} if kind == "ResNet" else {}
+    small = (
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+        if kind == "ResNet"
+        else {}
+    )
     config = getattr(transformers, f"{kind}Config")(num_labels=3, **small)
 
     def model() -> nn.Module:

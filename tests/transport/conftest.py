@@ -17,11 +17,15 @@ PATIENCE = 20
 
 @pytest.fixture
 def at_once() -> Iterator[Callable[..., list[Any]]]:
-    """``at_once(f, g, ...)``: call all in threads; their results, or what they raised, in order."""
+    """``at_once(f, g, ...)``: call all in threads; their results, or what they raised,
+    in order.
+    """
     pool = ThreadPoolExecutor(16)
 
     def run(*functions: Callable[[], Any]) -> list[Any]:
-        futures: Sequence[Future[Any]] = [pool.submit(function) for function in functions]
+        futures: Sequence[Future[Any]] = [
+            pool.submit(function) for function in functions
+        ]
         return [future.exception(PATIENCE) or future.result() for future in futures]
 
     yield run
@@ -33,14 +37,19 @@ def members() -> Callable[..., Mapping[int, Member]]:
     """``members(3, 5)``: nodes 100, 101 with 3 and 5 examples, batches of 2 and 3."""
 
     def make(*weights: float) -> Mapping[int, Member]:
-        return {100 + i: Member(weight, 2 + i, f"node {100 + i}") for i, weight in enumerate(weights)}
+        return {
+            100 + i: Member(weight, 2 + i, f"node {100 + i}")
+            for i, weight in enumerate(weights)
+        }
 
     return make
 
 
 @pytest.fixture
 def steps() -> Callable[..., Any]:
-    """``steps(reducer, tensors)``: a client's whole step, repeated after RetryStep; (answers, union, attempts)."""
+    """``steps(reducer, tensors)``: a client's whole step, repeated after RetryStep;
+    (answers, union, attempts).
+    """
 
     def run(reducer: Reducer, exchanges: Mapping[str, Any]) -> Any:
         attempts = 0
@@ -48,7 +57,10 @@ def steps() -> Callable[..., Any]:
             attempts += 1
             try:
                 union = reducer.begin()
-                answers = {tag: reducer.reduce(tag, tensor) for tag, tensor in exchanges.items()}
+                answers = {
+                    tag: reducer.reduce(tag, tensor)
+                    for tag, tensor in exchanges.items()
+                }
             except RetryStep:
                 continue
             except Dropped as error:
@@ -61,7 +73,9 @@ def steps() -> Callable[..., Any]:
 
 @pytest.fixture
 def tls_dir(tmp_path: Path) -> Callable[[str], Path]:
-    """``tls_dir(name)``: a folder with a CA of its own, and its certificate and key for 127.0.0.1."""
+    """``tls_dir(name)``: a folder with a CA of its own, and its certificate and key for
+    127.0.0.1.
+    """
 
     def make(name: str) -> Path:
         make_certificates(tmp_path / name, 1, ["127.0.0.1"])

@@ -11,7 +11,13 @@ import torch
 
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.transport import Barrier, Dropped, RetryStep, local_reducer, use_reducers
+from fedbn_flwr.transport import (
+    Barrier,
+    Dropped,
+    RetryStep,
+    local_reducer,
+    use_reducers,
+)
 
 
 def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -20,15 +26,26 @@ def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 def test_members_leave_with_the_weighted_sum(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 3, 2), timeout=10)
-    sent = [{"mean/0": row(i, 1), "gradients/0": torch.full((2, 3), float(i))} for i in range(3)]
-    done = at_once(*(partial(steps, barrier.reducer(100 + i), sent[i]) for i in range(3)))
+    sent = [
+        {"mean/0": row(i, 1), "gradients/0": torch.full((2, 3), float(i))}
+        for i in range(3)
+    ]
+    done = at_once(
+        *(partial(steps, barrier.reducer(100 + i), sent[i]) for i in range(3))
+    )
     for answers, union, attempts in done:
         assert (union, attempts) == (2 + 3 + 4, 1)
         for tag in sent[0]:
-            assert torch.equal(answers[tag], combine(tag, [s[tag] for s in sent], [1, 3, 2]))
+            assert torch.equal(
+                answers[tag], combine(tag, [s[tag] for s in sent], [1, 3, 2])
+            )
             assert answers[tag].dtype == sent[0][tag].dtype
     assert barrier.dropped == {}
-    assert (barrier.exchanges, barrier.bytes_down, barrier.bytes_up) == (2, 2 * 8 + 6 * 4, 3 * (2 * 8 + 6 * 4))
+    assert (barrier.exchanges, barrier.bytes_down, barrier.bytes_up) == (
+        2,
+        2 * 8 + 6 * 4,
+        3 * (2 * 8 + 6 * 4),
+    )
 
 
 def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> None:
@@ -42,23 +59,37 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
             reducer.begin()
             return reducer.reduce("mean/0", row((3e16, -3e16, 3.0)[i]))
 
-        answers = at_once(*(partial(arrive, i, delay) for i, delay in enumerate(delays)))
+        answers = at_once(
+            *(partial(arrive, i, delay) for i, delay in enumerate(delays))
+        )
         assert answers == [row(1.0)] * 3
 
 
-def test_late_members_are_dropped_and_the_others_retry_once(members, at_once, steps) -> None:
-    """Many wait; all notice the end of the time at the same moment, and one of them acts on it."""
+def test_late_members_are_dropped_and_the_others_retry_once(
+    members, at_once, steps
+) -> None:
+    """Many wait; all notice the end of the time at the same moment, and one of them
+    acts on it.
+    """
     barrier = Barrier(members(*[1] * 9), timeout=0.3)
     barrier.reducer(104).begin()
     here = [100, 101, 102, 103, 105, 106, 107]
-    done = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": row(i), "variance/0": row(1)}) for i in here))
+    done = at_once(
+        *(
+            partial(steps, barrier.reducer(i), {"mean/0": row(i), "variance/0": row(1)})
+            for i in here
+        )
+    )
     assert [attempts for _, _, attempts in done] == [2] * 7
     assert {union for _, union, _ in done} == {sum(2 + i - 100 for i in here)}
     assert done[0][0]["mean/0"] == pytest.approx(sum(here) / 7)
     assert barrier.dropped[104] == "did not send exchange 'mean/0' within 0.3 s"
     assert barrier.dropped[108].startswith("did not begin the step within 0.3 s")
     assert "init-args-num-cpus=9" in barrier.dropped[108]
-    with pytest.raises(Dropped, match="node 104 was dropped from the synchronised step: it did not send"):
+    with pytest.raises(
+        Dropped,
+        match="node 104 was dropped from the synchronised step: it did not send",
+    ):
         barrier.reducer(104).reduce("mean/0", row(1))
     with pytest.raises(Dropped, match="node 108 was dropped"):
         barrier.reducer(108).begin()
@@ -66,7 +97,9 @@ def test_late_members_are_dropped_and_the_others_retry_once(members, at_once, st
         barrier.reducer(7).begin()
 
 
-def test_where_members_take_turns_none_is_late_while_another_computes(members, at_once, steps) -> None:
+def test_where_members_take_turns_none_is_late_while_another_computes(
+    members, at_once, steps
+) -> None:
     barrier = Barrier(members(1, 1, 1, 1), timeout=1, in_turns=True)
 
     def after(i: int) -> object:
@@ -78,11 +111,18 @@ def test_where_members_take_turns_none_is_late_while_another_computes(members, a
     assert [attempts for _, _, attempts in done] == [1] * 4
 
 
-def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped(members, monkeypatch) -> None:
+def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped(
+    members, monkeypatch
+) -> None:
     barrier, now = Barrier(members(1, 1, 2, 1), timeout=5), [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     first, second = list[dict[int, Any]](), list[dict[int, Any]]()
-    then = {100: first.append, 101: first.append, 102: second.append, 103: second.append}
+    then = {
+        100: first.append,
+        101: first.append,
+        102: second.append,
+        103: second.append,
+    }
 
     def send(node_id: int, attempt: int, tag: str = "mean/0") -> None:
         barrier.send(node_id, attempt, tag, row(node_id), then[node_id])
@@ -91,7 +131,10 @@ def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped
         assert barrier.begin(node_id) == (0, 2 + 3 + 4 + 5)
         send(node_id, 0)
     mean = (100 + 101 + 2 * 102 + 103) / 5
-    assert (first, second) == ([{100: row(mean), 101: row(mean)}], [{102: row(mean), 103: row(mean)}])
+    assert (first, second) == (
+        [{100: row(mean), 101: row(mean)}],
+        [{102: row(mean), 103: row(mean)}],
+    )
 
     for node_id in (100, 101, 102):
         send(node_id, 0, "variance/0")
@@ -101,15 +144,22 @@ def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped
         now[0] += 1
         barrier.drop_late()
     assert isinstance(second.pop()[102], RetryStep)
-    assert {node_id: type(error) for node_id, error in first.pop().items()} == {100: RetryStep, 101: RetryStep}
+    assert {node_id: type(error) for node_id, error in first.pop().items()} == {
+        100: RetryStep,
+        101: RetryStep,
+    }
     send(102, 0, "variance/0")
-    assert isinstance(second.pop()[102], RetryStep), "a tensor of the attempt that is over"
+    assert isinstance(second.pop()[102], RetryStep), (
+        "a tensor of the attempt that is over"
+    )
     send(103, 1)
     assert isinstance(second.pop()[103], Dropped)
     assert barrier.dropped == {103: "did not send exchange 'variance/0' within 5 s"}
 
 
-def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypatch) -> None:
+def test_a_member_that_is_done_is_not_late_when_another_one_is(
+    members, monkeypatch
+) -> None:
     barrier, now = Barrier(members(1, 1, 1), timeout=5), [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for node_id in barrier.members:
@@ -117,7 +167,8 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypa
     for node_id in barrier.members:
         barrier.send(node_id, 0, "mean/0", row(1), lambda outcomes: None)
     barrier.close(100)
-    barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)  # one more than 100 had
+    # one more than 100 had
+    barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)
     for _ in range(6):
         now[0] += 1
         barrier.drop_late()
@@ -125,12 +176,18 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypa
     assert 100 in barrier.finished_with()
 
 
-@pytest.mark.parametrize("tensor", [row(1, 2, 3), row(1, 2, dtype=torch.float32)], ids=["shape", "dtype"])
-def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(members, at_once, steps, tensor: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "tensor", [row(1, 2, 3), row(1, 2, dtype=torch.float32)], ids=["shape", "dtype"]
+)
+def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(
+    members, at_once, steps, tensor: torch.Tensor
+) -> None:
     """Other faults of a sender are in tests/strategies/test_fedtan_dropouts.py."""
     barrier = Barrier(members(1, 1, 2), timeout=10)
     sent = {100: tensor, 101: row(1, 2), 102: row(1, 2)}
-    bad, *others = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": sent[i]}) for i in sent))
+    bad, *others = at_once(
+        *(partial(steps, barrier.reducer(i), {"mean/0": sent[i]}) for i in sent)
+    )
     assert isinstance(bad, Dropped)
     assert list(barrier.dropped) == [100]
     for answers, union, _ in others:
@@ -140,12 +197,21 @@ def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(members, at_once, s
 
 def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
-    done = at_once(*(partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)}) for i in range(2)))
+    done = at_once(
+        *(
+            partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)})
+            for i in range(2)
+        )
+    )
     assert all(isinstance(error, Dropped) for error in done)
-    assert barrier.dropped[101].startswith("sent what cannot be combined: exchange 'moments/0' needs tensors of shape")
+    assert barrier.dropped[101].startswith(
+        "sent what cannot be combined: exchange 'moments/0' needs tensors of shape"
+    )
 
 
-def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, steps) -> None:
+def test_a_member_that_leaves_is_dropped_unless_it_was_done(
+    members, at_once, steps
+) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10)
 
     def leave() -> None:
@@ -154,7 +220,10 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, st
         barrier.leave(100, "was switched off")
 
     start = time.monotonic()
-    _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
+    _, *others = at_once(
+        leave,
+        *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)),
+    )
     assert time.monotonic() - start < 5
     assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
     assert barrier.dropped == {100: "was switched off"}
@@ -164,8 +233,12 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, st
     assert barrier.dropped == {100: "was switched off"}
 
 
-def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(members, at_once, steps) -> None:
-    """It was given its last answer and closes nothing; the others finish and repeat nothing."""
+def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
+    members, at_once, steps
+) -> None:
+    """It was given its last answer and closes nothing; the others finish and repeat
+    nothing.
+    """
     barrier = Barrier(members(1, 1, 1), timeout=10)
     assert barrier.finished_with() == []
 
@@ -175,7 +248,10 @@ def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(members, at
         reducer.reduce("mean/0", row(1))
         barrier.leave(100, "was switched off")
 
-    _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
+    _, *others = at_once(
+        leave,
+        *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)),
+    )
     assert [(union, attempts) for _, union, attempts in others] == [(2 + 3 + 4, 1)] * 2
     assert barrier.dropped == {100: "was switched off"}
     assert barrier.finished_with() == [100, 101, 102]
@@ -196,7 +272,10 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
     barrier = Barrier(members(1), timeout=10)
     with use_reducers({"a": barrier.reducer(100)}.__getitem__):
         assert local_reducer("a").begin() == 2
-        with pytest.raises(EngineError, match="no barrier 'b' in this process; fedtan-transport must be"):
+        with pytest.raises(
+            EngineError,
+            match="no barrier 'b' in this process; fedtan-transport must be",
+        ):
             local_reducer("b")
         (elsewhere,) = at_once(partial(local_reducer, "a"))
         assert isinstance(elsewhere, EngineError)
@@ -204,14 +283,19 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
         local_reducer("a")
 
 
-def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(members) -> None:
+def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(
+    members,
+) -> None:
     def fails(*_: object) -> None:
         raise IndexError("no such row")
 
     barrier, outcomes = Barrier(members(1, 1), timeout=3600, answer=fails), {}
     for node_id in (100, 101):
         barrier.send(node_id, 0, "mean/0", torch.ones(1), outcomes.update)
-    assert {node_id: type(outcome) for node_id, outcome in outcomes.items()} == {100: RetryStep, 101: Dropped}
+    assert {node_id: type(outcome) for node_id, outcome in outcomes.items()} == {
+        100: RetryStep,
+        101: Dropped,
+    }
     barrier.send(100, 1, "mean/0", torch.ones(1), outcomes.update)
     assert type(outcomes[100]) is Dropped
     assert set(barrier.dropped) == {100, 101}

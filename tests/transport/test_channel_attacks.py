@@ -1,4 +1,6 @@
-"""Attacks on the gRPC channel: while somebody holds as many calls as it can, the honest clients are served."""
+"""Attacks on the gRPC channel: while somebody holds as many calls as it can, the honest
+clients are served.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Attack = Callable[..., list[Any]]
 
 @pytest.fixture
 def attack() -> Iterator[Attack]:
-    """``attack(address, token, body, count)``: calls at once, without an end; a body that is None never comes."""
+    """``attack(address, token, body, count)``: calls at once, without an end; a body
+    that is None never comes.
+    """
     over = threading.Event()
     channels = []
 
@@ -41,8 +45,12 @@ def attack() -> Iterator[Attack]:
         over.wait()
         yield from ()
 
-    def start(address: str, token: str, body: bytes | None, count: int = MANY) -> list[Any]:
-        channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+    def start(
+        address: str, token: str, body: bytes | None, count: int = MANY
+    ) -> list[Any]:
+        channel = grpc.insecure_channel(
+            address, [("grpc.use_local_subchannel_pool", 1)]
+        )
         channels.append(channel)
         metadata = (("token", token),)
         if body is None:
@@ -58,55 +66,87 @@ def attack() -> Iterator[Attack]:
 
 
 def exchange(tag: str, *values: float) -> bytes:
-    text = json.dumps({"op": "reduce", "attempt": 0, "tag": tag, "dtype": "float32", "shape": [len(values)]}).encode()
+    text = json.dumps(
+        {
+            "op": "reduce",
+            "attempt": 0,
+            "tag": tag,
+            "dtype": "float32",
+            "shape": [len(values)],
+        }
+    ).encode()
     return struct.pack(">I", len(text)) + text + torch.tensor(values).numpy().tobytes()
 
 
 @pytest.fixture
 def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
-    """``honest(tokens)``: the answers of two members who send 0 and 4; their weights are 1 and 3."""
+    """``honest(tokens)``: the answers of two members who send 0 and 4; their weights
+    are 1 and 3.
+    """
 
     def run(tokens: list[str]) -> list[float]:
         reducers = [ChannelReducer(server.address, token, b"", 10) for token in tokens]
         sent = [{"mean/0": torch.tensor([4.0 * i])} for i in range(len(tokens))]
-        done = at_once(*(partial(steps, reducer, own) for reducer, own in zip(reducers, sent, strict=True)))
+        done = at_once(
+            *(
+                partial(steps, reducer, own)
+                for reducer, own in zip(reducers, sent, strict=True)
+            )
+        )
         return [answers["mean/0"].item() for answers, _, _ in done]
 
     return run
 
 
-def test_a_stranger_that_holds_calls_open_stalls_nobody(server, members, honest, attack) -> None:
+def test_a_stranger_that_holds_calls_open_stalls_nobody(
+    server, members, honest, attack
+) -> None:
     barrier = Barrier(members(1, 3), timeout=10)
     tokens = server.admit(barrier)
     calls = attack(server.address, "no token", None)
     assert honest([*tokens.values()]) == [3.0, 3.0]
     assert barrier.dropped == {}
-    assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}, "refused without their bodies"
+    assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}, (
+        "refused without their bodies"
+    )
 
 
-@pytest.mark.parametrize("body", [None, exchange("mean/0", 1000.0)], ids=["no body", "an exchange"])
+@pytest.mark.parametrize(
+    "body", [None, exchange("mean/0", 1000.0)], ids=["no body", "an exchange"]
+)
 def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_served(
     server, members, honest, attack, body
 ) -> None:
     barrier = Barrier(members(1, 3, 1), timeout=10)
     tokens = server.admit(barrier)
     calls = attack(server.address, tokens[102], body)
-    assert honest([tokens[100], tokens[101]]) == [3.0, 3.0], "without the caller's statistics"
+    assert honest([tokens[100], tokens[101]]) == [
+        3.0,
+        3.0,
+    ], "without the caller's statistics"
     assert list(barrier.dropped) == [102]
     assert "while another of its calls was open" in barrier.dropped[102]
     ended = threading.Semaphore(0)
     for call in calls:
         call.add_done_callback(lambda _: ended.release())
-    for _ in range(MANY - 1):  # one of those without a body stays open until its time is over
+    # one of those without a body stays open until its time is over
+    for _ in range(MANY - 1):
         assert ended.acquire(timeout=20)
-    assert all(call.exception() or b'"dropped"' in call.result() for call in calls if call.done())
+    assert all(
+        call.exception() or b'"dropped"' in call.result()
+        for call in calls
+        if call.done()
+    )
 
 
-def test_a_body_that_never_comes_drops_the_member(server, members, honest, attack, monkeypatch) -> None:
+def test_a_body_that_never_comes_drops_the_member(
+    server, members, honest, attack, monkeypatch
+) -> None:
     monkeypatch.setattr(channel_server, "BODY_SECONDS", 0.2)
     barrier = Barrier(members(1, 3, 1), timeout=60)
     tokens = server.admit(barrier)
-    held = attack(server.address, tokens[102], None, 1)  # without a reference gRPC ends the call
+    # without a reference gRPC ends the call
+    held = attack(server.address, tokens[102], None, 1)
     assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
     assert barrier.dropped == {102: "sent no body of a call within 0.2 s"}
     assert held[0].code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -125,9 +165,19 @@ def test_any_number_of_clients_waits_for_one_another(server, members) -> None:
     assert answers == {torch.tensor(MANY - 1.0).numpy().tobytes()}
 
 
-def test_a_stranger_is_named_in_the_log_and_does_not_fill_it(server, attack, caplog) -> None:
+def test_a_stranger_is_named_in_the_log_and_does_not_fill_it(
+    server, attack, caplog
+) -> None:
     calls = attack(server.address, "no token", None)
     assert all(call.exception(timeout=20) for call in calls)
-    said = [record.getMessage() for record in caplog.records if "without a valid token" in record.getMessage()]
-    assert [text.partition(" call")[0].split()[-1] for text in said] == ["1", "10", "100"]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "without a valid token" in record.getMessage()
+    ]
+    assert [text.partition(" call")[0].split()[-1] for text in said] == [
+        "1",
+        "10",
+        "100",
+    ]
     assert all(text.endswith("from ipv4:127.0.0.1") for text in said)

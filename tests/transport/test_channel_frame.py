@@ -1,4 +1,6 @@
-"""Frames of the gRPC channel: what a member may send, and that nothing else than a refusal comes of the rest."""
+"""Frames of the gRPC channel: what a member may send, and that nothing else than a
+refusal comes of the rest.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def frame(header: object, body: bytes) -> bytes:
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 anything = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
 )
 
 
@@ -43,13 +49,17 @@ headers = st.fixed_dictionaries(
     optional={
         "op": mostly("reduce", "begin", "close"),
         "attempt": mostly(0, 1, math.inf, -1, 2**31),
-        "tag": mostly("mean/0", "gradients/1/a", "mean/\ud800", "moments/0", "variance/0"),
+        "tag": mostly(
+            "mean/0", "gradients/1/a", "mean/\ud800", "moments/0", "variance/0"
+        ),
         "dtype": mostly("float32", "float64", "int64", "object"),
         "shape": mostly([2], [3, 1], [-1], [0], [], [2**62, 0]),
         "more": anything,
     },
 )
-whole = st.builds(frame, headers, st.binary(max_size=32) | st.just(bytes(8)) | st.just(b"\xff" * 8))
+whole = st.builds(
+    frame, headers, st.binary(max_size=32) | st.just(bytes(8)) | st.just(b"\xff" * 8)
+)
 
 
 @st.composite
@@ -64,10 +74,19 @@ frames = st.binary(max_size=64) | whole | damaged()
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(members, number: int) -> None:
-    """The two other members wait: after any frame they have their answer, or try again without the sender."""
+def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
+    members, number: int
+) -> None:
+    """The two other members wait: after any frame they have their answer, or try again
+    without the sender.
+    """
 
-    @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(frames)
     def hold(data: bytes) -> None:
         barrier = Barrier(members(1, 1, 1), timeout=3600)
@@ -79,7 +98,12 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(members, number: i
         for node_id in (100, 101):
             barrier.send(node_id, 0, "mean/0", torch.ones(2), then)
         try:
-            reply, _ = unpack(Reply, loop.run_until_complete(asyncio.wait_for(answer(barrier, 102, data), PATIENCE)))
+            reply, _ = unpack(
+                Reply,
+                loop.run_until_complete(
+                    asyncio.wait_for(answer(barrier, 102, data), PATIENCE)
+                ),
+            )
         except ValueError:
             assert list(barrier.dropped) == [102], "at once"
             assert all(isinstance(outcome, RetryStep) for outcome in others.values())
@@ -117,10 +141,22 @@ def test_a_reply_that_cannot_be_read_is_an_error_of_the_channel(monkeypatch) -> 
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.randn(3), torch.randn(2, 5, dtype=torch.float64), torch.arange(6), torch.ones(0)]
+    "tensor",
+    [
+        torch.randn(3),
+        torch.randn(2, 5, dtype=torch.float64),
+        torch.arange(6),
+        torch.ones(0),
+    ],
 )
 def test_a_tensor_comes_back_to_the_bit(tensor) -> None:
-    header, back = unpack(Call, pack(Call(op="reduce", attempt=3, tag="moments/2/layer1.0.bn"), tensor))
-    assert (header.op, header.attempt, header.tag) == ("reduce", 3, "moments/2/layer1.0.bn")
+    header, back = unpack(
+        Call, pack(Call(op="reduce", attempt=3, tag="moments/2/layer1.0.bn"), tensor)
+    )
+    assert (header.op, header.attempt, header.tag) == (
+        "reduce",
+        3,
+        "moments/2/layer1.0.bn",
+    )
     assert back.dtype == tensor.dtype
     assert torch.equal(back, tensor)

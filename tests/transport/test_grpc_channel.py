@@ -1,4 +1,6 @@
-"""The gRPC channel: who may call, which messages are accepted, and that an intruder does not change a step."""
+"""The gRPC channel: who may call, which messages are accepted, and that an intruder
+does not change a step.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def server() -> Iterator[ChannelServer]:
     server.close()
 
 
-def raw(address: str, token: str | None, frame: bytes, method: str = "/fedbn.Channel/Call") -> str:
+def raw(
+    address: str, token: str | None, frame: bytes, method: str = "/fedbn.Channel/Call"
+) -> str:
     """Call as an intruder may; the name of gRPC's refusal, or the answer's header."""
     metadata = () if token is None else (("token", token),)
     with grpc.insecure_channel(address) as channel:
@@ -51,15 +55,27 @@ def frame(header: object, body: bytes = b"") -> bytes:
 
 def reducers(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
     options = {"certificate": server.certificate, "timeout": 10, **options}
-    return [ChannelReducer(server.address, token, **options) for token in tokens.values()]
+    return [
+        ChannelReducer(server.address, token, **options) for token in tokens.values()
+    ]
 
 
 @pytest.fixture
 def step(server, at_once, steps) -> Callable[..., Any]:
-    """``step(reducers, others=())``: these members take a step, at once with other calls; all results."""
+    """``step(reducers, others=())``: these members take a step, at once with other
+    calls; all results.
+    """
 
-    def run(reducers: Sequence[ChannelReducer], others: Sequence[Callable[[], Any]] = ()) -> list[Any]:
-        return at_once(*others, *(partial(steps, reducer, {"mean/0": torch.ones(2)}) for reducer in reducers))
+    def run(
+        reducers: Sequence[ChannelReducer], others: Sequence[Callable[[], Any]] = ()
+    ) -> list[Any]:
+        return at_once(
+            *others,
+            *(
+                partial(steps, reducer, {"mean/0": torch.ones(2)})
+                for reducer in reducers
+            ),
+        )
 
     return run
 
@@ -70,10 +86,19 @@ def test_an_exchange_is_the_weighted_sum(server, members, at_once, steps) -> Non
     assert len(set(tokens.values())) == 2
     assert all(len(token) >= 43 for token in tokens.values()), "256 bits"
     sent = [
-        {"mean/0": torch.randn(3, dtype=torch.float64), "gradients/0": torch.randn(2, 3), "mean/1": torch.ones(0)}
+        {
+            "mean/0": torch.randn(3, dtype=torch.float64),
+            "gradients/0": torch.randn(2, 3),
+            "mean/1": torch.ones(0),
+        }
         for _ in range(2)
     ]
-    done = at_once(*(partial(steps, reducer, sent[i]) for i, reducer in enumerate(reducers(server, tokens))))
+    done = at_once(
+        *(
+            partial(steps, reducer, sent[i])
+            for i, reducer in enumerate(reducers(server, tokens))
+        )
+    )
     for answers, union, attempts in done:
         assert (union, attempts) == (5, 1)
         for tag, answer in answers.items():
@@ -84,7 +109,10 @@ def test_an_exchange_is_the_weighted_sum(server, members, at_once, steps) -> Non
 
 
 def test_calls_without_a_valid_token_are_refused(server, members, step) -> None:
-    old, barrier = Barrier(members(1, 1), timeout=10), Barrier(members(1, 1), timeout=10)
+    old, barrier = (
+        Barrier(members(1, 1), timeout=10),
+        Barrier(members(1, 1), timeout=10),
+    )
     expired = server.admit(old)
     server.dismiss(old)
     tokens = server.admit(barrier)
@@ -97,7 +125,9 @@ def test_calls_without_a_valid_token_are_refused(server, members, step) -> None:
     assert [attempts for _, _, attempts in done] == [1, 1]
     assert barrier.dropped == old.dropped == {}
     server.dismiss(barrier)
-    assert raw(server.address, tokens[100], begin) == "UNAUTHENTICATED", "replayed when the round is over"
+    assert raw(server.address, tokens[100], begin) == "UNAUTHENTICATED", (
+        "replayed when the round is over"
+    )
 
 
 GARBAGE = {
@@ -106,20 +136,40 @@ GARBAGE = {
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
     "an unknown call": frame({"op": "stop the server"}),
     "a deep header": b"\x00\x01\x00\x00" + b"[" * 65536,
-    "another shape": frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [3]}, b"1234"),
+    "another shape": frame(
+        {
+            "op": "reduce",
+            "attempt": 0,
+            "tag": "mean/0",
+            "dtype": "float32",
+            "shape": [3],
+        },
+        b"1234",
+    ),
     "a log line": frame(
-        {"op": "reduce", "attempt": 0, "tag": "mean/0\nERROR", "dtype": "float32", "shape": [1]}, b"1234"
+        {
+            "op": "reduce",
+            "attempt": 0,
+            "tag": "mean/0\nERROR",
+            "dtype": "float32",
+            "shape": [1],
+        },
+        b"1234",
     ),
 }
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_member_that_sends_garbage_is_dropped(server, members, step, garbage: str) -> None:
+def test_a_member_that_sends_garbage_is_dropped(
+    server, members, step, garbage: str
+) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10)
     tokens = server.admit(barrier)
     _, *good = reducers(server, tokens)
     start = time.monotonic()
-    said, *done = step(good, [partial(raw, server.address, tokens[100], GARBAGE[garbage])])
+    said, *done = step(
+        good, [partial(raw, server.address, tokens[100], GARBAGE[garbage])]
+    )
     assert said == "INVALID_ARGUMENT"
     assert {union for _, union, _ in done} == {3 + 4}
     assert list(barrier.dropped) == [100]
@@ -127,24 +177,38 @@ def test_a_member_that_sends_garbage_is_dropped(server, members, step, garbage: 
     assert time.monotonic() - start < 5
 
 
-def test_a_message_that_is_too_large_is_refused_before_it_is_read(server, members, step) -> None:
+def test_a_message_that_is_too_large_is_refused_before_it_is_read(
+    server, members, step
+) -> None:
     barrier = Barrier(members(1, 1), timeout=60)
     tokens = server.admit(barrier)
-    assert raw(server.address, None, bytes(MANY)) in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
+    assert raw(server.address, None, bytes(MANY)) in (
+        "RESOURCE_EXHAUSTED",
+        "UNAUTHENTICATED",
+    )
     large, small = reducers(server, tokens)
     with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED"):
-        large.reduce("mean/0", torch.ones(MANY // 4))  # the client's own end does not send it
+        # the client's own end does not send it
+        large.reduce("mean/0", torch.ones(MANY // 4))
     said, done = step([small], [partial(raw, server.address, tokens[100], bytes(MANY))])
     assert said == "RESOURCE_EXHAUSTED"
     assert done[1] == 3
-    assert list(barrier.dropped) == [100], "at once: nobody waited for the timeout of 60 s"
+    assert list(barrier.dropped) == [100], (
+        "at once: nobody waited for the timeout of 60 s"
+    )
 
 
 def test_other_methods_and_raw_bytes_get_no_answer(server, members, step) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     tokens = server.admit(barrier)
-    assert raw(server.address, tokens[100], frame({"op": "begin"}), "/fedbn.Channel/Other") == "UNIMPLEMENTED"
-    assert raw(server.address, tokens[100], frame({"op": "begin"}), "/other/Call") == "UNIMPLEMENTED"
+    assert (
+        raw(server.address, tokens[100], frame({"op": "begin"}), "/fedbn.Channel/Other")
+        == "UNIMPLEMENTED"
+    )
+    assert (
+        raw(server.address, tokens[100], frame({"op": "begin"}), "/other/Call")
+        == "UNIMPLEMENTED"
+    )
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=5) as bare:
         bare.sendall(bytes(range(256)) * 64)
@@ -152,14 +216,27 @@ def test_other_methods_and_raw_bytes_get_no_answer(server, members, step) -> Non
     assert [attempts for _, _, attempts in done] == [1, 1]
 
 
-def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(server, members, at_once, steps) -> None:
+def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(
+    server, members, at_once, steps
+) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=10)
     tokens = server.admit(barrier)
     vanishing, *good = reducers(server, tokens)
     vanishing.begin()
-    call = frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [2]}, bytes(8))
+    call = frame(
+        {
+            "op": "reduce",
+            "attempt": 0,
+            "tag": "mean/0",
+            "dtype": "float32",
+            "shape": [2],
+        },
+        bytes(8),
+    )
     channel = grpc.insecure_channel(server.address)
-    waiting = channel.unary_unary("/fedbn.Channel/Call").future(call, metadata=(("token", tokens[100]),), timeout=10)
+    waiting = channel.unary_unary("/fedbn.Channel/Call").future(
+        call, metadata=(("token", tokens[100]),), timeout=10
+    )
     threading.Timer(0.2, waiting.cancel).start()
     start = time.monotonic()
 
@@ -174,7 +251,9 @@ def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(server, mem
     assert {union for _, union, _ in done} == {3 + 4}
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:9000", "example.org:9000", ":9000"])
+@pytest.mark.parametrize(
+    "bind", ["0.0.0.0:0", "[::]:0", "192.0.2.1:9000", "example.org:9000", ":9000"]
+)
 def test_plaintext_is_refused_beyond_loopback(bind: str) -> None:
     with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
         ChannelServer(bind)
@@ -197,15 +276,20 @@ def test_tls_works_with_a_private_ca(tls_dir, members, at_once, steps) -> None:
         barrier = Barrier(members(1, 3), timeout=10)
         tokens = server.admit(barrier)
         assert server.certificate == (ours / "ca.crt").read_bytes()
-        (wrong, *_) = reducers(server, tokens, certificate=(theirs / "ca.crt").read_bytes())
-        (plain, *_) = reducers(server, tokens, certificate=b"")
+        wrong, *_ = reducers(
+            server, tokens, certificate=(theirs / "ca.crt").read_bytes()
+        )
+        plain, *_ = reducers(server, tokens, certificate=b"")
         for refused in (wrong, plain):
             start = time.monotonic()
             with pytest.raises(EngineError, match="UNAVAILABLE"):
                 refused.begin()
             assert time.monotonic() - start < 5
         done = at_once(
-            *(partial(steps, s, {"mean/0": torch.tensor([4.0 * i])}) for i, s in enumerate(reducers(server, tokens)))
+            *(
+                partial(steps, s, {"mean/0": torch.tensor([4.0 * i])})
+                for i, s in enumerate(reducers(server, tokens))
+            )
         )
         assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
         assert barrier.dropped == {}
@@ -213,7 +297,9 @@ def test_tls_works_with_a_private_ca(tls_dir, members, at_once, steps) -> None:
         server.close()
 
 
-def test_certificates_or_a_port_that_cannot_be_used_are_refused_by_key(tls_dir, tmp_path, server) -> None:
+def test_certificates_or_a_port_that_cannot_be_used_are_refused_by_key(
+    tls_dir, tmp_path, server
+) -> None:
     with pytest.raises(ConfigError, match=f"fedtan-bind='{server.address}'"):
         ChannelServer(server.address)
     with pytest.raises(ConfigError, match=r"fedtan-tls-dir=.*ca.crt"):
@@ -235,6 +321,8 @@ def test_a_missing_server_is_an_error_at_once(server) -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     start = time.monotonic()
-    with pytest.raises(EngineError, match=f"channel at {address}: StatusCode.UNAVAILABLE"):
+    with pytest.raises(
+        EngineError, match=f"channel at {address}: StatusCode.UNAVAILABLE"
+    ):
         ChannelReducer(address, "token", b"", 10).begin()
     assert time.monotonic() - start < 5

@@ -17,9 +17,13 @@ from fedbn_flwr.transport.polling_grid import PollingGrid, polling
 
 
 class SlowGrid(Grid):
-    """Replies after some polls; nodes in ``lost`` give an error reply from node 1, those in ``silent`` none."""
+    """Replies after some polls; nodes in ``lost`` give an error reply from node 1,
+    those in ``silent`` none.
+    """
 
-    def __init__(self, polls: int = 3, lost: Iterable[int] = (), silent: Iterable[int] = ()) -> None:
+    def __init__(
+        self, polls: int = 3, lost: Iterable[int] = (), silent: Iterable[int] = ()
+    ) -> None:
         self.polls, self.lost, self.silent = polls, set(lost), set(silent)
         self.pushed: dict[str, Message] = {}
         self.asked: list[list[str]] = []
@@ -32,7 +36,9 @@ class SlowGrid(Grid):
     def run(self):
         return "the run"
 
-    def create_message(self, content, message_type, dst_node_id, group_id, ttl=None) -> Message:
+    def create_message(
+        self, content, message_type, dst_node_id, group_id, ttl=None
+    ) -> Message:
         return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> list[int]:
@@ -68,7 +74,9 @@ class SlowGrid(Grid):
 
 @pytest.fixture(autouse=True)
 def _identity() -> None:
-    """Flower makes messages only in a process with an identity; the in-process engine gives it one."""
+    """Flower makes messages only in a process with an identity; the in-process engine
+    gives it one.
+    """
     InProcessGrid(lambda message, context: message, 1).close()  # type: ignore[arg-type]
 
 
@@ -79,7 +87,11 @@ def messages(*node_ids: int) -> list[Message]:
 def test_replies_are_mapped_to_nodes_lost_ones_included() -> None:
     grid = SlowGrid(lost=[5])
     replies = list(PollingGrid(grid).send_and_receive(iter(messages(4, 5, 6))))
-    assert {r.metadata.src_node_id: r.has_error() for r in replies} == {4: False, 5: True, 6: False}
+    assert {r.metadata.src_node_id: r.has_error() for r in replies} == {
+        4: False,
+        5: True,
+        6: False,
+    }
     assert len(grid.asked) == 3
 
 
@@ -88,10 +100,14 @@ def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> N
     grid = SlowGrid(polls=1, silent=[5, 7])
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        replies = list(PollingGrid(grid).send_and_receive(messages(4, 5, 6, 7), timeout=0.2))
+        replies = list(
+            PollingGrid(grid).send_and_receive(messages(4, 5, 6, 7), timeout=0.2)
+        )
     assert 0.2 <= time.monotonic() - start < 1
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
-    assert caplog.messages == ["No reply within 0.2 s from node 5, node 7; continuing without them."]
+    assert caplog.messages == [
+        "No reply within 0.2 s from node 5, node 7; continuing without them."
+    ]
     assert grid.asked[-1] == ["message-1", "message-3"]
 
 
@@ -105,15 +121,23 @@ def test_nodes_that_do_not_answer_over_a_network_are_named_before_the_timeout(
     grid.name_nodes({5: "node 5 (partition 1)"})
     with caplog.at_level(logging.INFO, logger="flwr"):
         list(grid.send_and_receive(messages(4, 5, 7), timeout=0.4))
-    notices = [text for text in caplog.messages if "still waiting for node 5 (partition 1), node 7. A node" in text]
+    notices = [
+        text
+        for text in caplog.messages
+        if "still waiting for node 5 (partition 1), node 7. A node" in text
+    ]
     assert len(notices) == network
-    assert caplog.messages[-1].startswith("No reply within 0.4 s from node 5 (partition 1), node 7;")
+    assert caplog.messages[-1].startswith(
+        "No reply within 0.4 s from node 5 (partition 1), node 7;"
+    )
 
 
 def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
     grid = SlowGrid(polls=1, silent=[5, 7])
     replies = list(
-        PollingGrid(grid).send_and_receive_until(messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60)
+        PollingGrid(grid).send_and_receive_until(
+            messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60
+        )
     )
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
     assert len(grid.asked) < 10
@@ -143,15 +167,22 @@ def test_in_simulation_polling_starts_at_once(monkeypatch) -> None:
 
 @pytest.mark.parametrize("takes", [0.05, 1.0, 7.0, 40.0, 3600.0])
 def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -> None:
-    """The delay is a sixteenth or 0.1 s, at most 5 s; replies that are as quick as before cost a few polls each."""
+    """The delay is a sixteenth or 0.1 s, at most 5 s; replies that are as quick as
+    before cost a few polls each.
+    """
     clock = Clock(monkeypatch, network=True)
 
     class Timed(SlowGrid):
         def pull_messages(self, message_ids):
-            self.silent = {node_id for node_id, seconds in due.items() if clock.now < sent + seconds}
+            self.silent = {
+                node_id
+                for node_id, seconds in due.items()
+                if clock.now < sent + seconds
+            }
             replies = super().pull_messages(message_ids)
             came.extend([clock.now - sent] * bool(replies))
-            clock.now += pulls * len(replies)  # none of it may count as the wait for a reply
+            # none of it may count as the wait for a reply
+            clock.now += pulls * len(replies)
             return replies
 
     inner = Timed(polls=0)
@@ -162,10 +193,18 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
         inner.asked.clear()
         assert len(list(grid.send_and_receive(messages(4, 5)))) == 2
         last, found = max(due.values()), came[-1]
-        assert last <= found <= max(last + pulls + max(0.1, min(5.0, (last + pulls) / 16)), 0.75 * quickest) + 1e-6
+        assert (
+            last
+            <= found
+            <= max(
+                last + pulls + max(0.1, min(5.0, (last + pulls) / 16)), 0.75 * quickest
+            )
+            + 1e-6
+        )
         assert len(inner.asked[-1]) <= len(inner.asked[0]), "only what is outstanding"
         counts.append(len(inner.asked))
-    # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75, a sixteenth at each poll.
+    # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75,
+    # a # sixteenth at each poll.
     assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
 
 
@@ -177,8 +216,18 @@ def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
             return replies
 
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert list(PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(messages(4), timeout=0.05)) == []
-    assert "A reply to none of the messages that are waited for is left out (error 5: Node unavailable)." in caplog.text
+        assert (
+            list(
+                PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(
+                    messages(4), timeout=0.05
+                )
+            )
+            == []
+        )
+    assert (
+        "A reply to none of the messages that are waited for is left out (error 5: Node"
+        " unavailable)." in caplog.text
+    )
 
 
 @pytest.mark.parametrize("no_id", [None, ""])  # before Flower 1.43, and since
@@ -191,9 +240,13 @@ def test_messages_that_could_not_be_pushed_are_named(no_id: str | None, caplog) 
             return [ids[0], no_id] if len(ids) == 2 else []
 
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        replies = list(PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1))
+        replies = list(
+            PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1)
+        )
     assert [r.metadata.src_node_id for r in replies] == [4]
-    assert caplog.messages == ["Messages to node(s) 5 could not be pushed; continuing without them."]
+    assert caplog.messages == [
+        "Messages to node(s) 5 could not be pushed; continuing without them."
+    ]
     with pytest.raises(EngineError, match=r"^only 0 of 3 messages could be sent"):
         PollingGrid(Refusing()).send_and_receive(messages(4, 5, 6), timeout=1)
 
@@ -204,11 +257,19 @@ def test_the_other_methods_call_the_inner_grid() -> None:
     grid.set_run("x")  # type: ignore[arg-type]
     assert (inner.set_to, grid.run, grid.get_node_ids()) == ("x", "the run", [4, 5])
     message = grid.create_message(RecordDict(), MessageType.QUERY, 9, "group", 3.0)
-    assert (message.metadata.dst_node_id, message.metadata.group_id, message.metadata.ttl) == (9, "group", 3.0)
+    assert (
+        message.metadata.dst_node_id,
+        message.metadata.group_id,
+        message.metadata.ttl,
+    ) == (9, "group", 3.0)
     ids = grid.push_messages([message])
     for given in ({"message_ids": ids}, {"reply_to_message_ids": ids}):
-        assert [r.metadata.reply_to_message_id for r in grid.pull_messages(**given)] == list(ids)
-    assert [r.metadata.reply_to_message_id for r in grid.pull_messages(ids)] == list(ids)
+        assert [
+            r.metadata.reply_to_message_id for r in grid.pull_messages(**given)
+        ] == list(ids)
+    assert [r.metadata.reply_to_message_id for r in grid.pull_messages(ids)] == list(
+        ids
+    )
     grid.pull_messages()
     assert inner.asked == [list(ids)] * 3 + [["all"]]
 

@@ -1,6 +1,7 @@
 """The replay log that a client keeps between the messages of a round: what it refuses.
 
-That replays have the bits of a step without interruption: tests/strategies/test_fedtan_dropouts.py.
+That replays have the bits of a step without interruption:
+tests/strategies/test_fedtan_dropouts.py.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from fedbn_flwr.errors import StateError
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 
 
-def message(arrays: dict[str, Any], server_round: int) -> tuple[list[Any], dict[str, Any]]:
-    config = {"server-round": server_round, "fedbn-flwr.fedtan-attempt": 0, "fedbn-flwr.fedtan-union": 9}
-    return list(arrays.values()), {**config, "fedbn-flwr.array-names": json.dumps(list(arrays))}
+def message(
+    arrays: dict[str, Any], server_round: int
+) -> tuple[list[Any], dict[str, Any]]:
+    config = {
+        "server-round": server_round,
+        "fedbn-flwr.fedtan-attempt": 0,
+        "fedbn-flwr.fedtan-union": 9,
+    }
+    return list(arrays.values()), {
+        **config,
+        "fedbn-flwr.array-names": json.dumps(list(arrays)),
+    }
 
 
 def test_an_answer_without_the_model_of_its_round_is_refused() -> None:
@@ -29,9 +39,15 @@ def test_an_answer_without_the_model_of_its_round_is_refused() -> None:
     log_answer(context, *message(MODEL, 2))
     parameters, config = log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 2))
     assert json.loads(config["fedbn-flwr.array-names"]) == list(MODEL)
-    assert all(np.array_equal(kept, sent) for kept, sent in zip(parameters, MODEL.values(), strict=True))
+    assert all(
+        np.array_equal(kept, sent)
+        for kept, sent in zip(parameters, MODEL.values(), strict=True)
+    )
     reducer = replay(context, config)
-    assert (reducer.begin(), reducer.reduce("mean/0", torch.zeros(1))) == (9, torch.ones(1))
+    assert (reducer.begin(), reducer.reduce("mean/0", torch.zeros(1))) == (
+        9,
+        torch.ones(1),
+    )
     with pytest.raises(StateError, match="the model of round 3"):
         log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 3))
     clear_log(context)

@@ -1,4 +1,6 @@
-"""The ClientApp of a hospital: one for every strategy, for what a strategy does not ask for is not done."""
+"""The ClientApp of a hospital: one for every strategy, for what a strategy does not ask
+for is not done.
+"""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -17,7 +19,9 @@ app = ClientApp(mods=[packed, local_bn])
 def query(msg: Message, context: Context):
     """Tell how much data there is, and how large the first batch will be."""
     data, _ = own_data(context)
-    return answer_query(msg, context, DataLoader(data, context.run_config["batch-size"]))
+    return answer_query(
+        msg, context, DataLoader(data, context.run_config["batch-size"])
+    )
 
 
 @app.query("exchange")
@@ -28,13 +32,28 @@ def train(msg: Message, context: Context):
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     data, _ = own_data(context)
     settings, config = context.run_config, msg.content["config"]
-    seed = 1_000_000 * settings["seed"] + 1000 * config["server-round"] + context.node_config["partition-id"]
+    seed = (
+        1_000_000 * settings["seed"]
+        + 1000 * config["server-round"]
+        + context.node_config["partition-id"]
+    )
     order = torch.Generator().manual_seed(seed)
     with bn_rules(model, msg, context) as rules:
         rules.survey(DataLoader(data, settings["batch-size"]))
-        loss = train_fn(model, data, settings["local-epochs"], config["lr"], settings["batch-size"], order, rules)
+        loss = train_fn(
+            model,
+            data,
+            settings["local-epochs"],
+            config["lr"],
+            settings["batch-size"],
+            order,
+            rules,
+        )
     metrics = MetricRecord({"train-loss": loss, "num-examples": len(data)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+        reply_to=msg,
+    )
 
 
 @app.evaluate()
@@ -44,11 +63,15 @@ def evaluate(msg: Message, context: Context):
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     _, data = own_data(context)
     loss, accuracy = test_fn(model, data)
-    metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(data)})
+    metrics = MetricRecord(
+        {"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(data)}
+    )
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
 
 def own_data(context):
     """Return the training and test data of this node's hospital."""
     node = context.node_config
-    return hospital_data(node["partition-id"], node["num-partitions"], context.run_config["seed"])
+    return hospital_data(
+        node["partition-id"], node["num-partitions"], context.run_config["seed"]
+    )

@@ -17,7 +17,9 @@ def main(grid: Grid, context: Context):
     config = context.run_config
     torch.manual_seed(config["seed"])
     model = Net()
-    strategy = STRATEGIES[config["strategy"]](parts=split_state(model), seed=config["seed"])
+    strategy = STRATEGIES[config["strategy"]](
+        parts=split_state(model), seed=config["seed"]
+    )
     result = strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(model.state_dict()),

@@ -1,4 +1,6 @@
-"""A ServerApp of the older kind; ``to_legacy`` puts one of our strategies where Flower's own stood."""
+"""A ServerApp of the older kind; ``to_legacy`` puts one of our strategies where
+Flower's own stood.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,12 @@ class Net(nn.Module):
         return logits
 
 
-def load_data(partition_id: int, num_partitions: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return a client's images and labels, for training and for testing: every ``num_partitions``-th digit."""
+def load_data(
+    partition_id: int, num_partitions: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return a client's images and labels, for training and for testing: every
+    ``num_partitions``-th digit.
+    """
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -53,9 +57,13 @@ def train(net: nn.Module, data: tuple[Tensor, Tensor], learning_rate: float) -> 
     return total / len(data[1])
 
 
-def accuracy_and_loss(net: nn.Module, data: tuple[Tensor, Tensor]) -> tuple[float, float]:
+def accuracy_and_loss(
+    net: nn.Module, data: tuple[Tensor, Tensor]
+) -> tuple[float, float]:
     """Return accuracy and mean loss."""
     net.eval()
     with torch.no_grad():
         logits = net(data[0])
-    return float((logits.argmax(1) == data[1]).float().mean()), float(F.cross_entropy(logits, data[1]))
+    return float((logits.argmax(1) == data[1]).float().mean()), float(
+        F.cross_entropy(logits, data[1])
+    )

@@ -18,8 +18,12 @@ def train(msg: Message, context: Context):
     trainloader, _ = loaders(msg, context)
     lr = msg.content["config"]["lr"]
     train_loss = train_fn(model, trainloader, context.run_config["local-epochs"], lr)
-    metrics = MetricRecord({"train_loss": train_loss, "num-examples": len(trainloader.dataset)})
-    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    metrics = MetricRecord(
+        {"train_loss": train_loss, "num-examples": len(trainloader.dataset)}
+    )
+    content = RecordDict(
+        {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}
+    )
     return Message(content=content, reply_to=msg)
 
 
@@ -30,7 +34,13 @@ def evaluate(msg: Message, context: Context):
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     _, testloader = loaders(msg, context)
     loss, accuracy = test_fn(model, testloader)
-    metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(testloader.dataset)})
+    metrics = MetricRecord(
+        {
+            "eval_loss": loss,
+            "eval_acc": accuracy,
+            "num-examples": len(testloader.dataset),
+        }
+    )
     return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)
 
 
@@ -38,4 +48,9 @@ def loaders(msg, context):
     """Return this client's training and test batches."""
     node, config = context.node_config, msg.content.config_records.get("config", {})
     server_round = config.get("server-round", 0)
-    return load_data(node["partition-id"], node["num-partitions"], context.run_config["batch-size"], server_round)
+    return load_data(
+        node["partition-id"],
+        node["num-partitions"],
+        context.run_config["batch-size"],
+        server_round,
+    )

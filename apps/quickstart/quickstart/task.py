@@ -23,15 +23,23 @@ class Net(nn.Module):
 
 
 def load_data(partition, num_partitions, batch_size, server_round):
-    """Return training and test batches of one client: its own scanner's contrast and brightness, its own digits."""
+    """Return training and test batches of one client: its own scanner's contrast and
+    brightness, its own digits.
+    """
     pictures, labels = load_digits(return_X_y=True)
     images = torch.tensor(pictures, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     own = torch.arange(partition, len(images), num_partitions)
     shift = partition / max(num_partitions - 1, 1)
-    data = TensorDataset((1 - 0.5 * shift) * images[own] + 0.5 * shift, torch.tensor(labels)[own])
-    parts = torch.utils.data.random_split(data, [0.8, 0.2], torch.Generator().manual_seed(partition))
+    data = TensorDataset(
+        (1 - 0.5 * shift) * images[own] + 0.5 * shift, torch.tensor(labels)[own]
+    )
+    parts = torch.utils.data.random_split(
+        data, [0.8, 0.2], torch.Generator().manual_seed(partition)
+    )
     order = torch.Generator().manual_seed(1000 * server_round + partition)
-    return DataLoader(parts[0], batch_size, shuffle=True, generator=order), DataLoader(parts[1], batch_size)
+    return DataLoader(parts[0], batch_size, shuffle=True, generator=order), DataLoader(
+        parts[1], batch_size
+    )
 
 
 def train(net, loader, epochs, lr):

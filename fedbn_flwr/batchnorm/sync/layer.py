@@ -1,7 +1,9 @@
-"""The arithmetic of one BatchNorm call that gets its statistics, and the gradients through them, from outside.
+"""The arithmetic of one BatchNorm call that gets its statistics, and the gradients
+through them, from outside.
 
-Symbols: y is the layer's input, n_i its elements per channel on this client, s = sqrt(var + eps), g = dF_i/dx_hat.
-Moments and gradients are computed in float32 for float16, bfloat16 and float32 inputs, and in float64 for float64.
+Symbols: y is the layer's input, n_i its elements per channel on this client, s =
+sqrt(var + eps), g = dF_i/dx_hat. Moments and gradients are computed in float32 for
+float16, bfloat16 and float32 inputs, and in float64 for float64.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from torch.autograd.function import once_differentiable
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import other_axes, per_channel
 
-__all__ = ["BatchNormCall", "Normalise", "elements_per_channel", "local_mean", "local_moments"]
+__all__ = [
+    "BatchNormCall",
+    "Normalise",
+    "elements_per_channel",
+    "local_mean",
+    "local_moments",
+]
 
 
 def elements_per_channel(y: Tensor) -> int:
@@ -25,10 +33,12 @@ def elements_per_channel(y: Tensor) -> int:
 
 
 def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(centred, centre, error)`` of this client: y - centre, centre (C,), and the mean of centred (C,).
+    """Return ``(centred, centre, error)`` of this client: y - centre, centre (C,), and
+    the mean of centred (C,).
 
-    ``centre`` is a first mean with the rounding error of a long sum, which ``error`` corrects. On a CPU this and the
-    mean square are several times faster than torch's Welford pass, and as exact if the mean is far above the deviation.
+    ``centre`` is a first mean with the rounding error of a long sum, which ``error``
+    corrects. On a CPU this and the mean square are several times faster than torch's
+    Welford pass, and as exact if the mean is far above the deviation.
     """
     centre = y.mean(other_axes(y))
     centred = y - per_channel(centre, y)
@@ -38,11 +48,14 @@ def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def local_moments(centred: Tensor, centre: Tensor, error: Tensor) -> Tensor:
     """Return (mean, rest, var) of this client, (3, C), of what ``local_mean`` returns.
 
-    ``mean`` is centre + error after rounding, ``rest`` what rounding removed. ``var`` is biased, about mean + rest.
+    ``mean`` is centre + error after rounding, ``rest`` what rounding removed. ``var``
+    is biased, about mean + rest.
     """
     mean = centre + error
     rest = error - (mean - centre)
-    return torch.stack([mean, rest, (mean_square(centred) - error.square()).clamp_min_(0)])
+    return torch.stack(
+        [mean, rest, (mean_square(centred) - error.square()).clamp_min_(0)]
+    )
 
 
 def mean_square(centred: Tensor) -> Tensor:
@@ -51,18 +64,23 @@ def mean_square(centred: Tensor) -> Tensor:
 
 
 def _with_share(rows: Tensor, share: float) -> Tensor:
-    """Return ``rows``, (C,) or (3, C), with a further column: ``share`` in the first row, else 0."""
+    """Return ``rows``, (C,) or (3, C), with a further column: ``share`` in the first
+    row, else 0.
+    """
     column = rows.new_zeros(*rows.shape[:-1], 1)
     column.view(-1)[0] = share
     return torch.cat([rows, column], -1)
 
 
 class BatchNormCall:
-    """One BatchNorm call of a synchronised step, connected to the same call on the other clients.
+    """One BatchNorm call of a synchronised step, connected to the same call on the
+    other clients.
 
     Args:
-        exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of this client.
-        call: k/path, the number of the call in the forward pass and the path of its layer.
+        exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of
+            this client.
+        call: k/path, the number of the call in the forward pass and the path of its
+            layer.
         batch_size: b_i, the examples of this client's batch.
         layer: the layer, for errors.
         fused: mean and variance travel in one exchange.
@@ -96,9 +114,11 @@ class BatchNormCall:
         self._answered = False
 
     def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return y - mean - rest (a new tensor), and mean, rest and biased var over all clients, each (C,).
+        """Return y - mean - rest (a new tensor), and mean, rest and biased var over all
+        clients, each (C,).
 
-        ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if ``var`` is taken about mean.
+        ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if
+        ``var`` is taken about mean.
         """
         centred, centre, error = local_mean(y)
         share = self._batch_size / elements_per_channel(y)
@@ -107,38 +127,55 @@ class BatchNormCall:
             answer = self._exchange(f"moments/{self._call}", local)
             self.mean, rest, self.var = answer[:, :-1]
             self.share = float(answer[0, -1])
-            # The order matters: centre - mean is small and exact, and rest is far smaller than both.
+            # The order matters: centre - mean is small and exact, and rest is
+            # far # smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
             self.mean = self._exchange(f"mean/{self._call}", centre + error)
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
-            answer = self._exchange(f"variance/{self._call}", _with_share(mean_square(centred), share))
+            answer = self._exchange(
+                f"variance/{self._call}", _with_share(mean_square(centred), share)
+            )
             self.var, self.share = answer[:-1], float(answer[-1])
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
-        """Return the gradients (2, C) with respect to var and mean to continue with; ``local`` are this client's."""
+        """Return the gradients (2, C) with respect to var and mean to continue with;
+        ``local`` are this client's.
+        """
         if self._keeps_gradients:
             return local
         if self._answered:
             raise NormLayerError(
-                f"{self._layer} was reached by a second backward pass through one forward pass: its gradients were "
-                "exchanged already. Add the losses and call backward once."
+                f"{self._layer} was reached by a second backward pass through one"
+                " forward pass: its gradients were exchanged already. Add the losses"
+                " and call backward once."
             )
         self._answered = True
         return self._exchange(f"gradients/{self._call}", local)
 
 
 class Normalise(torch.autograd.Function):
-    """BatchNorm in training mode; a ``BatchNormCall`` gives the statistics and the gradients through them."""
+    """BatchNorm in training mode; a ``BatchNormCall`` gives the statistics and the
+    gradients through them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, call: BatchNormCall
+        ctx: Any,
+        y: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        call: BatchNormCall,
     ) -> Tensor:
-        """Return weight * (y - mean) / s + bias, in y's dtype; ``call`` supplies mean and var."""
-        centred, mean, rest, var = call.moments(y.to(torch.promote_types(y.dtype, torch.float32)))
+        """Return weight * (y - mean) / s + bias, in y's dtype; ``call`` supplies mean
+        and var.
+        """
+        centred, mean, rest, var = call.moments(
+            y.to(torch.promote_types(y.dtype, torch.float32))
+        )
         ctx.save_for_backward(y, weight, mean, rest, var)
         ctx.eps, ctx.call, ctx.has_bias = eps, call, bias is not None
         scale = (var + eps).rsqrt_()
@@ -152,24 +189,40 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of y, weight and bias; those of weight and bias come from this client alone."""
+        """Return the gradients of y, weight and bias; those of weight and bias come
+        from this client alone.
+        """
         y, weight, mean, rest, var = ctx.saved_tensors
         grad = grad.to(mean.dtype)
         centred = y.to(mean.dtype) - per_channel(mean, y)
         scale = (var + ctx.eps).rsqrt_()
         d_bias = grad.sum(other_axes(y))
-        # Here and below the rest of the mean is subtracted per channel, not in a pass over all elements.
+        # Here and below the rest of the mean is subtracted per channel, not in a
+        # pass # over all elements.
         d_weight = ((grad * centred).sum(other_axes(y)) - rest * d_bias) * scale
         sum_g, sum_g_x_hat = d_bias, d_weight
         factor = scale
         if weight is not None:
-            sum_g, sum_g_x_hat, factor = d_bias * weight, d_weight * weight, scale * weight
+            sum_g, sum_g_x_hat, factor = (
+                d_bias * weight,
+                d_weight * weight,
+                scale * weight,
+            )
         d_y = None
         if ctx.needs_input_grad[0]:
-            # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean through this client's variance is left
-            # out: it is not zero on one client, but zero in the sum over all clients.
+            # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean
+            # through # # this client's variance is left out: it is not zero on one client,
+            # but # zero # in the sum over all clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
-            centred.mul_(per_channel(2 * d_var, y)).add_(per_channel(d_mean - 2 * d_var * rest, y))
+            centred.mul_(per_channel(2 * d_var, y)).add_(
+                per_channel(d_mean - 2 * d_var * rest, y)
+            )
             d_y = centred.addcmul_(grad, per_channel(factor, y)).to(y.dtype)
-        return d_y, None if weight is None else d_weight, d_bias if ctx.has_bias else None, None, None
+        return (
+            d_y,
+            None if weight is None else d_weight,
+            d_bias if ctx.has_bias else None,
+            None,
+            None,
+        )

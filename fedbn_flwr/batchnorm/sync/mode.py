@@ -11,7 +11,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from fedbn_flwr.batchnorm.sync.layer import BatchNormCall, Normalise, elements_per_channel
+from fedbn_flwr.batchnorm.sync.layer import (
+    BatchNormCall,
+    Normalise,
+    elements_per_channel,
+)
 from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.checkpointing import in_checkpoint
@@ -36,12 +40,18 @@ class SynchronisedStep(TorchFunctionMode):
 
     Attributes:
         num_layers: BatchNorm calls synchronised so far; L after the forward pass.
-        num_exchanges: Exchanges answered so far, without the model's. A layer whose input needs no gradient (directly
-            on the data, or after a frozen backbone) has no exchange in the backward pass.
+        num_exchanges: Exchanges answered so far, without the model's. A layer whose
+            input needs no gradient (directly on the data, or after a frozen backbone)
+            has no exchange in the backward pass.
     """
 
     def __init__(
-        self, reduce: Reduce, batch_size: int, union_batch_size: int, exchanges: ExchangeScheme, backward: Backward
+        self,
+        reduce: Reduce,
+        batch_size: int,
+        union_batch_size: int,
+        exchanges: ExchangeScheme,
+        backward: Backward,
     ) -> None:
         super().__init__()
         self.num_layers = 0
@@ -53,26 +63,33 @@ class SynchronisedStep(TorchFunctionMode):
         self._path: str | None = None  # of the BatchNorm module being called
         self._seen = 0  # batch_norm calls of any kind
         self._closed = False
-        self._batch_norm = not_compiled(self._synchronise)  # so a recompilation repeats no exchange
+        # so a recompilation repeats no exchange
+        self._batch_norm = not_compiled(self._synchronise)
 
     def close(self) -> None:
         """Refuse every further exchange."""
         self._closed = True
 
     def require_a_layer(self) -> None:
-        """Check, at the end of a block, that a BatchNorm layer was called in train mode.
+        """Check, at the end of a block, that a BatchNorm layer was called in train
+        mode.
 
         Raises:
             NormLayerError: none was.
         """
         if self.num_layers == 0:
             raise NormLayerError(
-                "no BatchNorm layer was called in train mode in the synchronised step: nothing was synchronised. Call "
-                "model.train() before it, keep no BatchNorm in eval mode, and skip none at random or for some inputs."
+                "no BatchNorm layer was called in train mode in the synchronised step:"
+                " nothing was synchronised. Call model.train() before it, keep no"
+                " BatchNorm in eval mode, and skip none at random or for some inputs."
             )
 
-    def watch(self, path: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        """Name ``module`` in errors, and refuse it if it is called but does not call batch_norm."""
+    def watch(
+        self, path: str, module: nn.Module
+    ) -> tuple[RemovableHandle, RemovableHandle]:
+        """Name ``module`` in errors, and refuse it if it is called but does not call
+        batch_norm.
+        """
         before: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -82,16 +99,24 @@ class SynchronisedStep(TorchFunctionMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if before.pop() == self._seen:
                 raise NormLayerError(
-                    f"BatchNorm layer {path!r} ({type(module).__name__}) cannot be synchronised, because it does not "
-                    "call functional.batch_norm: it has its own arithmetic, or it is called again in the backward pass "
-                    "(activation checkpointing). Use plain BatchNorm without checkpointing."
+                    f"BatchNorm layer {path!r} ({type(module).__name__}) cannot be"
+                    " synchronised, because it does not call functional.batch_norm: it"
+                    " has its own arithmetic, or it is called again in the backward"
+                    " pass (activation checkpointing). Use plain BatchNorm without"
+                    " checkpointing."
                 )
             self._path = None
 
-        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+        return module.register_forward_pre_hook(enter), module.register_forward_hook(
+            leave
+        )
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace the BatchNorm calls in training mode; do all other calls unchanged."""
         bind = _BINDERS.get(func)
@@ -99,30 +124,48 @@ class SynchronisedStep(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self._seen += 1
         arguments = bind(*args, **(kwargs or {}))
-        return self._batch_norm(arguments) if arguments.training else func(*args, **(kwargs or {}))
+        return (
+            self._batch_norm(arguments)
+            if arguments.training
+            else func(*args, **(kwargs or {}))
+        )
 
     def _synchronise(self, arguments: _Arguments) -> Tensor:
         path, number = self._path, str(self.num_layers)
-        layer = f"the functional batch_norm of call {number}" if path is None else f"BatchNorm layer {path!r}"
+        layer = (
+            f"the functional batch_norm of call {number}"
+            if path is None
+            else f"BatchNorm layer {path!r}"
+        )
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
-        union = elements_per_channel(arguments.y) * union_batch_size / batch_size  # if all clients' inputs are alike
+        # if all clients' inputs are alike
+        union = elements_per_channel(arguments.y) * union_batch_size / batch_size
         if not union:
             raise NormLayerError(
-                f"{layer} gets no rows of this client's batch (input {tuple(arguments.y.shape)}), as an expert that no "
-                "example was sent to: its statistics cannot be synchronised. Use a method without a synchronised step, "
-                "as fedavg or fedbn."
+                f"{layer} gets no rows of this client's batch (input"
+                f" {tuple(arguments.y.shape)}), as an expert that no example was sent"
+                " to: its statistics cannot be synchronised. Use a method without a"
+                " synchronised step, as fedavg or fedbn."
             )
         if not union > 1:
             raise NormLayerError(
-                f"{layer} has {union:g} values per channel in the union of all clients' batches "
-                f"(input {tuple(arguments.y.shape)} here); more than 1 is needed. Use larger batches."
+                f"{layer} has {union:g} values per channel in the union of all clients'"
+                f" batches (input {tuple(arguments.y.shape)} here); more than 1 is"
+                " needed. Use larger batches."
             )
         call = BatchNormCall(
-            self.exchange, f"{number}/{path}" if path else number, batch_size, layer, self.fused, self.keeps_gradients
+            self.exchange,
+            f"{number}/{path}" if path else number,
+            batch_size,
+            layer,
+            self.fused,
+            self.keeps_gradients,
         )
         self.num_layers += 1
-        x: Tensor = Normalise.apply(arguments.y, arguments.weight, arguments.bias, arguments.eps, call)
+        x: Tensor = Normalise.apply(
+            arguments.y, arguments.weight, arguments.bias, arguments.eps, call
+        )
         with torch.no_grad():
             n = union_batch_size / call.share  # the same float on all clients
             _update(arguments.running_mean, call.mean, arguments.momentum)
@@ -130,13 +173,19 @@ class SynchronisedStep(TorchFunctionMode):
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:
-        """Return the server's answer to ``local``, in the same shape and dtype and on the same device."""
+        """Return the server's answer to ``local``, in the same shape and dtype and on
+        the same device.
+        """
         if self._closed:
-            raise NormLayerError(f"exchange {tag!r} comes after the synchronised block: loss.backward() belongs in it.")
+            raise NormLayerError(
+                f"exchange {tag!r} comes after the synchronised block: loss.backward()"
+                " belongs in it."
+            )
         answer = self._reduce(tag, local)
         if answer.shape != local.shape:
             raise ReplyError(
-                f"exchange {tag!r} was answered with shape {tuple(answer.shape)}; {tuple(local.shape)} was sent."
+                f"exchange {tag!r} was answered with shape {tuple(answer.shape)};"
+                f" {tuple(local.shape)} was sent."
             )
         self.num_exchanges += 1
         return answer.detach().to(local)
@@ -148,11 +197,14 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
 
 
 def _refuse_checkpoint(layer: str) -> None:
-    """Raise NormLayerError under activation checkpointing, which would do the layer's exchanges twice."""
+    """Raise NormLayerError under activation checkpointing, which would do the layer's
+    exchanges twice.
+    """
     if in_checkpoint():
         raise NormLayerError(
-            f"{layer} runs inside torch.utils.checkpoint, which calls it again in the backward pass: it cannot be "
-            "synchronised. Switch activation checkpointing off, or keep BatchNorm out of it."
+            f"{layer} runs inside torch.utils.checkpoint, which calls it again in the"
+            " backward pass: it cannot be synchronised. Switch activation"
+            " checkpointing off, or keep BatchNorm out of it."
         )
 
 
@@ -168,7 +220,9 @@ def _from_builtin(
     cudnn_enabled: bool,
 ) -> _Arguments:
     """Return the arguments of ``torch.batch_norm``, which some models call directly."""
-    return _Arguments(y, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _Arguments(
+        y, running_mean, running_var, weight, bias, training, momentum, eps
+    )
 
 
 def _from_functional(
@@ -181,7 +235,9 @@ def _from_functional(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> _Arguments:
-    return _Arguments(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _Arguments(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
 
 
 _BINDERS: dict[Any, Callable[..., _Arguments]] = {

@@ -1,8 +1,8 @@
 """The tensors of one exchange of a synchronised step, and the server's answer to them.
 
-An exchange has a tag ``kind/k/path``; k numbers the BatchNorm calls of the forward pass from 0, and path is that of the
-layer, which a functional call does not have. Clients in different layers thus send different tags. C = the layer's
-channels.
+An exchange has a tag ``kind/k/path``; k numbers the BatchNorm calls of the forward pass
+from 0, and path is that of the layer, which a functional call does not have. Clients in
+different layers thus send different tags. C = the layer's channels.
 
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
@@ -11,12 +11,14 @@ channels.
 | ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum p_i (var_i + (m_i - m)^2) |
 | ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
 
-The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per element of a channel, in the
-first row: with the answer, sum p_i b_i / n_i, all clients take one n for the running variance, n = B / answer. It is
-1 / (h w) for images of h x w positions. The ledger lists this column apart, like the counters.
+The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per
+element of a channel, in the first row: with the answer, sum p_i b_i / n_i, all clients
+take one n for the running variance, n = B / answer. It is 1 / (h w) for images of h x w
+positions. The ledger lists this column apart, like the counters.
 
-The tensors are float64 for a float64 layer input, else float32. A rest is the part of a mean that rounding to that type
-removed: m_i = mean_i + rest_i and m = mean + rest = sum p_i m_i.
+The tensors are float64 for a float64 layer input, else float32. A rest is the part of a
+mean that rounding to that type removed: m_i = mean_i + rest_i and m = mean + rest = sum
+p_i m_i.
 """
 
 from __future__ import annotations
@@ -30,30 +32,47 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ReplyError, unknown_name
 
-__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "ExchangeScheme", "Reduce", "check_names", "combine"]
+__all__ = [
+    "BACKWARDS",
+    "EXCHANGES",
+    "Backward",
+    "Combine",
+    "ExchangeScheme",
+    "Reduce",
+    "check_names",
+    "combine",
+]
 __all__ += ["exchange_bytes"]
 
 ExchangeScheme = Literal["3L+1", "2L+1"]
-"""``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together, with the same mathematics.
+"""``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both
+together, with the same mathematics.
 
-In the forward pass ``2L+1`` sends 3 C floats per BatchNorm call and direction, ``3L+1`` sends 2 C. The other C are the
-rests of the means: in ``2L+1`` the server computes the spread of the clients' means. With means rounded to float32 and
-no rests, a variance with mean 1e4 and deviation 1e-2 would be wrong by about 2%; with the rests the error is a few
-roundings at any mean. In ``3L+1`` the clients compute the spread about one rounded mean, and lose about the digits that
-torch's own layer loses.
+In the forward pass ``2L+1`` sends 3 C floats per BatchNorm call and direction, ``3L+1``
+sends 2 C. The other C are the rests of the means: in ``2L+1`` the server computes the
+spread of the clients' means. With means rounded to float32 and no rests, a variance
+with mean 1e4 and deviation 1e-2 would be wrong by about 2%; with the rests the error is
+a few roundings at any mean. In ``3L+1`` the clients compute the spread about one
+rounded mean, and lose about the digits that torch's own layer loses.
 """
 
 Backward = Literal["global", "own"]
-"""``global`` (FedTAN): gradients with respect to the statistics are exchanged; ``own`` (FedDNA): they are not."""
+"""``global`` (FedTAN): gradients with respect to the statistics are exchanged; ``own``
+(FedDNA): they are not.
+"""
 
 EXCHANGES: tuple[str, ...] = get_args(ExchangeScheme)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 
 Reduce = Callable[[str, Tensor], Tensor]
-"""``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer (same shape, any device)."""
+"""``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer
+(same shape, any device).
+"""
 
 Combine = Callable[[str, Sequence[Tensor], Sequence[float]], Tensor]
-"""``combine(tag, tensors, weights)`` returns the server's answer to the tensors of an exchange."""
+"""``combine(tag, tensors, weights)`` returns the server's answer to the tensors of an
+exchange.
+"""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
 _WITH_SHARE = ("variance", "moments")
@@ -64,26 +83,41 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
     Args:
         tag: The exchange, ``kind/k/path``; see the table above.
-        tensors: One tensor per client, all of one shape and dtype, in an order that does not depend on arrival.
-        weights: p_i or the sizes |D_i|, positive, in the same order; this function divides them by their sum.
+        tensors: One tensor per client, all of one shape and dtype, in an order that
+            does not depend on arrival.
+        weights: p_i or the sizes |D_i|, positive, in the same order; this function
+            divides them by their sum.
 
     Returns:
-        A tensor of the shape, dtype and device of the first tensor, accumulated in float64 in the given order.
+        A tensor of the shape, dtype and device of the first tensor, accumulated in
+        float64 in the given order.
 
     Raises:
         ConfigError: The kind is unknown.
-        ReplyError: There are no tensors, shapes or dtypes are wrong or differ, or the weights do not fit.
+        ReplyError: There are no tensors, shapes or dtypes are wrong or differ, or the
+            weights do not fit.
     """
     kind = tag.partition("/")[0]
     if kind not in _KINDS:
         raise unknown_name("exchange", kind, _KINDS)
     if not tensors or len({(t.shape, t.dtype) for t in tensors}) > 1:
         seen = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "none"
-        raise ReplyError(f"exchange {tag!r} needs tensors of one shape and dtype, one per client; got {seen}.")
+        raise ReplyError(
+            f"exchange {tag!r} needs tensors of one shape and dtype, one per client;"
+            f" got {seen}."
+        )
     if kind == "moments" and (tensors[0].dim() != 2 or len(tensors[0]) != 3):
-        raise ReplyError(f"exchange {tag!r} needs tensors of shape (3, C); got {tuple(tensors[0].shape)}.")
-    if len(weights) != len(tensors) or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ReplyError(f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got {list(weights)}.")
+        raise ReplyError(
+            f"exchange {tag!r} needs tensors of shape (3, C); got"
+            f" {tuple(tensors[0].shape)}."
+        )
+    if len(weights) != len(tensors) or not all(
+        math.isfinite(w) and w > 0 for w in weights
+    ):
+        raise ReplyError(
+            f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got"
+            f" {list(weights)}."
+        )
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
@@ -94,20 +128,35 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
 
 def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of a tensor's rows of channels, and those of the column beside them."""
+    """Return the bytes of a tensor's rows of channels, and those of the column beside
+    them.
+    """
     apart = tensor[..., -1:].numel() if tag.partition("/")[0] in _WITH_SHARE else 0
-    return (tensor.numel() - apart) * tensor.element_size(), apart * tensor.element_size()
+    return (
+        tensor.numel() - apart
+    ) * tensor.element_size(), apart * tensor.element_size()
 
 
-def _pooled(moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _pooled(
+    moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
+) -> Tensor:
     """Return mean, rest and var (3, C) in float64; the mean is rounded to ``dtype``."""
-    mean = _weighted_sum([mean_i + rest_i for mean_i, rest_i, _ in moments], shares).to(dtype).to(torch.float64)
-    # Below, means are offsets from the rounded mean: a rest smaller than float64's last digit of the mean is not lost.
+    mean = (
+        _weighted_sum([mean_i + rest_i for mean_i, rest_i, _ in moments], shares)
+        .to(dtype)
+        .to(torch.float64)
+    )
+    # Below, means are offsets from the rounded mean: a rest smaller than float64's
+    # last # digit of the mean is not lost.
     offsets = [(mean_i - mean) + rest_i for mean_i, rest_i, _ in moments]
     rest = _weighted_sum(offsets, shares)
-    # The equation of `reestimation.mixture`, which has no rests: with the means alone its variance would be wrong here.
-    # The spread of the client means is a sum of squared differences, not E[y^2] - E[y]^2: no cancellation.
-    spread = [var_i + (offset - rest).square() for (_, _, var_i), offset in zip(moments, offsets, strict=True)]
+    # The equation of `reestimation.mixture`, which has no rests: with the means
+    # alone # its variance would be wrong here. The spread of the client means is a sum
+    # of # squared differences, not E[y^2] - E[y]^2: no cancellation.
+    spread = [
+        var_i + (offset - rest).square()
+        for (_, _, var_i), offset in zip(moments, offsets, strict=True)
+    ]
     return torch.stack([mean, rest, _weighted_sum(spread, shares)])
 
 

@@ -1,8 +1,10 @@
-"""One forward and backward pass in which every BatchNorm of a model sees the batches of all clients as one.
+"""One forward and backward pass in which every BatchNorm of a model sees the batches of
+all clients as one.
 
-Every BatchNorm layer calls ``torch.nn.functional.batch_norm``. That call is replaced, not the layer, so these need
-nothing special: subclasses with their own forward, 1d, 2d and 3d, layers without affine parameters or running
-statistics, parallel branches, layers used more than once. The order of the calls in the forward pass numbers the
+Every BatchNorm layer calls ``torch.nn.functional.batch_norm``. That call is replaced,
+not the layer, so these need nothing special: subclasses with their own forward, 1d, 2d
+and 3d, layers without affine parameters or running statistics, parallel branches,
+layers used more than once. The order of the calls in the forward pass numbers the
 exchanges. A call with ``training=False`` is unchanged.
 """
 
@@ -16,7 +18,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
-from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce, check_names
+from fedbn_flwr.batchnorm.sync.reduction import (
+    Backward,
+    ExchangeScheme,
+    Reduce,
+    check_names,
+)
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.wrappers import compiled_modules, not_compiled, unwrap
@@ -36,7 +43,8 @@ def synchronised(
     exchanges: ExchangeScheme = "3L+1",
     backward: Backward = "global",
 ) -> Iterator[SynchronisedStep]:
-    """Synchronise every BatchNorm call in the block, forward and backward, with the same call on the other clients.
+    """Synchronise every BatchNorm call in the block, forward and backward, with the
+    same call on the other clients.
 
     ::
 
@@ -45,22 +53,27 @@ def synchronised(
             loss.backward()
         optimizer.step()
 
-    ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and shapes), in the thread that calls
-    the model and ``backward``, also on an accelerator. So clients in threads of one process may wait for one another;
-    where they take turns (``training.turns``) a ``reduce`` that waits gives its turn back meanwhile.
-    Its exceptions pass through the block and leave the model half done: some layers have new running statistics and
-    counters, some parameters a new ``.grad``. Restore the state dict, the gradients and the random state before you
-    repeat the step.
+    ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and
+    shapes), in the thread that calls the model and ``backward``, also on an
+    accelerator. So clients in threads of one process may wait for one another; where
+    they take turns (``training.turns``) a ``reduce`` that waits gives its turn back
+    meanwhile. Its exceptions pass through the block and leave the model half done: some
+    layers have new running statistics and counters, some parameters a new ``.grad``.
+    Restore the state dict, the gradients and the random state before you repeat the
+    step.
 
-    Every client must run the same model from the same state, so that the k-th BatchNorm call is the same layer on all:
-    the tag has the layer's path, by which the server sees a client whose k-th call is another one. A compiled model
-    runs uncompiled in the block.
-    Calls without gradient (``torch.no_grad``) are synchronised too: a centralised step would see the union there. A
-    loss scale must be the same on all clients, because gradients are averaged as they are.
+    Every client must run the same model from the same state, so that the k-th BatchNorm
+    call is the same layer on all: the tag has the layer's path, by which the server
+    sees a client whose k-th call is another one. A compiled model runs uncompiled in
+    the block. Calls without gradient (``torch.no_grad``) are synchronised too: a
+    centralised step would see the union there. A loss scale must be the same on all
+    clients, because gradients are averaged as they are.
 
     Args:
-        model: The model; its BatchNorm layers are named in tags and errors. The block changes nothing else in it.
-        reduce: Sends a tensor to the server and returns the answer over all clients of the round.
+        model: The model; its BatchNorm layers are named in tags and errors. The block
+            changes nothing else in it.
+        reduce: Sends a tensor to the server and returns the answer over all clients of
+            the round.
         batch_size: b_i, the examples of this client's batch.
         union_batch_size: B, the examples of all clients' batches.
         exchanges: Mean and variance one after the other, or together.
@@ -71,13 +84,15 @@ def synchronised(
 
     Raises:
         ConfigError: An argument is out of range.
-        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel and a model that is in another
-            client's step are refused immediately; one value
-            per channel in the union, activation checkpointing and a layer's own arithmetic when the layer is called.
+        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel and a
+            model that is in another client's step are refused immediately; one value
+            per channel in the union, activation checkpointing and a layer's own
+            arithmetic when the layer is called.
     """
     if not 1 <= batch_size <= union_batch_size:
         raise ConfigError(
-            f"batch_size {batch_size} must be at least 1, and union_batch_size {union_batch_size} no less."
+            f"batch_size {batch_size} must be at least 1, and union_batch_size"
+            f" {union_batch_size} no less."
         )
     check_names(exchanges, backward)
     _refuse_containers(model)
@@ -85,35 +100,45 @@ def synchronised(
     with ExitStack() as stack:
         stack.callback(step.close)
         stack.enter_context(_watched_layers(model, step))
-        # Some compilers end a graph at each exchange, and then fail in the backward pass of an activation in place.
+        # Some compilers end a graph at each exchange, and then fail in the
+        # backward # pass of an activation in place.
         for module in (unwrap(model), *compiled_modules(model)):
-            stack.callback(replace_method(module, "forward", not_compiled(module.forward)))
-        # Otherwise autograd runs every backward pass on a GPU in one thread, which the first client to wait would hold.
+            stack.callback(
+                replace_method(module, "forward", not_compiled(module.forward))
+            )
+        # Otherwise autograd runs every backward pass on a GPU in one thread, which
+        # the # first client to wait would hold.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)
         yield step
 
 
 def _refuse_containers(model: nn.Module) -> None:
-    """Raise NormLayerError for a module whose BatchNorm calls do not pass through torch's function modes."""
+    """Raise NormLayerError for a module whose BatchNorm calls do not pass through
+    torch's function modes.
+    """
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
-                f"module {path or 'model'!r} is a {type(module).__name__}: its BatchNorm calls cannot be synchronised. "
-                "Use the plain module."
+                f"module {path or 'model'!r} is a {type(module).__name__}: its"
+                " BatchNorm calls cannot be synchronised. Use the plain module."
             )
 
 
 @contextmanager
 def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
-    """Let the step watch every BatchNorm layer in the block, and mark the layers as those of one client."""
+    """Let the step watch every BatchNorm layer in the block, and mark the layers as
+    those of one client.
+    """
     with ExitStack() as stack:
-        for path, module in unwrap(model).named_modules():  # the paths of all clients, wrapped or not
+        # the paths of all clients, wrapped or not
+        for path, module in unwrap(model).named_modules():
             if isinstance(module, _BatchNorm):
                 if vars(module).get(_IN_A_STEP):
                     raise NormLayerError(
-                        f"layer {path!r} is in the synchronised step of another client, which runs at the same time in "
-                        "this process: build a model in each call, and do not share one between clients"
+                        f"layer {path!r} is in the synchronised step of another client,"
+                        " which runs at the same time in this process: build a model"
+                        " in each call, and do not share one between clients"
                     )
                 vars(module)[_IN_A_STEP] = True
                 stack.callback(vars(module).pop, _IN_A_STEP)

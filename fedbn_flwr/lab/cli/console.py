@@ -12,7 +12,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from typer.core import TyperCommand
 from typer.models import TyperPath
 
@@ -37,11 +44,14 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"  # groups of commands in the help
+# groups of commands in the help
+BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"
 
 
 class _Command(TyperCommand):
-    """A command that reads ``~`` at the begin of a path where no shell has: ``--out=~/runs``, or within quotes."""
+    """A command that reads ``~`` at the begin of a path where no shell has:
+    ``--out=~/runs``, or within quotes.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with the user's home for ``~`` in paths."""
@@ -56,7 +66,9 @@ class _Command(TyperCommand):
 class _App(typer.Typer):
     """Typer whose commands are of this kind, in groups, each with an example."""
 
-    def add(self, group: str, example: str, name: str | None = None) -> Callable[[F], F]:
+    def add(
+        self, group: str, example: str, name: str | None = None
+    ) -> Callable[[F], F]:
         """Return the decorator of a command.
 
         Args:
@@ -64,12 +76,20 @@ class _App(typer.Typer):
             example: what stands behind ``fedbn-flwr``.
             name: the command, where it is not that of the function.
         """
-        return self.command(name, cls=_Command, rich_help_panel=group, epilog=f"Example: fedbn-flwr {example}")
+        return self.command(
+            name,
+            cls=_Command,
+            rich_help_panel=group,
+            epilog=f"Example: fedbn-flwr {example}",
+        )
 
 
 app = _App(
     help="Batch Normalization in federated learning, on Flower.",
-    epilog="fedbn-flwr run apps/main/recipes/fixbn.yaml --out runs/fixbn\n\nfedbn-flwr doctor runs/fixbn",
+    epilog=(
+        "fedbn-flwr run apps/main/recipes/fixbn.yaml --out runs/fixbn\n\nfedbn-flwr"
+        " doctor runs/fixbn"
+    ),
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -90,7 +110,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _of_all_commands(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show it."),
+    ] = False,
 ) -> None:
     """See the help of ``app``, which the command alone prints."""
     if ctx.invoked_subcommand is None:
@@ -102,7 +125,9 @@ EngineChoice = Literal["in-process", "simulation"]
 
 
 def say(text: object = "", style: str | None = None, on: Console = console) -> None:
-    """Print a text or a table: in a terminal its lines break between words, elsewhere they stay whole."""
+    """Print a text or a table: in a terminal its lines break between words, elsewhere
+    they stay whole.
+    """
     if not on.is_terminal:
         on = Console(file=on.file, width=_WIDE, markup=False, highlight=False)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
@@ -110,19 +135,28 @@ def say(text: object = "", style: str | None = None, on: Console = console) -> N
 
 @contextmanager
 def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
-    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``; 1 for others.
+    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``;
+    1 for others.
 
     130 is for Ctrl-C and 143 for SIGTERM, as a shell has it.
     """
     try:
         yield
     except KeyboardInterrupt as error:  # its argument says what is saved
-        text = " ".join(["interrupted.", *map(str, error.args)]) if any(error.args) else "interrupted"
+        text = (
+            " ".join(["interrupted.", *map(str, error.args)])
+            if any(error.args)
+            else "interrupted"
+        )
         say(text, on=complaints)
         raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from error
     except FedBNError as error:
         say(error, "red", complaints)
-        raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input)) else 1) from error
+        raise typer.Exit(
+            2
+            if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input))
+            else 1
+        ) from error
 
 
 class _Terminated(KeyboardInterrupt):
@@ -135,7 +169,9 @@ def _terminate(*_: object) -> None:
 
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, and add to both what is saved and how to go on."""
+    """Let SIGTERM end a command as Ctrl-C does, and add to both what is saved and how
+    to go on.
+    """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -149,7 +185,10 @@ def report_own_data(settings: Any) -> None:
     """Print the counts of own data."""
     from fedbn_flwr.lab.data import is_own
     from fedbn_flwr.lab.partitioned.counts import data_text
-    from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+    from fedbn_flwr.lab.partitioned.partitioned_data import (
+        count_clients,
+        partitioned_data,
+    )
 
     if not is_own(settings.dataset) or settings.dataset.endswith(":"):
         return
@@ -162,7 +201,11 @@ class Scores:
 
     def __init__(self, score: str) -> None:
         label = {"accuracy": "acc"}.get(score, score)
-        self._labels = {"train-loss": "loss", f"test-{score}": label, f"personal-own-{score}": "own"}
+        self._labels = {
+            "train-loss": "loss",
+            f"test-{score}": label,
+            f"personal-own-{score}": "own",
+        }
         self._last: dict[str, str] = {}
 
     def after(self, line: Any) -> str:
@@ -183,21 +226,30 @@ def bars() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=complaints,
-        # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
+        # The speed is that of the last 1000 rounds: within rich's 30 s a large
+        # model # ends no two rounds.
         speed_estimate_period=math.inf,
     )
 
 
 @contextmanager
-def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Callable[[Any], None]]:
-    """Show each line of metrics: in a progress bar, or as a line where there is no terminal."""
+def progress(
+    total: int, name: str, score: str = "accuracy"
+) -> Iterator[Callable[[Any], None]]:
+    """Show each line of metrics: in a progress bar, or as a line where there is no
+    terminal.
+    """
     scores = Scores(score)
     if not complaints.is_terminal:
-        yield lambda line: say(f"round {line['round']}/{total}: {scores.after(line)}", on=complaints)
+        yield lambda line: say(
+            f"round {line['round']}/{total}: {scores.after(line)}", on=complaints
+        )
         return
     with bars() as shown:
         task = shown.add_task(name, total=total, shown="")
-        yield lambda line: shown.update(task, completed=line["round"], shown=scores.after(line))
+        yield lambda line: shown.update(
+            task, completed=line["round"], shown=scores.after(line)
+        )
 
 
 def quiet_flower() -> None:

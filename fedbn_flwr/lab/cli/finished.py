@@ -1,4 +1,6 @@
-"""``fedbn-flwr evaluate`` and ``fedbn-flwr export``: the model of a run on other data, and as one file."""
+"""``fedbn-flwr evaluate`` and ``fedbn-flwr export``: the model of a run on other data,
+and as one file.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,51 @@ from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
 
 
-@app.add(AFTERWARDS, "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
+@app.add(
+    AFTERWARDS,
+    "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps",
+)
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     dataset: Annotated[
         str | None,
-        typer.Option(help="The data; `fedbn-flwr list datasets`. Default: the run's test examples, site by site."),
+        typer.Option(
+            help=(
+                "The data; `fedbn-flwr list datasets`. Default: the run's test"
+                " examples, site by site."
+            )
+        ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Folder of another run on the same split: the difference at each site.")
+        Path | None,
+        typer.Option(
+            help="Folder of another run on the same split: the difference at each site."
+        ),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the data; repeatable.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value of the data; repeatable."),
+    ] = None,
     bn: Annotated[
         str,
-        typer.Option(help="averaged; own:CLIENT; adapt: statistics of the new inputs. Default: the global BN."),
+        typer.Option(
+            help=(
+                "averaged; own:CLIENT; adapt: statistics of the new inputs. Default:"
+                " the global BN."
+            )
+        ),
     ] = "",
-    state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="State folder of this site: its own model.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="New folder for predictions.csv and metrics.json."),
+    ] = None,
 ) -> None:
-    """Evaluate the model of a run on any data, or with an interval at each of its own sites."""
+    """Evaluate the model of a run on any data, or with an interval at each of its own
+    sites.
+    """
     with exit_codes():
         overrides = read_overrides(set_ or [])
         refuse_no_run(run)
@@ -46,13 +74,26 @@ def evaluate(
 
     with exit_codes():
         if dataset is None:
-            of_data = {"--set": set_, "--bn": bn, "--state-dir": state_dir, "--out": out}
+            of_data = {
+                "--set": set_,
+                "--bn": bn,
+                "--state-dir": state_dir,
+                "--out": out,
+            }
             if given := [name for name, value in of_data.items() if value]:
-                raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
+                raise ConfigError(
+                    f"{', '.join(given)}: say which data, with --dataset."
+                )
             print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
-            say(f"The ends are those of {LEVEL:.0%} intervals over the groups of a site.")
+            say(
+                f"The ends are those of {LEVEL:.0%} intervals over the groups of a"
+                " site."
+            )
         elif against:
-            raise ConfigError("--against compares two runs on their own test examples: leave out --dataset.")
+            raise ConfigError(
+                "--against compares two runs on their own test examples: leave out"
+                " --dataset."
+            )
         else:
             data = {**overrides, "dataset": dataset}
             what, rows = evaluate_run(run, data, bn, out, state_dir)
@@ -70,15 +111,40 @@ def evaluate(
             say(f"results: {out.absolute()}")
 
 
-@app.add(AFTERWARDS, "export runs/fedbn --client 2 --format onnx --fold-bn --out home/model.onnx")
+@app.add(
+    AFTERWARDS,
+    "export runs/fedbn --client 2 --format onnx --fold-bn --out home/model.onnx",
+)
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of the run; on a remote site its config.yaml and model suffice.")],
-    format: Annotated[Literal["torch", "torch-export", "onnx"], typer.Option(help="The file's format.")],
-    out: Annotated[Path, typer.Option(help="File to write, .safetensors, .pt2 or .onnx.")],
-    client: Annotated[int | None, typer.Option(help="This client's own model. Default: the global model.")] = None,
-    bn: Annotated[Literal["averaged"] | None, typer.Option(help="The average of the BN that the clients keep.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
-    fold_bn: Annotated[bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")] = False,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help=(
+                "Folder of the run; on a remote site its config.yaml and model suffice."
+            )
+        ),
+    ],
+    format: Annotated[
+        Literal["torch", "torch-export", "onnx"],
+        typer.Option(help="The file's format."),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="File to write, .safetensors, .pt2 or .onnx.")
+    ],
+    client: Annotated[
+        int | None,
+        typer.Option(help="This client's own model. Default: the global model."),
+    ] = None,
+    bn: Annotated[
+        Literal["averaged"] | None,
+        typer.Option(help="The average of the BN that the clients keep."),
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="State folder of this site: its own model.")
+    ] = None,
+    fold_bn: Annotated[
+        bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")
+    ] = False,
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model."""
     with exit_codes():

@@ -12,19 +12,36 @@ from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, quiet_flower, sa
 
 @app.add(
     BEFORE,
-    "check-node run.yaml --node-config data-path='/data' --superlink fl.example.org:8000 --root-certificates ca.crt",
+    "check-node run.yaml --node-config data-path='/data' --superlink"
+    " fl.example.org:8000 --root-certificates ca.crt",
     name="check-node",
 )
 def check_node(
     config: Annotated[Path, typer.Argument(help="YAML file: the settings of the run.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
-    node_config: Annotated[str, typer.Option(help="As for flower-supernode: this node's config.")] = "",
-    superlink: Annotated[str, typer.Option(help="HOST:PORT of the server; without it that way is not tried.")] = "",
-    root_certificates: Annotated[Path | None, typer.Option(help="The server's ca.crt.")] = None,
-    key: Annotated[Path | None, typer.Option(help="This node's private key, node.key.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="The server has no TLS.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value, replaces the file's; repeatable."),
+    ] = None,
+    node_config: Annotated[
+        str, typer.Option(help="As for flower-supernode: this node's config.")
+    ] = "",
+    superlink: Annotated[
+        str,
+        typer.Option(help="HOST:PORT of the server; without it that way is not tried."),
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="The server's ca.crt.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="This node's private key, node.key.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="The server has no TLS.")
+    ] = False,
 ) -> None:
-    """Check this machine, its data and its way to the server before it joins; exit with 1 where it cannot take part."""
+    """Check this machine, its data and its way to the server before it joins; exit with
+    1 where it cannot take part.
+    """
     from fedbn_flwr.lab.config.reading import merged, read_settings
 
     with exit_codes():

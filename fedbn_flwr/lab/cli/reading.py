@@ -1,4 +1,6 @@
-"""``fedbn-flwr report`` and ``doctor``: what happened in a run or a study, and what is wrong with its BatchNorm."""
+"""``fedbn-flwr report`` and ``doctor``: what happened in a run or a study, and what is
+wrong with its BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,25 @@ from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_results
 
 _NOT_KNOWN = 3
-"""The exit code of ``doctor --strict`` where nothing was found and a part was not measured."""
+"""The exit code of ``doctor --strict`` where nothing was found and a part was not
+measured.
+"""
 
 
 @app.add(AFTERWARDS, "report runs/digits --out digits.html")
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep.")],
-    out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the folder.")] = None,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write. Default: report.html in the folder."),
+    ] = None,
 ) -> None:
-    """Write one HTML page of a run or a study, which needs no other file and no network."""
+    """Write one HTML page of a run or a study, which needs no other file and no
+    network.
+    """
     with exit_codes():
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
@@ -38,18 +50,46 @@ def report(
 
 @app.add(AFTERWARDS, "doctor runs/fedbn --json")
 def doctor(
-    target: Annotated[str, typer.Argument(help="Folder of a run, file of a saved state, or name of a model.")],
-    state: Annotated[Path | None, typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz.")] = None,
-    dataset: Annotated[str, typer.Option(help="Data for a model; `fedbn-flwr list datasets`.")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value: the split, local-steps, ...")] = None,
-    local_keys: Annotated[
-        Path | None, typer.Option(help="Names that your own FedBN keeps local: a line each, JSON, or a saved state.")
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of a run, file of a saved state, or name of a model."
+        ),
+    ],
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz."),
     ] = None,
-    max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
+    dataset: Annotated[
+        str, typer.Option(help="Data for a model; `fedbn-flwr list datasets`.")
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value: the split, local-steps, ..."),
+    ] = None,
+    local_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "Names that your own FedBN keeps local: a line each, JSON, or a saved"
+                " state."
+            )
+        ),
+    ] = None,
+    max_examples: Annotated[
+        int, typer.Option(min=2, help="Examples of each client to use.")
+    ] = 1024,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of text.")
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(help="End with code 1 for a finding; 3 if a part is not known."),
+    ] = False,
 ) -> None:
-    """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
+    """Say what is wrong with BatchNorm in a run, a model on data, or a saved state:
+    evidence, and what to try.
+    """
     from fedbn_flwr.lab.config import Config
 
     path = Path(os.path.expanduser(target))
@@ -57,20 +97,35 @@ def doctor(
         settings = read_overrides(set_ or [])
         if path.is_dir():
             if dataset or set_ or state or local_keys:
-                raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
+                raise ConfigError(
+                    "a run has its data, settings, state and split: leave out all but"
+                    " its folder."
+                )
         elif path.is_file():
             if dataset or state or set_:
                 raise ConfigError(
-                    f"{target} is a saved state: for data and settings name the model, and give it with --state."
+                    f"{target} is a saved state: for data and settings name the model,"
+                    " and give it with --state."
                 )
         elif not dataset and not state:
             raise ConfigError(
-                f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "
-                "state (--state FILE), or both."
+                f"{target} is no folder of a run and no file. For a model give its data"
+                " (--dataset NAME), a saved state (--state FILE), or both."
             )
         else:
-            Config.check_keys({**settings, "model": target, **({"dataset": dataset} if dataset else {})})
-    from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
+            Config.check_keys(
+                {
+                    **settings,
+                    "model": target,
+                    **({"dataset": dataset} if dataset else {}),
+                }
+            )
+    from fedbn_flwr.lab.doctor import (
+        diagnose_model,
+        diagnose_run,
+        diagnose_saved_state,
+        read_names,
+    )
 
     with exit_codes(StateError):  # 1 and 3 are answers, under --strict
         split = {"local_keys": read_names(local_keys)} if local_keys else {}
@@ -81,7 +136,9 @@ def doctor(
         elif state and not dataset:
             diagnosis = diagnose_saved_state(state, target, settings, split)
         else:
-            diagnosis = diagnose_model(target, dataset, settings, state, max_examples, split)
+            diagnosis = diagnose_model(
+                target, dataset, settings, state, max_examples, split
+            )
         if json_:
             print(json.dumps(diagnosis.to_json(), indent=2))
         else:

@@ -27,23 +27,47 @@ from fedbn_flwr.lab.cli.console import (
 
 @app.add(TRAIN, "run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
 def run(
-    config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
-    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = "in-process",
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file of settings; without it, the defaults."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value, replaces the file's; repeatable."),
+    ] = None,
+    engine: Annotated[
+        EngineChoice, typer.Option(help="Where the clients run.")
+    ] = "in-process",
     workers: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Worker processes of the engine in-process; 0: none. Default: the cores, if the work pays."
+            min=0,
+            help=(
+                "Worker processes of the engine in-process; 0: none. Default: the"
+                " cores, if the work pays."
+            ),
         ),
     ] = None,
     ray_address: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of a Ray cluster for the engine simulation: clients run on all its machines."),
+        typer.Option(
+            help=(
+                "HOST:PORT of a Ray cluster for the engine simulation: clients run on"
+                " all its machines."
+            )
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out.")
+    ] = False,
 ) -> None:
-    """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
+    """Do a run, or the rest of it, and write its folder: config, metrics, summary,
+    model, curves, checkpoints.
+    """
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():
@@ -55,12 +79,21 @@ def run(
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
-        quiet_flower()  # its import, which came with the run's, sets the level of its log
-        folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
+        # its import, which came with the run's, sets the level of its log
+        quiet_flower()
+        folder = out or Path(
+            settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
+        )
         if workers is not None and engine != "in-process":
-            raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
+            raise ConfigError(
+                f"--workers={workers} is for --engine in-process; Ray has workers of"
+                " its own."
+            )
         if ray_address is not None and engine != "simulation":
-            raise ConfigError(f"--ray-address={ray_address} needs --engine simulation, whose clients Ray runs.")
+            raise ConfigError(
+                f"--ray-address={ray_address} needs --engine simulation, whose clients"
+                " Ray runs."
+            )
         checked = preflight(settings, folder)
         report_own_data(checked.config)
         options = "" if engine == "in-process" else f" --engine {engine}"
@@ -69,11 +102,19 @@ def run(
         try:
             with (
                 interrupt(lambda: after_interrupt(folder, options)),
-                progress(settings.num_server_rounds, settings.title, data_of(settings).task.score) as advance,
+                progress(
+                    settings.num_server_rounds,
+                    settings.title,
+                    data_of(settings).task.score,
+                ) as advance,
             ):
                 summary = start(checked, engine, advance, workers, ray_address)
         except DivergedError:
-            _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
+            _print_results(
+                settings.title,
+                json.loads((folder / "summary.json").read_text()),
+                folder,
+            )
             raise
         _print_results(settings.title, summary, folder)
 
@@ -83,7 +124,10 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
     if out is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue.")
     if config is None and not (out / "config.yaml").is_file():
-        raise ConfigError(f"--resume: {out / 'config.yaml'} is absent. Set --out to the run's folder, or give CONFIG.")
+        raise ConfigError(
+            f"--resume: {out / 'config.yaml'} is absent. Set --out to the run's folder,"
+            " or give CONFIG."
+        )
     return config or out / "config.yaml"
 
 
@@ -109,8 +153,16 @@ def _summary_table(name: str, summary: dict[str, Any]) -> Table:
     headline, ledger = summary["headline"], summary["ledger"]
     values = [summary[which].get(headline) for which in ("final", "best")]
     shown = ["-" if value is None else f"{value:.4f}" for value in values]
-    rounds = f"{summary['rounds']}, diverged" if "diverged-at" in summary else str(summary["rounds"])
+    rounds = (
+        f"{summary['rounds']}, diverged"
+        if "diverged-at" in summary
+        else str(summary["rounds"])
+    )
     megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
-    table = Table("run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None)
-    table.add_row(name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
+    table = Table(
+        "run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None
+    )
+    table.add_row(
+        name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}"
+    )
     return table

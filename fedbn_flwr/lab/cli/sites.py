@@ -15,9 +15,13 @@ _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-
 
 
 def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
-    """Print a row for each site: its counts, the metric, and the ends of intervals where the rows have them."""
+    """Print a row for each site: its counts, the metric, and the ends of intervals
+    where the rows have them.
+    """
     names = [name for name in ("examples", "groups", *_FIGURES) if name in rows[0]]
-    table = Table("site", *(metric if name == "value" else name for name in names), box=None)
+    table = Table(
+        "site", *(metric if name == "value" else name for name in names), box=None
+    )
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:

@@ -33,17 +33,44 @@ if TYPE_CHECKING:
 
 @app.add(TRAIN, "sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
 def sweep(
-    study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper, target, tune.")],
-    out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the study's base.")] = None,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time, each a process. Default: the cores, if the work pays.")
+    study: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML file: base, methods, splits, seeds, paper, target, tune."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value, replaces the study's base."),
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Only runs of this method of the study; repeatable.")] = None,
-    split: Annotated[list[str] | None, typer.Option(help="Only runs on this split of the study; repeatable.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Only runs with this seed of the study; repeatable.")] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=(
+                "Runs at a time, each a process. Default: the cores, if the work pays."
+            ),
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Only runs of this method of the study; repeatable."),
+    ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(help="Only runs on this split of the study; repeatable."),
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Only runs with this seed of the study; repeatable."),
+    ] = None,
 ) -> None:
-    """Do a grid of runs, methods x splits x seeds, and write one table with mean and deviation."""
+    """Do a grid of runs, methods x splits x seeds, and write one table with mean and
+    deviation.
+    """
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
@@ -61,22 +88,34 @@ def sweep(
         grid = load_study(study, set_ or [])
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
-        selected = [cell for cell in (*grid.trials(), *grid.cells()) if cell in selection]
+        selected = [
+            cell for cell in (*grid.trials(), *grid.cells()) if cell in selection
+        ]
         if parallel is None:
-            parallel = default_parallel([cell for cell in selected if not is_done(cell, out)])
+            parallel = default_parallel(
+                [cell for cell in selected if not is_done(cell, out)]
+            )
         runner = in_parallel(parallel) if parallel > 1 else in_series
 
         failed: RunFailedError | None = None
         table: pd.DataFrame | None = None  # of lost trials there is none
-        saved = f"Finished runs in {out} stay. The same command goes on, from the last checkpoint of each run."
+        saved = (
+            f"Finished runs in {out} stay. The same command goes on, from the last"
+            " checkpoint of each run."
+        )
         try:
             with interrupt(lambda: saved), bars() as progress:
-                table = launch(grid, out, runner, Display(progress, grid.name), selection)
+                table = launch(
+                    grid, out, runner, Display(progress, grid.name), selection
+                )
         except RunFailedError as error:
             table, failed = error.result, error
         if table is not None:
             _show(table, grid.name)
-        say(f"\nresults: {out.absolute()}\nnext: fedbn-flwr report {shlex.quote(str(out))}")
+        say(
+            f"\nresults: {out.absolute()}\nnext: fedbn-flwr report"
+            f" {shlex.quote(str(out))}"
+        )
         if failed:
             raise failed
 
@@ -95,7 +134,9 @@ def _show(table: pd.DataFrame, title: str) -> None:
 
 
 class Display:
-    """A bar over the runs of a study, and a line for each run that ended, so that a log file has them too."""
+    """A bar over the runs of a study, and a line for each run that ended, so that a log
+    file has them too.
+    """
 
     def __init__(self, progress: Progress, name: str) -> None:
         self._progress, self._name, self._started = progress, name, dict[str, float]()
@@ -115,7 +156,9 @@ class Display:
 
         def on_round(line: Any) -> None:
             self._shown = scores.after(line)
-            self._progress.update(self._bar, shown=f"{cell.name}, round {line['round']}: {self._shown}")
+            self._progress.update(
+                self._bar, shown=f"{cell.name}, round {line['round']}: {self._shown}"
+            )
 
         return on_round
 
@@ -124,6 +167,12 @@ class Display:
         self._ended += 1
         self._progress.advance(self._bar)
         seconds = time.monotonic() - self._started[cell.name]
-        outcome = f"failed: {error}" if error else f"{self._shown} {seconds:.0f} s".strip()
-        say(f"{self._ended}/{self._left} {cell.name}: {outcome}", "red" if error else None, complaints)
+        outcome = (
+            f"failed: {error}" if error else f"{self._shown} {seconds:.0f} s".strip()
+        )
+        say(
+            f"{self._ended}/{self._left} {cell.name}: {outcome}",
+            "red" if error else None,
+            complaints,
+        )
         self._shown = ""

@@ -1,4 +1,5 @@
-"""What is told of a config without torch: each key by itself, names, keys together, keys without effect.
+"""What is told of a config without torch: each key by itself, names, keys together,
+keys without effect.
 
 What needs the registries, own data or the methods is in ``run_checks.py``.
 """
@@ -25,7 +26,14 @@ F = TypeVar("F", bound=Fields)
 ROLES = ("local-part", "client-hooks", "server-step")
 """The keys that add methods to the strategy."""
 _OF_A_FEDERATION = (
-    *("fraction-train", "cohort-rounds", "fraction-evaluate", "min-replies", "round-timeout", "variance"),
+    *(
+        "fraction-train",
+        "cohort-rounds",
+        "fraction-evaluate",
+        "min-replies",
+        "round-timeout",
+        "variance",
+    ),
     *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
 )
 
@@ -43,7 +51,8 @@ def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem
         return kind.model_validate(valid), problems
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    first = {str(one["loc"][0]): one for one in reversed(errors)}  # a union gives several for one key
+    # a union gives several for one key
+    first = {str(one["loc"][0]): one for one in reversed(errors)}
     keys = list(defaults_of(kind))
     for key, one in reversed(first.items()):
         problems.append(of_pydantic(one, keys))
@@ -53,7 +62,9 @@ def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem
 
 def defaults_of(kind: type[Fields]) -> dict[str, Any]:
     """Return the default of each key."""
-    return {field.alias or name: field.default for name, field in kind.model_fields.items()}
+    return {
+        field.alias or name: field.default for name, field in kind.model_fields.items()
+    }
 
 
 def problems_together(config: Fields) -> list[Problem]:
@@ -70,7 +81,10 @@ def _of_names(config: Fields) -> Iterator[Problem]:
             yield from of_name(role, name, allowed(role))
     names = config.method_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        text = f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step"
+        text = (
+            f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and"
+            " server-step"
+        )
         yield Problem("conflict", "strategy", text)
     yield from of_name("norm", config.norm, allowed("norm"))
     if ":" not in config.dataset:
@@ -87,13 +101,22 @@ def _of_rounds(config: Fields) -> Iterator[Problem]:
     """Yield what is wrong with rounds, steps and the learning rate."""
     stopping = f"early-stopping={config.early_stopping}"
     if config.early_stopping and not config.validation_share:
-        text = f"{stopping} needs validation-share above 0: the score is that on examples that no client trains on"
+        text = (
+            f"{stopping} needs validation-share above 0: the score is that on examples"
+            " that no client trains on"
+        )
         yield Problem("needs", "early-stopping", text)
     if config.early_stopping and not config.checkpoint_every:
-        text = f"{stopping} goes back to the checkpoint of the best round: set checkpoint-every above 0"
+        text = (
+            f"{stopping} goes back to the checkpoint of the best round: set"
+            " checkpoint-every above 0"
+        )
         yield Problem("needs", "early-stopping", text)
     if not config.local_steps and not config.local_epochs:
-        text = "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"
+        text = (
+            "local-steps and local-epochs are both 0: nothing to train; set one of them"
+            " above 0"
+        )
         yield Problem("conflict", "local-steps", text)
     try:
         read_decays(config.lr_decay_at, config.lr_decay_factor)
@@ -105,42 +128,72 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
     """Yield what is wrong with the tests."""
     tests = split(config.eval_on)
     if tests[:1] == ["personal-domains"]:
-        text = "eval-on=personal-domains has no mean, which a run's main metric needs: name another test before it"
+        text = (
+            "eval-on=personal-domains has no mean, which a run's main metric needs:"
+            " name another test before it"
+        )
         yield Problem("needs", "eval-on", text)
     adapted = ",".join(name for name in tests if name.endswith(TEST_BN))
     if adapted and not config.test_bn:
-        yield Problem("needs", "test-bn", f"eval-on={adapted} needs test-bn: batch, mix")
+        yield Problem(
+            "needs", "test-bn", f"eval-on={adapted} needs test-bn: batch, mix"
+        )
 
 
 def _of_privacy(config: Fields) -> Iterator[Problem]:
     """Yield what is wrong with the keys of the protections together."""
     centralized = config.strategy == CENTRALIZED
     if config.dp != "off" and centralized:
-        yield Problem("conflict", "dp", f"dp={config.dp}: strategy=centralized has no clients")
+        yield Problem(
+            "conflict", "dp", f"dp={config.dp}: strategy=centralized has no clients"
+        )
     if config.masked_sums and centralized:
-        yield Problem("conflict", "masked-sums", "masked-sums=true: strategy=centralized has no clients")
+        yield Problem(
+            "conflict",
+            "masked-sums",
+            "masked-sums=true: strategy=centralized has no clients",
+        )
     if config.masked_sums and config.num_clients == 1:
-        text = "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"
+        text = (
+            "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over"
+            " one client is its update"
+        )
         yield Problem("conflict", "masked-sums", text)
     if (config.dp != "off" or config.masked_sums) and config.norm == "batch-renorm":
-        text = "norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds"
+        text = (
+            "norm=batch-renorm warms up by counting batches, and with privacy a counter"
+            " counts rounds"
+        )
         yield Problem("conflict", "norm", text)
     if config.dp == "off":
         return
     if config.min_replies > 1:
-        text = f"min-replies={config.min_replies}: a round with noise has a result whoever answers; leave it out"
+        text = (
+            f"min-replies={config.min_replies}: a round with noise has a result whoever"
+            " answers; leave it out"
+        )
         yield Problem("conflict", "min-replies", text)
     if config.early_stopping:
-        text = f"early-stopping={config.early_stopping} chooses a round by the clients' validation examples"
+        text = (
+            f"early-stopping={config.early_stopping} chooses a round by the clients'"
+            " validation examples"
+        )
         yield Problem("conflict", "early-stopping", text)
 
 
-# --- keys without effect ----------------------------------------------------------------------------------------------
+# --- keys without effect --------------------------------------------------------------
 def has_no_effect(config: Fields) -> dict[str, str]:
-    """Return the keys that are set and that this run cannot use, each with what it needs."""
+    """Return the keys that are set and that this run cannot use, each with what it
+    needs.
+    """
     unused: dict[str, str] = {}
     defaults, methods = defaults_of(type(config)), config.method_names
-    of_run = {name for method in methods if method in PARAMS for name in config_fields(PARAMS[method])}
+    of_run = {
+        name
+        for method in methods
+        if method in PARAMS
+        for name in config_fields(PARAMS[method])
+    }
     misspelt = any(method not in PARAMS and method != CENTRALIZED for method in methods)
     for key, value in values_of(config).items():
         if value == defaults[key]:
@@ -158,7 +211,10 @@ def has_no_effect(config: Fields) -> dict[str, str]:
 
 def values_of(config: Fields) -> dict[str, Any]:
     """Return the value of each key."""
-    return {field.alias or name: getattr(config, name) for name, field in type(config).model_fields.items()}
+    return {
+        field.alias or name: getattr(config, name)
+        for name, field in type(config).model_fields.items()
+    }
 
 
 def _unmet(config: Fields, key: str, defaults: Mapping[str, Any]) -> str:
@@ -173,7 +229,10 @@ def _unmet(config: Fields, key: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    return any(value == one or (str(one).endswith(":") and str(value).startswith(one)) for one in values)
+    return any(
+        value == one or (str(one).endswith(":") and str(value).startswith(one))
+        for one in values
+    )
 
 
 def in_words(conditions: Mapping[str, Any]) -> str:
@@ -183,6 +242,10 @@ def in_words(conditions: Mapping[str, Any]) -> str:
         if values == SET:
             words.append(key)
             continue
-        shown = [str(value).lower() if isinstance(value, bool) else value for value in values if value != ""]
+        shown = [
+            str(value).lower() if isinstance(value, bool) else value
+            for value in values
+            if value != ""
+        ]
         words.append(f"{key}={' and '.join(shown)}")
     return ", with ".join(words)

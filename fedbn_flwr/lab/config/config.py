@@ -23,15 +23,22 @@ from fedbn_flwr.lab.config.texts import number, split
 __all__ = ["Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-# The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
-_OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
+# The service `cli` of docker-compose.yml sets these in every run config; a run
+# that # cannot use them goes without.
+_OF_THE_COMPOSE_FILE = (
+    "fedtan-transport",
+    "fedtan-bind",
+    "fedtan-address",
+    "fedtan-tls-dir",
+)
 
 
 class Config(Fields):
-    """All settings of a run. Keys are the kebab-case names of the fields; values are scalars, lists are comma strings.
+    """All settings of a run. Keys are the kebab-case names of the fields; values are
+    scalars, lists are comma strings.
 
-    "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this class. ``data_of`` and
-    ``method_of`` say what the settings mean.
+    "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this
+    class. ``data_of`` and ``method_of`` say what the settings mean.
     """
 
     @classmethod
@@ -42,18 +49,24 @@ class Config(Fields):
 
         Args:
             values: the settings; missing keys take their defaults.
-            complete: whether ``values`` holds all keys, as Flower's run config does; a key with its default value then
-                counts as not set, and what ``docker-compose.yml`` sets in every run is left out where it has no effect.
+            complete: whether ``values`` holds all keys, as Flower's run config does; a
+                key with its default value then counts as not set, and what
+                ``docker-compose.yml`` sets in every run is left out where it has no
+                effect.
 
         Raises:
-            ConfigError: all problems, one per line: unknown keys with the nearest known key, wrong types, values out of
-                range, settings that contradict each other or have no effect. If some are told without torch, these.
+            ConfigError: all problems, one per line: unknown keys with the nearest known
+                key, wrong types, values out of range, settings that contradict each
+                other or have no effect. If some are told without torch, these.
         """
         config, problems = cls._first_half(values, complete)
         unused = has_no_effect(config)
         problems += _no_effect(config, unused, complete)
         _refuse(problems)
-        from fedbn_flwr.lab.config.run_checks import has_no_effect_in_run, problems_of_run
+        from fedbn_flwr.lab.config.run_checks import (
+            has_no_effect_in_run,
+            problems_of_run,
+        )
 
         _refuse(problems_of_run(config))
         config = _with_nobody_held_out(config)
@@ -61,7 +74,9 @@ class Config(Fields):
         _refuse(_no_effect(config, unused, complete))
         defaults = defaults_of(cls)
         preset = {key for key in _OF_THE_COMPOSE_FILE if complete and key in unused}
-        return config._resolved({key.replace("-", "_"): defaults[key] for key in preset})
+        return config._resolved(
+            {key.replace("-", "_"): defaults[key] for key in preset}
+        )
 
     @classmethod
     def check_keys(cls, values: Mapping[str, Any]) -> None:
@@ -74,13 +89,18 @@ class Config(Fields):
         _refuse([*problems, *_no_effect(config, has_no_effect(config), complete=False)])
 
     @classmethod
-    def _first_half(cls, values: Mapping[str, Any], complete: bool = False) -> tuple[Config, list[Problem]]:
+    def _first_half(
+        cls, values: Mapping[str, Any], complete: bool = False
+    ) -> tuple[Config, list[Problem]]:
         """Return the valid settings, and the problems that are told without torch."""
         settings, twice = new_names(values)
         problems = [Problem("conflict", "", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
         if steps and epochs and epochs != (1 if complete else 0):
-            text = f"local-steps={steps} and local-epochs={epochs} are both set; set one of them"
+            text = (
+                f"local-steps={steps} and local-epochs={epochs} are both set; set one"
+                " of them"
+            )
             problems.append(Problem("conflict", "local-steps", text))
         config, invalid = checked(cls, settings)
         return config, [*problems, *invalid, *problems_together(config)]
@@ -94,17 +114,24 @@ class Config(Fields):
         update: dict[str, Any] = {"partition": data_of(config).split_name}
         if config.strategy != CENTRALIZED:
             params = method_of(config).params
-            update |= {name: getattr(params, setting) for name, setting in config_fields(type(params)).items()}
+            update |= {
+                name: getattr(params, setting)
+                for name, setting in config_fields(type(params)).items()
+            }
         if config.local_steps:
             update["local_epochs"] = 0
         return config.model_copy(update=update)
 
     @classmethod
-    def make_of_shared(cls, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Config, dict[str, str]]:
-        """Return the config of settings that several runs share and of a run's own, which take precedence.
+    def make_of_shared(
+        cls, shared: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> tuple[Config, dict[str, str]]:
+        """Return the config of settings that several runs share and of a run's own,
+        which take precedence.
 
         Returns:
-            The config, and the shared keys that were left out because they have no effect in this run, with the reason.
+            The config, and the shared keys that were left out because they have no
+            effect in this run, with the reason.
 
         Raises:
             ConfigError: as ``make``; also if a key of the run's own has no effect.
@@ -113,44 +140,72 @@ class Config(Fields):
         stay = {RENAMED.get(key, key) for key in own}
         dropped: dict[str, str] = {}
         while True:  # without one key another may have no effect
-            drop = {key: use for key, use in cls._unused(settings).items() if key not in stay}
+            drop = {
+                key: use
+                for key, use in cls._unused(settings).items()
+                if key not in stay
+            }
             if not drop:
                 return cls.make(settings), dropped
             dropped |= drop
-            settings = {key: value for key, value in settings.items() if key not in drop}
+            settings = {
+                key: value for key, value in settings.items() if key not in drop
+            }
 
     @classmethod
     def _unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys that are set and have no effect; none if the settings have other problems."""
+        """Return the keys that are set and have no effect; none if the settings have
+        other problems.
+        """
         config, problems = cls._first_half(settings)
         if problems:
             return {}
-        from fedbn_flwr.lab.config.run_checks import has_no_effect_in_run, problems_of_run
+        from fedbn_flwr.lab.config.run_checks import (
+            has_no_effect_in_run,
+            problems_of_run,
+        )
 
         unused = has_no_effect(config)
         if not problems_of_run(config.model_copy(update=_defaults_for(config, unused))):
             unused |= has_no_effect_in_run(_with_nobody_held_out(config))
-        return {problem.key: unused[problem.key] for problem in _no_effect(config, unused, complete=False)}
+        return {
+            problem.key: unused[problem.key]
+            for problem in _no_effect(config, unused, complete=False)
+        }
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-        """Return the config of a YAML file and ``key=value`` overrides (values are read as YAML).
+        """Return the config of a YAML file and ``key=value`` overrides (values are read
+        as YAML).
 
         Raises:
-            ConfigError: the file is missing, unreadable or no mapping, an override has no "=", or as ``make``.
+            ConfigError: the file is missing, unreadable or no mapping, an override has
+                no "=", or as ``make``.
         """
         return cls.make(merged(read_settings(path, overrides)))
 
     def to_mapping(self) -> dict[str, Scalar]:
-        """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
+        """Return every key with its value, as Flower's run config holds it; ``make``
+        gives the same config back.
+        """
         values: dict[str, Scalar] = values_of(self)
         return {key: values[key] for key in chain.from_iterable(map(self.keys, GROUPS))}
 
     def late_decays(self) -> list[str]:
-        """Return a warning for each decay of the learning rate that the run is too short for."""
+        """Return a warning for each decay of the learning rate that the run is too
+        short for.
+        """
         rounds = self.num_server_rounds
-        late = [text for text in split(self.lr_decay_at) if isinstance(at := number(text), int) and at >= rounds]
-        return [f"lr-decay-at={one}: the run has {rounds} rounds; only a resumed run may reach it" for one in late]
+        late = [
+            text
+            for text in split(self.lr_decay_at)
+            if isinstance(at := number(text), int) and at >= rounds
+        ]
+        return [
+            f"lr-decay-at={one}: the run has {rounds} rounds; only a resumed run may"
+            " reach it"
+            for one in late
+        ]
 
     def warnings(self) -> list[str]:
         """Return what these settings do that a user may not expect, one line each."""
@@ -158,11 +213,19 @@ class Config(Fields):
             return self.late_decays()
         from fedbn_flwr.lab.config.method import method_of
 
-        lines = [*self.late_decays(), *(problem.text for problem in method_of(self).problems("warn"))]
-        if self.sgd_momentum and self.local_steps == 1 and self.momentum_scope == "none":
+        lines = [
+            *self.late_decays(),
+            *(problem.text for problem in method_of(self).problems("warn")),
+        ]
+        if (
+            self.sgd_momentum
+            and self.local_steps == 1
+            and self.momentum_scope == "none"
+        ):
             lines.append(
-                f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step, and momentum begins anew in "
-                "each. momentum-scope=local or global keeps it."
+                f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step,"
+                " and momentum begins anew in each. momentum-scope=local or global"
+                " keeps it."
             )
         return lines
 
@@ -172,7 +235,9 @@ def _refuse(problems: Sequence[Problem]) -> None:
         raise ConfigProblemsError(problems)
 
 
-def _no_effect(config: Config, unused: Mapping[str, str], complete: bool) -> list[Problem]:
+def _no_effect(
+    config: Config, unused: Mapping[str, str], complete: bool
+) -> list[Problem]:
     """Return the problems of keys that are set and have no effect."""
     values, defaults = values_of(config), defaults_of(type(config))
     preset = _OF_THE_COMPOSE_FILE if complete else ()

@@ -1,4 +1,6 @@
-"""What the config says of the data of a run: the data set, the shape of an example, the task, the split."""
+"""What the config says of the data of a run: the data set, the shape of an example, the
+task, the split.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,22 @@ from dataclasses import dataclass, replace
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.texts import split
-from fedbn_flwr.lab.data import DATASETS, FUNCTION, Augment, DatasetInfo, OwnData, is_own, listed
+from fedbn_flwr.lab.data import (
+    DATASETS,
+    FUNCTION,
+    Augment,
+    DatasetInfo,
+    OwnData,
+    is_own,
+    listed,
+)
 from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.training.tasks import TASKS, Task
 
 __all__ = ["RunData", "data_of"]
 
-_TEST_VALUES = 500 * 3 * 64 * 64  # numbers in the inputs of a test batch: 500 images in colour of 64 pixels
+# numbers in the inputs of a test batch: 500 images in colour of 64 pixels
+_TEST_VALUES = 500 * 3 * 64 * 64
 
 
 def data_of(config: Fields) -> RunData:
@@ -35,7 +46,9 @@ class RunData:
 
     @property
     def by_function(self) -> bool:
-        """Whether the data come from a user's function: a node asks it for its own site alone."""
+        """Whether the data come from a user's function: a node asks it for its own site
+        alone.
+        """
         return self.is_own and OwnData.parse(self.config.dataset)[0] == FUNCTION
 
     @property
@@ -53,7 +66,12 @@ class RunData:
             held_out = config.held_out_clients.strip()
             count = int(held_out) if held_out.isdecimal() else len(listed(held_out))
             sites = tuple(range(config.num_clients + count))
-        return OwnData(kind, path, sites=sites, **config.model_dump(include={*OwnData.__dataclass_fields__}))
+        return OwnData(
+            kind,
+            path,
+            sites=sites,
+            **config.model_dump(include={*OwnData.__dataclass_fields__}),
+        )
 
     @property
     def info(self) -> DatasetInfo:
@@ -68,13 +86,15 @@ class RunData:
             raise unknown_name("dataset", name, DATASETS)
         if not self.is_own:
             return DATASETS[name]
-        from fedbn_flwr.lab.data import own_info  # with the readers of arrays and images
+        # with the readers of arrays and images
+        from fedbn_flwr.lab.data import own_info
 
         return own_info(self.own)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the model's input: (C, H, W) of images, (features,) or another shape of other examples.
+        """The shape of the model's input: (C, H, W) of images, (features,) or another
+        shape of other examples.
 
         Raises:
             ConfigError: the model is unknown.
@@ -82,14 +102,20 @@ class RunData:
         info, asked = self.info, self.config.image_size
         if info.input_shape:
             return info.input_shape
-        channels, height = input_shape(self.config.model, info.channels, asked or info.size, asked=bool(asked))
+        channels, height = input_shape(
+            self.config.model, info.channels, asked or info.size, asked=bool(asked)
+        )
         return channels, height, info.aspect * height
 
     @property
     def num_outputs(self) -> int:
         """The number of the model's outputs."""
         in_data = self.info.num_classes
-        return in_data if self.is_own else self.task.outputs(self.config.num_classes or in_data)
+        return (
+            in_data
+            if self.is_own
+            else self.task.outputs(self.config.num_classes or in_data)
+        )
 
     @property
     def split_name(self) -> str:
@@ -102,7 +128,11 @@ class RunData:
     def plain_task(self) -> Task:
         """The learning task with its own metrics."""
         of_data = self.info.task
-        return of_data if self.config.task in ("", of_data.name) else TASKS[self.config.task]
+        return (
+            of_data
+            if self.config.task in ("", of_data.name)
+            else TASKS[self.config.task]
+        )
 
     @property
     def task(self) -> Task:
@@ -117,12 +147,15 @@ class RunData:
     def test_task(self) -> Task:
         """The learning task with the examples per batch of its tests.
 
-        An example is held in memory in many forms, so their number falls with its size. A batch of the training fits
-        into the memory, and needs more of it.
+        An example is held in memory in many forms, so their number falls with its size.
+        A batch of the training fits into the memory, and needs more of it.
         """
         task = self.task
         fits = _TEST_VALUES // math.prod(self.shape)
-        return replace(task, plain_test_batch=min(task.test_batch, max(self.config.batch_size, fits, 1)))
+        return replace(
+            task,
+            plain_test_batch=min(task.test_batch, max(self.config.batch_size, fits, 1)),
+        )
 
     @property
     def augmentation(self) -> Augment | None:

@@ -1,4 +1,6 @@
-"""What the config says of the method of a run: its strategy, settings, tests, protections and learning rate."""
+"""What the config says of the method of a run: its strategy, settings, tests,
+protections and learning rate.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from fedbn_flwr.server.params import Params, tests_in
 from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.settings import LearningRate, share_of
 
-__all__ = ["RunMethod", "learning_rate_of", "method_of", "rounds_of_decays", "schedule_changes"]
+__all__ = [
+    "RunMethod",
+    "learning_rate_of",
+    "method_of",
+    "rounds_of_decays",
+    "schedule_changes",
+]
 
 
 def method_of(config: Fields) -> RunMethod:
@@ -46,7 +54,9 @@ class RunMethod:
 
     @property
     def params(self) -> Params:
-        """The settings of the method; "the method's own default" is replaced by that default."""
+        """The settings of the method; "the method's own default" is replaced by that
+        default.
+        """
         kind: type[Params] = self.strategy.Params
         stands_for_own = own_defaults()
         given: dict[str, Any] = {}
@@ -75,20 +85,34 @@ class RunMethod:
         )
 
     def problems(self, kind: str) -> list[Problem]:
-        """Return what does not fit or has no effect in the settings of the methods; see ``Problem.kind``."""
-        return [problem for problem in self.methods.problems(self.run_settings) if problem.kind == kind]
+        """Return what does not fit or has no effect in the settings of the methods; see
+        ``Problem.kind``.
+        """
+        return [
+            problem
+            for problem in self.methods.problems(self.run_settings)
+            if problem.kind == kind
+        ]
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """The tests of ``eval-on`` or their default; the first one gives the run's main metric."""
+        """The tests of ``eval-on`` or their default; the first one gives the run's main
+        metric.
+        """
         if asked := tests_in(self.config.eval_on):
             return asked
-        return ("personal-own",) if not self.centralized and self.methods.local else ("global",)
+        return (
+            ("personal-own",)
+            if not self.centralized and self.methods.local
+            else ("global",)
+        )
 
     @property
     def reestimates(self) -> bool:
         """Whether BN statistics are re-estimated before tests."""
-        return not self.centralized and (self.methods.reestimates or "recalibrated" in self.tests)
+        return not self.centralized and (
+            self.methods.reestimates or "recalibrated" in self.tests
+        )
 
     @property
     def freezes_bn(self) -> bool:
@@ -113,7 +137,9 @@ class RunMethod:
     @property
     def masks(self) -> MaskSettings:
         """The settings of masked sums."""
-        return MaskSettings(**self.config.model_dump(include={*MaskSettings.model_fields}))
+        return MaskSettings(
+            **self.config.model_dump(include={*MaskSettings.model_fields})
+        )
 
 
 def rounds_of_decays(config: Fields) -> list[int | str]:
@@ -124,24 +150,33 @@ def rounds_of_decays(config: Fields) -> list[int | str]:
         if isinstance(value, int):
             after.append(value)
         else:
-            after.append(text if value is None else share_of(text, config.num_server_rounds))
+            after.append(
+                text if value is None else share_of(text, config.num_server_rounds)
+            )
     return after
 
 
 def learning_rate_of(config: Fields) -> LearningRate:
     """Return the learning rate over the rounds, the same in every engine."""
-    factors = [factor for _, factor in read_decays(config.lr_decay_at, config.lr_decay_factor)]
-    return LearningRate(config.learning_rate, tuple(rounds_of_decays(config)), tuple(factors))
+    factors = [
+        factor for _, factor in read_decays(config.lr_decay_at, config.lr_decay_factor)
+    ]
+    return LearningRate(
+        config.learning_rate, tuple(rounds_of_decays(config)), tuple(factors)
+    )
 
 
 def schedule_changes(config: Fields, begun_with: int) -> list[str]:
-    """Return a warning for each setting of the learning rate that counts in R, if the run began with another R."""
+    """Return a warning for each setting of the learning rate that counts in R, if the
+    run began with another R.
+    """
     rounds = config.num_server_rounds
     if begun_with in (0, rounds):
         return []
     return [
-        f"the run began with {begun_with} rounds and now has {rounds}: lr-decay-at={text} is of the new number, also "
-        "where earlier rounds followed the old one"
+        f"the run began with {begun_with} rounds and now has {rounds}:"
+        f" lr-decay-at={text} is of the new number, also where earlier rounds followed"
+        " the old one"
         for text in split(config.lr_decay_at)
         if isinstance(number(text), float)
     ]

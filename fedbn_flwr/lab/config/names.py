@@ -1,4 +1,5 @@
-"""The names that keys take, as ``fedbn-flwr list`` shows them, without the registries, which need torch.
+"""The names that keys take, as ``fedbn-flwr list`` shows them, without the registries,
+which need torch.
 
 ``make generate`` writes them from the registries into ``names.json``.
 """
@@ -15,22 +16,33 @@ __all__ = ["CENTRALIZED", "NAMES_FILE", "allowed", "rows"]
 
 CENTRALIZED = "centralized"
 NAMES_FILE = "names.json"
-_REGISTRY_OF = {"strategy": "strategies", "norm": "norms", "dataset": "datasets", "partition": "partitions"}
+_REGISTRY_OF = {
+    "strategy": "strategies",
+    "norm": "norms",
+    "dataset": "datasets",
+    "partition": "partitions",
+}
 
 
 @functools.cache
 def _content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(Path(__file__).with_name(NAMES_FILE).read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(
+        Path(__file__).with_name(NAMES_FILE).read_text(encoding="utf-8")
+    )
     return content
 
 
 def rows(registry: str) -> list[tuple[str, str, str]]:
-    """Return (name, summary, source) of each entry of a registry: strategies, norms, models, datasets, partitions."""
+    """Return (name, summary, source) of each entry of a registry: strategies, norms,
+    models, datasets, partitions.
+    """
     return [(name, summary, source) for name, summary, source in _content()[registry]]
 
 
 def allowed(key: str) -> Collection[str]:
-    """Return the names that a key takes: strategy, norm, dataset, partition, task, or a role of methods."""
+    """Return the names that a key takes: strategy, norm, dataset, partition, task, or a
+    role of methods.
+    """
     if key in _REGISTRY_OF:
         return [name for name, _, _ in rows(_REGISTRY_OF[key])]
     names: list[str] = _content()["allowed"][key]

@@ -1,4 +1,6 @@
-"""What is wrong with a config: one kind of value for all checks, and the error that has all of them."""
+"""What is wrong with a config: one kind of value for all checks, and the error that has
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 
-__all__ = ["ConfigProblemsError", "Problem", "of_error", "of_name", "of_pydantic", "text_of"]
+__all__ = [
+    "ConfigProblemsError",
+    "Problem",
+    "of_error",
+    "of_name",
+    "of_pydantic",
+    "text_of",
+]
 
 
 @dataclass(frozen=True)
@@ -17,8 +26,8 @@ class Problem:
     """What is wrong with a key.
 
     Attributes:
-        code: what kind of problem it is: "unknown-key", "bad-value", "unknown-name", "no-effect", "conflict", or the
-            code of another error.
+        code: what kind of problem it is: "unknown-key", "bad-value", "unknown-name",
+            "no-effect", "conflict", or the code of another error.
         key: the key; "" where it is about the whole config.
         text: what is wrong, and what to do.
     """
@@ -36,7 +45,9 @@ class ConfigProblemsError(ConfigError):
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("\n".join(problem.text for problem in problems), code=problems[0].code)
+        super().__init__(
+            "\n".join(problem.text for problem in problems), code=problems[0].code
+        )
         self.problems = tuple(problems)
 
 
@@ -46,7 +57,9 @@ def of_error(error: FedBNError, key: str = "") -> Problem:
 
 
 def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
-    """Return the problem of a name that is not allowed, with the nearest ones; none for another name."""
+    """Return the problem of a name that is not allowed, with the nearest ones; none for
+    another name.
+    """
     return [] if name in allowed else [of_error(unknown_name(key, name, allowed), key)]
 
 
@@ -55,7 +68,11 @@ def of_pydantic(error: Any, keys: Sequence[str]) -> Problem:
     key = str(error["loc"][0])
     if error["type"] in ("extra_forbidden", "invalid_key"):
         near = difflib.get_close_matches(key, keys, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else " See docs/config.md for all keys."
+        hint = (
+            f" Did you mean {near[0]!r}?"
+            if near
+            else " See docs/config.md for all keys."
+        )
         return Problem("unknown-key", key, f"unknown key {key!r}.{hint}")
     if error["type"] == "value_error":
         return Problem("bad-value", key, f"{key}: {text_of(error)}")

@@ -1,4 +1,6 @@
-"""How settings are read before they are checked: files and texts, old names, and what a value may never be."""
+"""How settings are read before they are checked: files and texts, old names, and what a
+value may never be.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,28 @@ logger = logging.getLogger("flwr")
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the settings of a YAML file, if any, and of ``key=value`` texts (values are read as YAML).
+    """Return the settings of a YAML file, if any, and of ``key=value`` texts (values
+    are read as YAML).
 
     Raises:
-        ConfigError: the file is missing, unreadable or no mapping, or an override has no "=".
+        ConfigError: the file is missing, unreadable or no mapping, or an override has
+            no "=".
     """
-    from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml  # a client reads none
+    # a client reads none
+    from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 
     in_file = read_yaml(path, "config") if path else {}
     if not isinstance(in_file, dict):
-        raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(in_file).__name__}")
+        raise ConfigError(
+            f"config {path} must be a mapping of keys to values, not"
+            f" {type(in_file).__name__}"
+        )
     return [in_file, read_overrides(overrides)]
 
 
 def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of several sources under their new names; the last one takes precedence.
+    """Return the settings of several sources under their new names; the last one takes
+    precedence.
 
     Raises:
         ConfigError: a source has a setting under both of its names.
@@ -49,11 +58,17 @@ def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings under their new names, and a line for each that has both; warn of old names."""
+    """Return the settings under their new names, and a line for each that has both;
+    warn of old names.
+    """
     twice = []
     for old, new in RENAMED.items():
         if old in values:
-            logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
+            logger.warning(
+                "config key %r is now %r; the old name is read in this release only",
+                old,
+                new,
+            )
         if old in values and new in values:
             both = f"{old}={values[old]} and {new}={values[new]} are both set"
             twice.append(f"{both}; {old} is the old name: remove it")
@@ -61,7 +76,8 @@ def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def refuse_bool(key: str, value: Any, wanted: str) -> Any:
-    """Return the value of a key; refuse true and false for a number: pydantic would read them as 1 and 0.
+    """Return the value of a key; refuse true and false for a number: pydantic would
+    read them as 1 and 0.
 
     Args:
         key: the key or the field's name; ``dp`` reads YAML's ``off``.
@@ -74,6 +90,10 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
     if value is False and key == "dp":
         return "off"
     if isinstance(value, bool) and wanted != "bool":
-        hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted == "str" else ""
+        hint = (
+            """ (YAML reads yes, no, on and off so: use quotes, "'yes'")"""
+            if wanted == "str"
+            else ""
+        )
         raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
     return value

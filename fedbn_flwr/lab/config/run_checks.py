@@ -1,4 +1,6 @@
-"""What is told of a config with the registries, the data and the methods: the second half of the check."""
+"""What is told of a config with the registries, the data and the methods: the second
+half of the check.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def problems_of_run(config: Fields) -> list[Problem]:
     """Return what is wrong with the data, the task, the methods and the protections."""
     problems = _of_data(config, data_of(config))
     if config.series and not SERIES_PATTERN.fullmatch(config.series):
-        text = f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front"
+        text = (
+            f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or"
+            " '_', no '.' in front"
+        )
         problems.append(Problem("bad-value", "series", text))
     if problems:
         return problems  # else the methods cannot be asked
@@ -38,7 +43,9 @@ def problems_of_run(config: Fields) -> list[Problem]:
 
 
 def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None:
-    """Return what a function returns; None if it raises an error, which is added to the problems."""
+    """Return what a function returns; None if it raises an error, which is added to the
+    problems.
+    """
     try:
         return read()
     except FedBNError as error:
@@ -46,7 +53,7 @@ def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None
         return None
 
 
-# --- the data ---------------------------------------------------------------------------------------------------------
+# --- the data -------------------------------------------------------------------------
 def _of_data(config: Fields, data: RunData) -> list[Problem]:
     """Return what is wrong with the data, the model for them, the task and the split."""
     problems: list[Problem] = []
@@ -60,51 +67,73 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
     classes = 0 if data.is_own else info.num_classes
     if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
         text = (
-            f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
-            f"dataset={config.dataset}; use 1 to {classes}"
+            f"classes-per-client={config.classes_per_client} is more than the {classes}"
+            f" classes of dataset={config.dataset}; use 1 to {classes}"
         )
         problems.append(Problem("bad-value", "classes-per-client", text))
     if 0 < config.num_classes < classes:
-        text = f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}"
+        text = (
+            f"num-classes={config.num_classes} is fewer than the {classes} of"
+            f" dataset={config.dataset}"
+        )
         problems.append(Problem("bad-value", "num-classes", text))
     for name in augment.each if augment and info.task.by_pixel else ():
         if name.endswith("-augment"):
-            text = f"augment: {name} would move the image and not the classes of its pixels"
+            text = (
+                f"augment: {name} would move the image and not the classes of its"
+                " pixels"
+            )
             problems.append(Problem("conflict", "augment", text))
     return problems
 
 
 def _check_task(config: Fields, data: RunData) -> None:
-    """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
+    """Check that the labels can be for the task, that it has the metrics, and that the
+    model is for it.
+    """
     info = data.info
     _ = data.shape  # the model may take no such example
     possible = (info.task.name, *info.tasks)
     if config.task and config.task not in possible:
         raise ConfigError(
-            f"task={config.task}: the labels of dataset={config.dataset} are for {', '.join(possible)}. Leave task "
-            "out, or use data of your own that have such labels."
+            f"task={config.task}: the labels of dataset={config.dataset} are for"
+            f" {', '.join(possible)}. Leave task out, or use data of your own that have"
+            " such labels."
         )
     task, per_pixel = data.task, model_info(config.model).per_pixel
     if per_pixel is not None and per_pixel != task.by_pixel:
-        fitting = [name for name, model in MODELS.items() if model.per_pixel in (task.by_pixel, None)]
-        gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
+        fitting = [
+            name
+            for name, model in MODELS.items()
+            if model.per_pixel in (task.by_pixel, None)
+        ]
+        gives = (
+            "outputs for each pixel"
+            if per_pixel
+            else "one vector of outputs for each example"
+        )
         raise ConfigError(
-            f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "
-            f"or one of the models {', '.join(fitting)}"
+            f"dataset={config.dataset} is for {task.name}, model={config.model} gives"
+            f" {gives}. Use another data set, or one of the models {', '.join(fitting)}"
         )
     if config.feature_norm and task.by_pixel:
         raise ConfigError(
-            f"feature-norm is for a vector of features before a linear classifier, and the task {task.name} "
-            "has a prediction for each pixel. Leave it out."
+            "feature-norm is for a vector of features before a linear classifier, and"
+            f" the task {task.name} has a prediction for each pixel. Leave it out."
         )
 
 
-# --- the methods and the protections ----------------------------------------------------------------------------------
+# --- the methods and the protections --------------------------------------------------
 def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
-    """Return what is wrong with the settings of the methods, or does not fit the protections."""
+    """Return what is wrong with the settings of the methods, or does not fit the
+    protections.
+    """
     if method.centralized:
         return []
-    refused = [Problem(problem.code, "strategy", problem.text) for problem in method.problems("refuse")]
+    refused = [
+        Problem(problem.code, "strategy", problem.text)
+        for problem in method.problems("refuse")
+    ]
     if refused:
         return refused
     if config.dp != "off":
@@ -116,15 +145,25 @@ def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
 
 def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
     """Return what of this run bypasses the noise, or does not fit it."""
-    from fedbn_flwr.privacy.differential import beside_models  # other runs do not need it
+    # other runs do not need it
+    from fedbn_flwr.privacy.differential import beside_models
 
     data, asked = data_of(config), f"dp={config.dp}"
     lines = dp_conflicts(method.dp)
-    lines += [f"strategy {config.title!r} with {asked}: {what}" for what in beside_models(method.methods)]
+    lines += [
+        f"strategy {config.title!r} with {asked}: {what}"
+        for what in beside_models(method.methods)
+    ]
     lines += _uncovered(config, method, "epsilon does")
-    counted = data.info.task.name in ("classification", "segmentation") and not config.num_classes
+    counted = (
+        data.info.task.name in ("classification", "segmentation")
+        and not config.num_classes
+    )
     if data.is_own and counted:
-        lines.append(f"{asked}: the data decide the number of classes, which epsilon does not cover: set num-classes")
+        lines.append(
+            f"{asked}: the data decide the number of classes, which epsilon does not"
+            " cover: set num-classes"
+        )
     return [Problem("conflict", "dp", line) for line in lines]
 
 
@@ -132,14 +171,22 @@ def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
     """Return what of this run is no sum over the clients."""
     from fedbn_flwr.privacy.masked_sums import refusals  # as above
 
-    lines = [*refusals(method.methods), *mask_conflicts(method.dp), *_uncovered(config, method, "masks do")]
+    lines = [
+        *refusals(method.methods),
+        *mask_conflicts(method.dp),
+        *_uncovered(config, method, "masks do"),
+    ]
     return [Problem("conflict", "masked-sums", line) for line in lines]
 
 
 def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str]:
     """Yield what tells of the clients' data beside their updates."""
     tells = f"reports results on the clients' data, which {protects} not cover"
-    told = ",".join(name for name in method.tests if name.startswith("personal") or name == "global-train")
+    told = ",".join(
+        name
+        for name in method.tests
+        if name.startswith("personal") or name == "global-train"
+    )
     if told:
         yield f"eval-on={told} {tells}: use eval-on=global"
     if config.validation_share:
@@ -148,14 +195,21 @@ def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str
         yield f"held-out-clients {tells}: leave it out"
 
 
-# --- keys without effect ----------------------------------------------------------------------------------------------
+# --- keys without effect --------------------------------------------------------------
 def has_no_effect_in_run(config: Fields) -> dict[str, str]:
     """Return the keys, set or not, that this run cannot use, each with what it needs."""
     method = method_of(config)
-    unused = {**_unused_of_data(config, data_of(config)), **_unused_of_tests(config, method)}
+    unused = {
+        **_unused_of_data(config, data_of(config)),
+        **_unused_of_tests(config, method),
+    }
     if "freeze" in split(config.lr_decay_at) and not method.freezes_bn:
-        unused["lr-decay-at"] = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
-    if config.dp != "off" and not (config.dp_noise_multiplier or config.dp_target_epsilon):
+        unused["lr-decay-at"] = (
+            f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
+        )
+    if config.dp != "off" and not (
+        config.dp_noise_multiplier or config.dp_target_epsilon
+    ):
         unused["dp-delta"] = "without noise there is no epsilon"
     if not method.centralized:
         for problem in method.problems("unused"):
@@ -168,7 +222,9 @@ def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
     if info.input_shape:
         unused["augment"] = "it is for images"
     elif config.image_size not in (0, data.shape[1]):
-        unused["image-size"] = f"model={config.model} takes images of {data.shape[1]} pixels"
+        unused["image-size"] = (
+            f"model={config.model} takes images of {data.shape[1]} pixels"
+        )
     if not info.files:
         unused["data-dir"] = f"dataset={config.dataset} needs no files"
     if task.outputs(2) != 2:
@@ -188,10 +244,19 @@ def _unused_of_tests(config: Fields, method: RunMethod) -> dict[str, str]:
     tests = method.tests
     if not any(name.startswith("personal") for name in tests):
         unused["fraction-evaluate"] = "no test of eval-on is done by clients"
-    if not config.held_out_clients and not any(name.endswith(TEST_BN) for name in tests):
-        unused["test-bn"] = "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
+    if not config.held_out_clients and not any(
+        name.endswith(TEST_BN) for name in tests
+    ):
+        unused["test-bn"] = (
+            "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
+        )
     if method.shares_nothing:
         unused["held-out-clients"] = f"{config.title} shares no model"
-    if method.centralized and not all(name.startswith(("global", "personal")) for name in tests):
-        unused["eval-on"] = "strategy=centralized has one model: use tests whose names begin with global or personal"
+    if method.centralized and not all(
+        name.startswith(("global", "personal")) for name in tests
+    ):
+        unused["eval-on"] = (
+            "strategy=centralized has one model: use tests whose names begin with"
+            " global or personal"
+        )
     return unused

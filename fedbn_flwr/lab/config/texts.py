@@ -30,7 +30,8 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
         factor: ``lr-decay-factor``.
 
     Raises:
-        ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze", or the factors do not fit.
+        ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze",
+            or the factors do not fit.
     """
     entries = split(at)
     for entry in entries:
@@ -38,12 +39,15 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
         is_round = isinstance(value, int) and value >= 0
         is_fraction = isinstance(value, float) and 0 <= value <= 1
         if not (entry == "freeze" or is_round or is_fraction):
-            raise ConfigError(f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
+            raise ConfigError(
+                f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or"
+                " 'freeze'"
+            )
     factors = [float(number(text) or 0) for text in split(factor)]
     if not all(one > 0 for one in factors) or len(factors) not in (1, len(entries)):
         raise ConfigError(
-            f"lr-decay-factor={factor!r} must be one number above 0, or one for each of the {len(entries)} entries of "
-            "lr-decay-at"
+            f"lr-decay-factor={factor!r} must be one number above 0, or one for each of"
+            f" the {len(entries)} entries of lr-decay-at"
         )
     if len(factors) == 1:
         factors *= len(entries)

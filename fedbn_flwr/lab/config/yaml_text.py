@@ -17,17 +17,23 @@ _INT = "tag:yaml.org,2002:int"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1 they are 1, in octal, and 90."""
+    """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1
+    they are 1, in octal, and 90.
+    """
 
 
-_Loader.yaml_implicit_resolvers = {}  # a copy of SafeLoader's, without its whole numbers
+# a copy of SafeLoader's, without its whole numbers
+_Loader.yaml_implicit_resolvers = {}
 for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] != _INT]
+    _Loader.yaml_implicit_resolvers[_first] = [
+        resolver for resolver in _resolvers if resolver[0] != _INT
+    ]
 _WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
 _Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
 
 UNREADABLE = (yaml.YAMLError, ValueError)
-"""The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date."""
+"""The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date.
+"""
 
 
 def read_yaml(path: Path, what: str) -> Any:
@@ -38,19 +44,26 @@ def read_yaml(path: Path, what: str) -> Any:
         what: "config" or "study", for errors.
 
     Raises:
-        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping, which are all named. Readers of
-            YAML usually take the last value of such a key.
+        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping,
+            which are all named. Readers of YAML usually take the last value of such a
+            key.
     """
     try:
         text = path.read_text(encoding="utf-8")
         repeated = list(_repeated(yaml.compose(text, _Loader), set()))
         content = read_value(text)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} {path} is not a text file in UTF-8: {error}") from error
+        raise ConfigError(
+            f"{what} {path} is not a text file in UTF-8: {error}"
+        ) from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{what} {path}: {error}") from error
     if repeated:
-        raise ConfigError("\n".join(f"{what} {path}: {problem}; remove one of them" for problem in repeated))
+        raise ConfigError(
+            "\n".join(
+                f"{what} {path}: {problem}; remove one of them" for problem in repeated
+            )
+        )
     return content
 
 
@@ -60,7 +73,9 @@ def read_value(text: str) -> Any:
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
-    """Yield each key that occurs again in its mapping, with both lines; ``seen`` holds ids of nodes (YAML aliases)."""
+    """Yield each key that occurs again in its mapping, with both lines; ``seen`` holds
+    ids of nodes (YAML aliases).
+    """
     if node is None or id(node) in seen:
         return
     seen.add(id(node))

@@ -1,4 +1,6 @@
-"""Data of a run: data sets, kept once as bytes, their partitions over the clients, and the subsets that clients use."""
+"""Data of a run: data sets, kept once as bytes, their partitions over the clients, and
+the subsets that clients use.
+"""
 
 from __future__ import annotations
 

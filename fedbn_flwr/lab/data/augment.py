@@ -1,8 +1,11 @@
-"""Random changes of a batch of byte images, drawn for each sample from a given generator.
+"""Random changes of a batch of byte images, drawn for each sample from a given
+generator.
 
-Crops with padding and flips work on the batch, on uint8 pixels before normalisation, so the padding is pixel value 0
-(black), as in torchvision's ``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``. The others are
-torchvision's (``torchvision.transforms.v2``), applied before them to one image at a time, with a seed for each image.
+Crops with padding and flips work on the batch, on uint8 pixels before normalisation, so
+the padding is pixel value 0 (black), as in torchvision's
+``RandomCrop(size, padding=N)`` and then ``RandomHorizontalFlip()``. The others are
+torchvision's (``torchvision.transforms.v2``), applied before them to one image at a
+time, with a seed for each image.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from fedbn_flwr.errors import ConfigError
 __all__ = ["EACH", "RESIZED_CROP", "Augment", "Draw", "transform_image"]
 
 RESIZED_CROP = "resized-crop"
-"""A random part of the image as stored, 8 to 100 % of its area, resized: torchvision's ``RandomResizedCrop``."""
+"""A random part of the image as stored, 8 to 100 % of its area, resized: torchvision's
+``RandomResizedCrop``.
+"""
 
 EACH = (RESIZED_CROP, "color-jitter", "auto-augment", "rand-augment", "trivial-augment")
 """Names of torchvision's transforms, in the order in which they act."""
@@ -31,7 +36,9 @@ _GEOMETRIC = (RESIZED_CROP,)  # those that also move the classes of pixels
 
 
 class Draw(NamedTuple):
-    """What is drawn for a batch: a seed for each image, offsets of the crops (2, B), flips (B,); None if not needed."""
+    """What is drawn for a batch: a seed for each image, offsets of the crops (2, B),
+    flips (B,); None if not needed.
+    """
 
     seeds: Tensor | None
     offsets: Tensor | None
@@ -43,7 +50,8 @@ class Augment:
     """The random changes of each sample in a training batch.
 
     Attributes:
-        crop: pixels of zero padding on each side, before a crop to the image's size; 0 = no crop.
+        crop: pixels of zero padding on each side, before a crop to the image's size;
+            0 = no crop.
         flip: mirror left and right with probability 1/2.
         each: names of ``EACH``, transforms of single images.
     """
@@ -54,10 +62,11 @@ class Augment:
 
     @classmethod
     def parse(cls, text: str) -> Augment | None:
-        """Return the augmentation of a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of ``EACH``.
+        """Return the augmentation of a comma list of ``cropN`` (N >= 1 pixels),
+        ``flip`` and names of ``EACH``.
 
-        None for ``""``. The order in the list does not matter: transforms of single images come first, then crops, then
-        flips.
+        None for ``""``. The order in the list does not matter: transforms of single
+        images come first, then crops, then flips.
 
         Raises:
             ConfigError: an entry is unknown, is there twice, or crops by 0.
@@ -65,16 +74,21 @@ class Augment:
         if not text.strip():
             return None
         entries = [part.strip() for part in text.split(",")]
-        crops = [entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)]
+        crops = [
+            entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)
+        ]
         for entry in entries:
             if entry not in ("flip", *EACH, *crops[:1]) or entries.count(entry) > 1:
                 raise ConfigError(
-                    f"augment={text!r}: {entry!r} is unknown, or there twice. Allowed: a comma list with at most one "
-                    f"each of cropN (zero padding of N >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g. "
-                    "'crop4,flip', or '' for none."
+                    f"augment={text!r}: {entry!r} is unknown, or there twice. Allowed:"
+                    " a comma list with at most one each of cropN (zero padding of N"
+                    f" >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g."
+                    " 'crop4,flip', or '' for none."
                 )
         crop = int(crops[0].removeprefix("crop")) if crops else 0
-        return cls(crop, "flip" in entries, tuple(name for name in EACH if name in entries))
+        return cls(
+            crop, "flip" in entries, tuple(name for name in EACH if name in entries)
+        )
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return the augmented copy of ``inputs``.
@@ -84,7 +98,8 @@ class Augment:
             generator: see ``draw``.
 
         Raises:
-            ConfigError: the padding is as large as the image, so a crop could miss the image.
+            ConfigError: the padding is as large as the image, so a crop could miss the
+                image.
         """
         self.check(*inputs.shape[2:])
         labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
@@ -92,11 +107,13 @@ class Augment:
         return self.apply(*self.apply_each(inputs, labels, draw), draw)[0]
 
     def check(self, height: int, width: int) -> None:
-        """Raise ConfigError if the padding is as large as an image of this size, so that a crop could miss it."""
+        """Raise ConfigError if the padding is as large as an image of this size, so
+        that a crop could miss it.
+        """
         if self.crop >= min(height, width):
             raise ConfigError(
-                f"augment: crop{self.crop} could miss an image of {height}x{width} pixels altogether. "
-                f"Use crop1 to crop{min(height, width) - 1}."
+                f"augment: crop{self.crop} could miss an image of {height}x{width}"
+                f" pixels altogether. Use crop1 to crop{min(height, width) - 1}."
             )
 
     def draw(self, count: int, generator: torch.Generator) -> Draw:
@@ -104,35 +121,52 @@ class Augment:
 
         Args:
             count: images of the batch, B.
-            generator: a CPU generator, so that every device gets the same draws. In this order: a seed for each image,
-                if ``each`` is not empty; offsets of the crops, (2, B) integers in [0, 2 * crop], rows then columns; B
-                flips.
+            generator: a CPU generator, so that every device gets the same draws. In
+                this order: a seed for each image, if ``each`` is not empty; offsets of
+                the crops, (2, B) integers in [0, 2 * crop], rows then columns; B flips.
         """
-        seeds = torch.randint(2**62, (count,), generator=generator) if self.each else None
-        offsets = torch.randint(0, 2 * self.crop + 1, (2, count), generator=generator) if self.crop else None
+        seeds = (
+            torch.randint(2**62, (count,), generator=generator) if self.each else None
+        )
+        offsets = (
+            torch.randint(0, 2 * self.crop + 1, (2, count), generator=generator)
+            if self.crop
+            else None
+        )
         flips = torch.rand(count, generator=generator) < 0.5 if self.flip else None
         return Draw(seeds, offsets, flips)
 
-    def apply_each(self, inputs: Tensor, targets: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return the images (uint8 (B, C, H, W)) after the transforms of single images, and their targets."""
+    def apply_each(
+        self, inputs: Tensor, targets: Tensor, draw: Draw
+    ) -> tuple[Tensor, Tensor]:
+        """Return the images (uint8 (B, C, H, W)) after the transforms of single images,
+        and their targets.
+        """
         if draw.seeds is None:
             return inputs, targets
         masks = list(targets) if targets.ndim == 3 else [None] * len(inputs)
         size = (inputs.shape[2], inputs.shape[3])
         images = zip(inputs, masks, draw.seeds.tolist(), strict=True)
-        changed = [transform_image(image, mask, self.each, size, seed) for image, mask, seed in images]
+        changed = [
+            transform_image(image, mask, self.each, size, seed)
+            for image, mask, seed in images
+        ]
         if targets.ndim == 3:
             targets = torch.stack([mask for _, mask in changed if mask is not None])
         return torch.stack([image for image, _ in changed]), targets
 
-    def apply(self, inputs: Tensor, targets: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return cropped and flipped images (uint8 (B, C, H, W)) and targets; classes of pixels move with the images.
+    def apply(
+        self, inputs: Tensor, targets: Tensor, draw: Draw
+    ) -> tuple[Tensor, Tensor]:
+        """Return cropped and flipped images (uint8 (B, C, H, W)) and targets; classes
+        of pixels move with the images.
 
         A crop adds 255, the ignored class, around classes of pixels.
         """
         if targets.ndim != 3:
             return self._moved(inputs, draw), targets
-        # The targets are one more channel, complemented: a padding of 0 then means class 255.
+        # The targets are one more channel, complemented: a padding of 0 then
+        # means # class 255.
         both = self._moved(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), draw)
         return both[:, :-1], ~both[:, -1]
 
@@ -141,14 +175,21 @@ class Augment:
             self.check(*inputs.shape[2:])
             inputs = _crop(inputs, self.crop, draw.offsets.to(inputs.device))
         if draw.flips is not None:
-            inputs = torch.where(draw.flips.to(inputs.device).view(-1, 1, 1, 1), inputs.flip(3), inputs)
+            inputs = torch.where(
+                draw.flips.to(inputs.device).view(-1, 1, 1, 1), inputs.flip(3), inputs
+            )
         return inputs
 
 
 def transform_image(
-    image: Tensor, mask: Tensor | None, each: Sequence[str], size: tuple[int, int], seed: int
+    image: Tensor,
+    mask: Tensor | None,
+    each: Sequence[str],
+    size: tuple[int, int],
+    seed: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return one image, uint8 (C, H, W), and its classes of pixels, uint8 (H, W) or None, after the transforms.
+    """Return one image, uint8 (C, H, W), and its classes of pixels, uint8 (H, W) or
+    None, after the transforms.
 
     Args:
         image: the image; ``RESIZED_CROP`` takes one of any size.
@@ -165,7 +206,9 @@ def transform_image(
         for name in each:
             transform = _transform(name, size)
             if mask is not None and name in _GEOMETRIC:
-                moved, kept = transform(tv_tensors.Image(image), tv_tensors.Mask(mask[None]))
+                moved, kept = transform(
+                    tv_tensors.Image(image), tv_tensors.Mask(mask[None])
+                )
                 image, mask = moved.as_subclass(Tensor), kept.as_subclass(Tensor)[0]
             else:
                 image = transform(image)
@@ -189,10 +232,21 @@ def _transform(name: str, size: tuple[int, int]) -> Callable[..., Any]:
 
 
 def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:
-    """Return the windows of the zero-padded ``inputs`` (B, C, H, W) at ``offsets`` (2, B), with one gather."""
+    """Return the windows of the zero-padded ``inputs`` (B, C, H, W) at ``offsets`` (2,
+    B), with one gather.
+    """
     count, channels, height, width = inputs.shape
     padded = F.pad(inputs, (padding, padding, padding, padding))
-    rows = offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device).view(1, -1, 1)
-    columns = offsets[1].view(-1, 1, 1) + torch.arange(width, device=inputs.device).view(1, 1, -1)
-    flat = (rows * padded.shape[3] + columns).flatten(1).unsqueeze(1).expand(-1, channels, -1)
+    rows = offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device).view(
+        1, -1, 1
+    )
+    columns = offsets[1].view(-1, 1, 1) + torch.arange(
+        width, device=inputs.device
+    ).view(1, 1, -1)
+    flat = (
+        (rows * padded.shape[3] + columns)
+        .flatten(1)
+        .unsqueeze(1)
+        .expand(-1, channels, -1)
+    )
     return padded.flatten(2).gather(2, flat).view(count, channels, height, width)

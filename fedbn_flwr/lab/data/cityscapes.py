@@ -1,8 +1,10 @@
-"""Cityscapes: street scenes with a class for each pixel and a group for each city (Cordts et al. 2016).
+"""Cityscapes: street scenes with a class for each pixel and a group for each city
+(Cordts et al. 2016).
 
-Height to width is 1:2 as published. What does not fit into memory stays on the disk, see ``data.image_files``. Targets
-are bytes; batches convert them. The validation cities are the test set. They are not training cities, so no
-client has test images from its own city.
+Height to width is 1:2 as published. What does not fit into memory stays on the disk,
+see ``data.image_files``. Targets are bytes; batches convert them. The validation cities
+are the test set. They are not training cities, so no client has test images from its
+own city.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ IGNORE = SEGMENTATION.ignore
 """The class of pixels that neither train nor count."""
 
 TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
-"""The published label id of the classes 0..18: road, sidewalk, building, ..., motorcycle, bicycle."""
+"""The published label id of the classes 0..18: road, sidewalk, building, ...,
+motorcycle, bicycle.
+"""
 
 
 def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
-    """Return ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` with ``gtFine/.../*_gtFine_labelIds.png``.
+    """Return ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` with
+    ``gtFine/.../*_gtFine_labelIds.png``.
 
     Raises:
-        DataError: a folder is absent, or an image has no label file or a label file of another size.
+        DataError: a folder is absent, or an image has no label file or a label file of
+            another size.
     """
     root = root_of(folder, "cityscapes")
     parts = {part: _cities(root / "leftImg8bit" / part) for part in ("train", "val")}
@@ -53,7 +59,11 @@ def _cities(folder: Path) -> dict[str, list[Path]]:
     """Return the images of each city; cities and images are sorted by name."""
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
-    cities = {path.name: image_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    cities = {
+        path.name: image_files(path)
+        for path in sorted(folder.iterdir())
+        if path.is_dir()
+    }
     if not cities:
         raise DataError(f"folder {folder} has no folders of cities.")
     return cities

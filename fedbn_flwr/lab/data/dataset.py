@@ -17,11 +17,15 @@ class Dataset:
         name: name in the registry of data sets, or the kind and path of own data.
         train: training samples.
         test: test samples.
-        num_classes: targets are 0..num_classes - 1; for other tasks the number of the model's outputs.
-        mean: mean of the training pixels per channel, pixels scaled to [0, 1]; () if inputs are taken as they are.
+        num_classes: targets are 0..num_classes - 1; for other tasks the number of the
+            model's outputs.
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]; () if
+            inputs are taken as they are.
         std: standard deviation, in the same way.
-        group_names: names of the groups 0, 1, ... of training and test samples; () if there are no groups.
-        class_names: names of the classes (labels, target columns) 0, 1, ...; () if they have no names.
+        group_names: names of the groups 0, 1, ... of training and test samples; () if
+            there are no groups.
+        class_names: names of the classes (labels, target columns) 0, 1, ...; () if they
+            have no names.
     """
 
     name: str
@@ -35,6 +39,13 @@ class Dataset:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """A name for each class of a label, its number where it has none; one output may stand for two classes."""
-        count = max(self.num_classes, int(self.train.labels.max()) + 1 if len(self.train) else 0)
-        return tuple(self.class_names[at] if at < len(self.class_names) else str(at) for at in range(count))
+        """A name for each class of a label, its number where it has none; one output
+        may stand for two classes.
+        """
+        count = max(
+            self.num_classes, int(self.train.labels.max()) + 1 if len(self.train) else 0
+        )
+        return tuple(
+            self.class_names[at] if at < len(self.class_names) else str(at)
+            for at in range(count)
+        )

@@ -1,4 +1,6 @@
-"""Sets of image files, a folder per class. What does not fit into memory stays on the disk: ``data.image_files``."""
+"""Sets of image files, a folder per class. What does not fit into memory stays on the
+disk: ``data.image_files``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
-__all__ = ["Files", "files_of_classes", "hold_files", "image_files", "read_imagenet", "read_tiny_imagenet", "root_of"]
+__all__ = [
+    "Files",
+    "files_of_classes",
+    "hold_files",
+    "image_files",
+    "read_imagenet",
+    "read_tiny_imagenet",
+    "root_of",
+]
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -34,19 +44,33 @@ def image_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if os.path.splitext(entry.name)[1].lower() in SUFFIXES)
+        names = sorted(
+            entry.name
+            for entry in entries
+            if os.path.splitext(entry.name)[1].lower() in SUFFIXES
+        )
     if not names:
         raise DataError(f"folder {folder} has no image files ({', '.join(SUFFIXES)}).")
     return [folder / name for name in names]
 
 
 def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
-    """Return the image files of ``folder/CLASS`` for each class, sorted by class, then by name."""
-    return [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name)]
+    """Return the image files of ``folder/CLASS`` for each class, sorted by class, then
+    by name.
+    """
+    return [
+        (path, label)
+        for label, name in enumerate(classes)
+        for path in image_files(folder / name)
+    ]
 
 
-def hold_files(parts: Sequence[Files], shape: Shape, centre: bool = False) -> list[Samples]:
-    """Return the images of each part; see ``data.image_files.hold``, also for the errors."""
+def hold_files(
+    parts: Sequence[Files], shape: Shape, centre: bool = False
+) -> list[Samples]:
+    """Return the images of each part; see ``data.image_files.hold``, also for the
+    errors.
+    """
     paths, labels = list[Path](), list[int]()
     for part in parts:
         paths += [path for path, _ in part]
@@ -55,16 +79,20 @@ def hold_files(parts: Sequence[Files], shape: Shape, centre: bool = False) -> li
 
 
 def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
-    """Return Tiny-ImageNet: ``train/WNID/images/*`` and ``val/images/*`` with ``val/val_annotations.txt``.
+    """Return Tiny-ImageNet: ``train/WNID/images/*`` and ``val/images/*`` with
+    ``val/val_annotations.txt``.
 
-    The test set is the validation set (the labels of the test set are not public). Classes are numbered by WNID.
+    The test set is the validation set (the labels of the test set are not public).
+    Classes are numbered by WNID.
     """
     root = root_of(folder, "tiny-imagenet-200")
     classes = _class_folders(root / "train", 200)
     train = files_of_classes(root / "train", [f"{name}/images" for name in classes])
     numbers = {name: label for label, name in enumerate(classes)}
     test = []
-    for line in (root / "val/val_annotations.txt").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (root / "val/val_annotations.txt").read_text(encoding="utf-8").splitlines()
+    ):
         name, wnid = line.split("\t")[:2]
         if wnid in numbers:  # a folder may hold only some of the classes
             test.append((root / "val/images" / name, numbers[wnid]))
@@ -72,9 +100,11 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
 
 
 def read_imagenet(folder: Path, shape: Shape) -> Loaded:
-    """Return ImageNet-1K: ``train/WNID/*`` and ``val/WNID/*``, the central square of each image, val as the test set.
+    """Return ImageNet-1K: ``train/WNID/*`` and ``val/WNID/*``, the central square of
+    each image, val as the test set.
 
-    Classes are numbered by WNID. A folder may hold only some classes, the same in train and val; these are numbered.
+    Classes are numbered by WNID. A folder may hold only some classes, the same in train
+    and val; these are numbered.
     """
     root = root_of(folder, "imagenet")
     classes = _class_folders(root / "train", 1000)
@@ -88,7 +118,9 @@ def _class_folders(folder: Path, most: int) -> list[str]:
         raise DataError(f"folder {folder} is absent.")
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if not 1 <= len(names) <= most:
-        raise DataError(f"folder {folder} has {len(names)} class folders; 1 to {most} needed.")
+        raise DataError(
+            f"folder {folder} has {len(names)} class folders; 1 to {most} needed."
+        )
     return names
 
 

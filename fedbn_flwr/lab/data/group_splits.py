@@ -1,10 +1,12 @@
 """Splits by group: each client holds one domain, city or writer.
 
-``domain``: Li et al. 2021 (FedBN), Zhuang & Lyu 2024 (FedWon): a client's examples are of one domain, and a domain may
-have several clients. ``natural``: a client for each group with training examples.
+``domain``: Li et al. 2021 (FedBN), Zhuang & Lyu 2024 (FedWon): a client's examples are
+of one domain, and a domain may have several clients. ``natural``: a client for each
+group with training examples.
 
-Ours: client i of N holds domain i mod D, so more clients do not change the domain of the first ones. The examples of a
-domain are drawn at random; their classes do not matter.
+Ours: client i of N holds domain i mod D, so more clients do not change the domain of
+the first ones. The examples of a domain are drawn at random; their classes do not
+matter.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ __all__ = ["split_domain", "split_natural"]
 
 
 def split_domain(request: PartitionRequest) -> list[Indices]:
-    """Split a share of each domain evenly (sizes differ by at most 1) over the clients of that domain.
+    """Split a share of each domain evenly (sizes differ by at most 1) over the clients
+    of that domain.
 
-    ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down) that is used; a whole number above
-    1 is the number of examples of each domain.
+    ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down)
+    that is used; a whole number above 1 is the number of examples of each domain.
     """
     parts: list[Indices] = [np.empty(0, np.int64)] * request.num_clients
     members = _members("domain", request)
     if request.num_clients < len(members):
         raise ConfigError(
-            f"partition 'domain': num-clients={request.num_clients} is fewer than the {len(members)} domains "
-            f"({_named(request, members)}). Use {len(members)} or more."
+            f"partition 'domain': num-clients={request.num_clients} is fewer than the"
+            f" {len(members)} domains ({_named(request, members)}). Use {len(members)}"
+            " or more."
         )
     for domain, (group, examples) in enumerate(members.items()):
         name = _named(request, [group])
@@ -40,22 +44,30 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
         holders = range(domain, request.num_clients, len(members))
         if used < len(holders):
             raise DataError(
-                f"partition 'domain': domain-share={request.domain_share} leaves {used} of the {len(examples)} "
-                f"examples of domain {name} for its {len(holders)} clients. Use a larger share or fewer clients."
+                f"partition 'domain': domain-share={request.domain_share} leaves {used}"
+                f" of the {len(examples)} examples of domain {name} for its"
+                f" {len(holders)} clients. Use a larger share or fewer clients."
             )
-        shuffled = numpy_generator(request.seed, "partition", "domain", group).permutation(examples)[:used]
-        for client, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
+        shuffled = numpy_generator(
+            request.seed, "partition", "domain", group
+        ).permutation(examples)[:used]
+        for client, part in zip(
+            holders, np.array_split(shuffled, len(holders)), strict=True
+        ):
             parts[client] = part
     return parts
 
 
 def split_natural(request: PartitionRequest) -> list[Indices]:
-    """Give each client all examples of one group, in the order of the groups; empty groups have no client."""
+    """Give each client all examples of one group, in the order of the groups; empty
+    groups have no client.
+    """
     members = _members("natural", request)
     if request.num_clients != len(members):
         raise ConfigError(
-            f"partition 'natural' makes a client of each of the {len(members)} groups with training examples "
-            f"({_named(request, members)}); num-clients={request.num_clients}. Use num-clients={len(members)}."
+            f"partition 'natural' makes a client of each of the {len(members)} groups"
+            f" with training examples ({_named(request, members)});"
+            f" num-clients={request.num_clients}. Use num-clients={len(members)}."
         )
     return list(members.values())
 
@@ -64,15 +76,21 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
     """Return the examples of each group that has examples."""
     if request.groups is None:
         raise ConfigError(
-            f"partition {name!r} needs a data set with groups (domains, cities, writers), such as 'digits-domains'. "
-            "Use another partition or data set."
+            f"partition {name!r} needs a data set with groups (domains, cities,"
+            " writers), such as 'digits-domains'. Use another partition or data set."
         )
-    return {int(group): np.flatnonzero(request.groups == group).astype(np.int64) for group in np.unique(request.groups)}
+    return {
+        int(group): np.flatnonzero(request.groups == group).astype(np.int64)
+        for group in np.unique(request.groups)
+    }
 
 
 def _named(request: PartitionRequest, members: Iterable[int]) -> str:
     """Return the names of the groups; their numbers if they have no names."""
-    return ", ".join(request.group_names[group] if request.group_names else str(group) for group in members)
+    return ", ".join(
+        request.group_names[group] if request.group_names else str(group)
+        for group in members
+    )
 
 
 def _used(share: float, count: int, domain: str) -> int:
@@ -81,11 +99,12 @@ def _used(share: float, count: int, domain: str) -> int:
         return share_of(share, count)
     if not 1 < share < float("inf") or share != int(share):
         raise ConfigError(
-            f"domain-share={share}: a fraction in (0, 1] of each domain, or a whole number of examples above 1."
+            f"domain-share={share}: a fraction in (0, 1] of each domain, or a whole"
+            " number of examples above 1."
         )
     if share > count:
         raise DataError(
-            f"domain-share={share}: domain {domain} has only {count} training examples. Use {count} or fewer, or a "
-            "fraction."
+            f"domain-share={share}: domain {domain} has only {count} training examples."
+            f" Use {count} or fewer, or a fraction."
         )
     return int(share)

@@ -16,7 +16,8 @@ from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
 
 __all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
 
-# With functools.cache alone, two threads could load the same data set; with this lock the second one waits.
+# With functools.cache alone, two threads could load the same data set; with this
+# lock # the second one waits.
 _LOADING = threading.Lock()
 
 
@@ -31,24 +32,29 @@ def load_dataset(
 ) -> Dataset:
     """Return a data set in the shape that a model needs, on a device.
 
-    The result is cached: all clients in one process share one copy of the images. This is safe because the result
-    depends only on the arguments (there is no seed) and no code writes into it.
+    The result is cached: all clients in one process share one copy of the images. This
+    is safe because the result depends only on the arguments (there is no seed) and no
+    code writes into it.
 
     Args:
         name: a name of ``DATASETS``, or the description of own data.
-        data_dir: the folder that has the files or gets the downloads; embedded data sets do not use it. Folders of
-            image files are decoded once per process and never downloaded.
-        channels: 1 or 3; None = as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
-            ITU-R 601 luma, and its mean and std are averaged over the channels.
-        size: height in pixels, also the width unless the data set's ``aspect`` is not 1; None = as published. Images
-            are resized once, bilinear with antialiasing, and rounded to bytes; mean and std are those of the published
-            size.
+        data_dir: the folder that has the files or gets the downloads; embedded data
+            sets do not use it. Folders of image files are decoded once per process and
+            never downloaded.
+        channels: 1 or 3; None = as published. Grey is repeated over 3 channels (without
+            a copy); RGB becomes grey by ITU-R 601 luma, and its mean and std are
+            averaged over the channels.
+        size: height in pixels, also the width unless the data set's ``aspect`` is not
+            1; None = as published. Images are resized once, bilinear with antialiasing,
+            and rounded to bytes; mean and std are those of the published size.
         device: device of the samples.
-        originals: image files stay on the disk, for augmentation of the images as stored (``resized-crop``).
+        originals: image files stay on the disk, for augmentation of the images as
+            stored (``resized-crop``).
 
     Raises:
         ConfigError: the name is unknown, or channels or size are not possible.
-        DataError: data_dir is not set or not a folder, or the files are too large, or absent and not downloadable.
+        DataError: data_dir is not set or not a folder, or the files are too large, or
+            absent and not downloadable.
     """
     if isinstance(name, str) and name not in DATASETS:
         raise unknown_name("dataset", name, DATASETS)
@@ -56,8 +62,11 @@ def load_dataset(
     channels = info.channels if channels is None else channels
     size = info.size if size is None else size
     if not info.input_shape and channels not in (1, 3):
-        raise ConfigError(f"data set {info.name!r} with {channels} channels: 1 or 3 are possible.")
-    # The cache must not hold a second copy under other spellings of the arguments, so these get one form first.
+        raise ConfigError(
+            f"data set {info.name!r} with {channels} channels: 1 or 3 are possible."
+        )
+    # The cache must not hold a second copy under other spellings of the arguments,
+    # so # these get one form first.
     shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
         return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))
@@ -68,17 +77,30 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
     try:
         train, test, group_names = info.loader(folder, shape)
     except READ_ERRORS as error:
-        if isinstance(error, FedBNError) and not info.files:  # own data: the message says it all
+        # own data: the message says it all
+        if isinstance(error, FedBNError) and not info.files:
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise DataError(
-            f"data set {info.name!r} could not be read from {folder}: {reason}. Expected in the folder: {info.files}. "
-            "Put these files there, or set data-dir to the folder that holds them, or use dataset='digits', which is "
-            "embedded."
+            f"data set {info.name!r} could not be read from {folder}: {reason}."
+            f" Expected in the folder: {info.files}. Put these files there, or set"
+            " data-dir to the folder that holds them, or use dataset='digits', which"
+            " is embedded."
         ) from error
-    mean, std = (per_channel(values, shape.channels) for values in (info.mean, info.std))
+    mean, std = (
+        per_channel(values, shape.channels) for values in (info.mean, info.std)
+    )
     train, test = (fitted(part, shape).to(device) for part in (train, test))
-    return Dataset(info.name, train, test, info.num_classes, mean, std, group_names, info.class_names)
+    return Dataset(
+        info.name,
+        train,
+        test,
+        info.num_classes,
+        mean,
+        std,
+        group_names,
+        info.class_names,
+    )
 
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
@@ -88,8 +110,9 @@ def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
     folder = Path(data_dir).expanduser().resolve()
     if not str(data_dir) or not folder.is_dir():
         raise DataError(
-            f"data set {info.name!r} is not embedded, and data-dir={str(data_dir)!r} is not an existing folder. Set "
-            f"data-dir to the folder that holds {info.files}, or to an empty one for torchvision to download to; or "
-            "use dataset='digits', which is embedded."
+            f"data set {info.name!r} is not embedded, and data-dir={str(data_dir)!r} is"
+            " not an existing folder. Set data-dir to the folder that holds"
+            f" {info.files}, or to an empty one for torchvision to download to; or use"
+            " dataset='digits', which is embedded."
         )
     return folder

@@ -1,4 +1,6 @@
-"""A client's local data: an npz file, or a folder of images by class, that never leaves the client."""
+"""A client's local data: an npz file, or a folder of images by class, that never leaves
+the client.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["load_local_dataset"]
 logger = logging.getLogger("flwr")
 
 
-@functools.lru_cache(maxsize=4)  # in Ray and in process, every message makes a new client
+# in Ray and in process, every message makes a new client
+@functools.lru_cache(maxsize=4)
 def load_local_dataset(
     path: str,
     like: str,
@@ -34,35 +37,46 @@ def load_local_dataset(
     """Return the data at a path, in the shape that a model needs.
 
     Args:
-        path: an npz file with ``x_train``, ``y_train``, ``x_test``, ``y_test`` (uint8 images (N, H, W) or (N, H, W, 3)
-            and their classes), or a folder with a folder of images per class; every 5th image of a class, by name, is a
-            test image. The path is absolute.
-        like: the data set of the run; it gives mean and std of the pixels, height to width, and number of classes.
+        path: an npz file with ``x_train``, ``y_train``, ``x_test``, ``y_test`` (uint8
+            images (N, H, W) or (N, H, W, 3) and their classes), or a folder with a
+            folder of images per class; every 5th image of a class, by name, is a test
+            image. The path is absolute.
+        like: the data set of the run; it gives mean and std of the pixels, height to
+            width, and number of classes.
         channels: 1 or 3.
         size: height and width in pixels.
-        classes: names of the class folders in the order of their numbers; a class without a folder has no images here.
-            Without names the folders are ``0``, ``1``, ...
+        classes: names of the class folders in the order of their numbers; a class
+            without a folder has no images here. Without names the folders are ``0``,
+            ``1``, ...
         device: device of the samples.
-        num_classes: number of classes of the model; 0 = that of the data set of the run.
+        num_classes: number of classes of the model; 0 = that of the data set of the
+            run.
 
     Raises:
-        DataError: the path is relative or absent, or has no training images or another format; the message names it.
+        DataError: the path is relative or absent, or has no training images or another
+            format; the message names it.
     """
     info = DATASETS[like]
     num_classes = num_classes or info.num_classes
     shape = Shape(channels, size, info.aspect * size)
     if not Path(path).is_absolute():
-        raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
+        raise DataError(
+            f"data-path={path!r} is relative, but apps run in their own folders. Write"
+            " an absolute path."
+        )
     try:
         if Path(path).is_file():
             train, test = read_archive(Path(path), num_classes)
         else:
-            train, test = _read_folders(Path(path), classes or tuple(map(str, range(num_classes))), shape)
+            train, test = _read_folders(
+                Path(path), classes or tuple(map(str, range(num_classes))), shape
+            )
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
     if (found := train.shape[0]) > channels:
         logger.warning(
-            "data-path=%r: images have %d channels, and the run's model takes %d: their colours are lost.",
+            "data-path=%r: images have %d channels, and the run's model takes %d: their"
+            " colours are lost.",
             path,
             found,
             channels,
@@ -70,27 +84,43 @@ def load_local_dataset(
     train, test = fitted(train, shape).to(device), fitted(test, shape).to(device)
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
-    return Dataset(path, train, test, num_classes, per_channel(info.mean, channels), per_channel(info.std, channels))
+    return Dataset(
+        path,
+        train,
+        test,
+        num_classes,
+        per_channel(info.mean, channels),
+        per_channel(info.std, channels),
+    )
 
 
-def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Samples, Samples]:
+def _read_folders(
+    path: Path, classes: Sequence[str], shape: Shape
+) -> tuple[Samples, Samples]:
     """Return training and test examples of the classes that have a folder."""
-    folders = {entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    folders = {
+        entry.name
+        for entry in path.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    }
     files, others = Files(), folders - {*classes}
     for label, name in enumerate(classes):
         if name in folders:
             files += [(image, label) for image in image_files(path / name)]
     if not files:
         raise DataError(
-            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {', '.join(sorted(others)[:5])})"
-            ". Name the classes in the node config: data-classes='cat,dog'"
+            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found:"
+            f" {', '.join(sorted(others)[:5])}). Name the classes in the node config:"
+            " data-classes='cat,dog'"
         )
     if others:
         logger.warning(
-            "data-path=%r: folders whose name is no class are left out: %s. Without a folder: %s. Names are "
-            "case-sensitive. Rename the folders, or name their classes in data-classes.",
+            "data-path=%r: folders whose name is no class are left out: %s. Without a"
+            " folder: %s. Names are case-sensitive. Rename the folders, or name their"
+            " classes in data-classes.",
             str(path),
             ", ".join(sorted(others)),
-            ", ".join(name for name in classes if name not in folders) or "none of the classes",
+            ", ".join(name for name in classes if name not in folders)
+            or "none of the classes",
         )
     return read_class_folders(files, shape)

@@ -1,4 +1,6 @@
-"""Lists of names in one text: of clients and classes, which may have commas and spaces in them."""
+"""Lists of names in one text: of clients and classes, which may have commas and spaces
+in them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ __all__ = ["listed"]
 
 
 def listed(text: str) -> list[str]:
-    """Return the entries of a comma list, stripped, without empty ones; one with a comma stands in quotes, as in CSV.
+    """Return the entries of a comma list, stripped, without empty ones; one with a
+    comma stands in quotes, as in CSV.
 
     Args:
         text: ``north,"Paris, Sud"``, say.

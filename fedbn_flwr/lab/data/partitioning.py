@@ -1,7 +1,7 @@
 """The registry of splits: partitions of the training examples over the clients.
 
-Every split depends only on its arguments: the same seed gives the same indices on every machine. A partition is a list
-of sorted, disjoint int64 index vectors, by partition id.
+Every split depends only on its arguments: the same seed gives the same indices on every
+machine. A partition is a list of sorted, disjoint int64 index vectors, by partition id.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class PartitionInfo:
         summary: one line.
         source: the paper or library.
         split: the function that makes it.
-        by_class: it needs one class per image, so it cannot split images with a class for each pixel.
+        by_class: it needs one class per image, so it cannot split images with a class
+            for each pixel.
         by_group: it needs a data set with groups.
     """
 
@@ -82,13 +83,19 @@ def make_partition(
         num_clients: number of parts.
         seed: the run's seed.
         num_classes: number of classes; None = largest label + 1.
-        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; with small values clients have few classes.
+        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; with small values
+            clients have few classes.
         classes_per_client: ``classes``: number of consecutive classes of each client.
-        min_size: ``dirichlet``: draw again until every client has this many examples (default as in flwr-datasets).
-        shards_per_client: ``shards``: for each client, 0 = 2; ``unbalanced-shards``: maximum for a client, 0 = 30.
-        domain_share: ``domain``: fraction (up to 1) or number (above 1) of each domain's examples.
-        groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits ignore it.
-        group_names: names of the groups 0, 1, ... for messages; if empty, messages show the numbers.
+        min_size: ``dirichlet``: draw again until every client has this many examples
+            (default as in flwr-datasets).
+        shards_per_client: ``shards``: for each client, 0 = 2; ``unbalanced-shards``:
+            maximum for a client, 0 = 30.
+        domain_share: ``domain``: fraction (up to 1) or number (above 1) of each
+            domain's examples.
+        groups: ``domain``, ``natural``: group of each training example, int64 (N,);
+            other splits ignore it.
+        group_names: names of the groups 0, 1, ... for messages; if empty, messages show
+            the numbers.
 
     Raises:
         ConfigError: a name is unknown or a number is out of range.
@@ -98,7 +105,10 @@ def make_partition(
         raise unknown_name("partition", name, PARTITIONS)
     labels = np.asarray(labels, dtype=np.int64)
     if not 1 <= num_clients <= len(labels):
-        raise DataError(f"num-clients={num_clients}: 1 to {len(labels)} needed, the number of training examples.")
+        raise DataError(
+            f"num-clients={num_clients}: 1 to {len(labels)} needed, the number of"
+            " training examples."
+        )
     request = PartitionRequest(
         labels=labels,
         num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
@@ -116,8 +126,9 @@ def make_partition(
     empty = sum(not len(part) for part in partition)
     if empty:
         raise DataError(
-            f"partition {name!r} leaves {empty} of {num_clients} clients without examples. Use fewer clients, more "
-            "classes per client or a larger data set."
+            f"partition {name!r} leaves {empty} of {num_clients} clients without"
+            " examples. Use fewer clients, more classes per client or a larger data"
+            " set."
         )
     return partition
 
@@ -125,7 +136,8 @@ def make_partition(
 def split_dataset(
     dataset: Dataset, name: str, num_clients: int, *, seed: int, **settings: Any
 ) -> tuple[list[Indices], list[Indices]]:
-    """Return the training and the test examples of each client: ``make_partition``, then ``partition_test_set``.
+    """Return the training and the test examples of each client: ``make_partition``,
+    then ``partition_test_set``.
 
     Under ``natural`` a client has all test examples of its group.
 
@@ -134,25 +146,35 @@ def split_dataset(
         name: a name of ``PARTITIONS``.
         num_clients: number of parts.
         seed: the run's seed.
-        settings: other keyword arguments of ``make_partition``; classes and groups come from the data set. Examples of
-            one unit go to one client, as the first of them would.
+        settings: other keyword arguments of ``make_partition``; classes and groups come
+            from the data set. Examples of one unit go to one client, as the first of
+            them would.
 
     Raises:
-        ConfigError: as ``make_partition``, or the split is by class and the images have a class for each pixel.
+        ConfigError: as ``make_partition``, or the split is by class and the images have
+            a class for each pixel.
         DataError: as ``make_partition``.
     """
     if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
-        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
-        raise ConfigError(
-            f"partition {name!r} splits by class; the examples of dataset {dataset.name!r} have no single class. Use "
-            f"one of {allowed}."
+        allowed = ", ".join(
+            info.name for info in PARTITIONS.values() if not info.by_class
         )
-    labels, test_labels = dataset.train.labels.cpu().numpy(), dataset.test.labels.cpu().numpy()
+        raise ConfigError(
+            f"partition {name!r} splits by class; the examples of dataset"
+            f" {dataset.name!r} have no single class. Use one of {allowed}."
+        )
+    labels, test_labels = (
+        dataset.train.labels.cpu().numpy(),
+        dataset.test.labels.cpu().numpy(),
+    )
     groups, test_groups = _array(dataset.train.groups), _array(dataset.test.groups)
     units = _array(dataset.train.units)
     if units is not None and groups is not None and PARTITIONS[name].by_group:
-        units = units * (int(groups.max()) + 1) + groups  # a patient of two hospitals is one of each
-    of_unit, members = (np.arange(len(labels)), None) if units is None else _by_unit(units)
+        # a patient of two hospitals is one of each
+        units = units * (int(groups.max()) + 1) + groups
+    of_unit, members = (
+        (np.arange(len(labels)), None) if units is None else _by_unit(units)
+    )
     train = make_partition(
         name,
         labels[of_unit],
@@ -164,10 +186,18 @@ def split_dataset(
         **settings,
     )
     if members is not None:
-        train = [np.sort(np.concatenate([members[unit] for unit in part])) for part in train]
-    if name == "natural" and groups is not None and test_groups is not None:  # all test examples of its group
-        return train, [np.flatnonzero(test_groups == groups[part[0]]).astype(np.int64) for part in train]
-    return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
+        train = [
+            np.sort(np.concatenate([members[unit] for unit in part])) for part in train
+        ]
+    # all test examples of its group
+    if name == "natural" and groups is not None and test_groups is not None:
+        return train, [
+            np.flatnonzero(test_groups == groups[part[0]]).astype(np.int64)
+            for part in train
+        ]
+    return train, partition_test_set(
+        train, labels, test_labels, seed, groups, test_groups
+    )
 
 
 def _array(values: Tensor | None) -> Indices | None:
@@ -190,7 +220,8 @@ _INFOS = (
     ),
     PartitionInfo(
         "dirichlet",
-        "each class split in proportions drawn from Dirichlet(partition-alpha), unequal sizes",
+        "each class split in proportions drawn from Dirichlet(partition-alpha), unequal"
+        " sizes",
         "Yurochkin et al. 2019 (arXiv:1905.12022); flwr-datasets DirichletPartitioner",
         split_dirichlet,
         by_class=True,
@@ -204,21 +235,24 @@ _INFOS = (
     ),
     PartitionInfo(
         "classes",
-        "classes-per-client consecutive classes per client, each class evenly over its holders",
+        "classes-per-client consecutive classes per client, each class evenly over its"
+        " holders",
         "Wang, Shi & Chang 2023 (FedTAN), Appendix D",
         split_classes,
         by_class=True,
     ),
     PartitionInfo(
         "shards",
-        "sorted by class, cut into equal shards, shards-per-client random ones per client",
+        "sorted by class, cut into equal shards, shards-per-client random ones per"
+        " client",
         "McMahan et al. 2017; FedBS, balanced label distribution skew",
         split_shards,
         by_class=True,
     ),
     PartitionInfo(
         "unbalanced-shards",
-        "sorted by class, cut into shards of 50, 1 to shards-per-client random ones per client, all used",
+        "sorted by class, cut into shards of 50, 1 to shards-per-client random ones per"
+        " client, all used",
         "FedBS, unbalanced label distribution skew",
         split_unbalanced_shards,
         by_class=True,

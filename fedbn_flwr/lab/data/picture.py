@@ -14,11 +14,15 @@ __all__ = ["partition_picture", "partition_table"]
 _MOST_COLUMNS = 20
 
 
-def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = ()) -> bytes:
-    """Return a PNG with a bar for each client, made of its examples of each class; equal arguments give equal bytes.
+def partition_picture(
+    counts: Indices, title: str = "", names: Sequence[str] = ()
+) -> bytes:
+    """Return a PNG with a bar for each client, made of its examples of each class;
+    equal arguments give equal bytes.
 
     Args:
-        counts: examples, int64 (clients, classes) from ``partition_counts``; or (clients, groups).
+        counts: examples, int64 (clients, classes) from ``partition_counts``; or
+            (clients, groups).
         title: text above the picture.
         names: names of the classes; if empty, their numbers.
     """
@@ -33,7 +37,9 @@ def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = (
     colours = colormaps["tab20" if few else "viridis"].resampled(len(classes))
     clients, bottom = np.arange(len(counts)), np.zeros(len(counts), np.int64)
     for label, of_class in enumerate(counts.T):
-        axis.bar(clients, of_class, 0.9, bottom, color=colours(label), label=classes[label])
+        axis.bar(
+            clients, of_class, 0.9, bottom, color=colours(label), label=classes[label]
+        )
         bottom = bottom + of_class
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set(xlabel="client", ylabel="training examples", title=title)
@@ -45,12 +51,15 @@ def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = (
 
 
 def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
-    """Return a text table: a line per client with its examples of each class and their sum, then a line of totals.
+    """Return a text table: a line per client with its examples of each class and their
+    sum, then a line of totals.
 
-    With more than 20 classes, the columns are instead a client's number of classes and its largest class.
+    With more than 20 classes, the columns are instead a client's number of classes and
+    its largest class.
 
     Args:
-        counts: examples, int64 (clients, classes) from ``partition_counts``; or (clients, groups).
+        counts: examples, int64 (clients, classes) from ``partition_counts``; or
+            (clients, groups).
         names: names of the classes; if empty, their numbers.
     """
     import pandas as pd

@@ -27,13 +27,20 @@ class ReadInputs(LazyInputs):
 
     dtype = torch.float32
 
-    def __init__(self, read: Read, count: int, shape: tuple[int, ...], by_pixel: bool) -> None:
+    def __init__(
+        self, read: Read, count: int, shape: tuple[int, ...], by_pixel: bool
+    ) -> None:
         self._read, self.shape, self.by_pixel = read, (count, *shape), by_pixel
 
     def read(
-        self, numbers: Sequence[int], each: Sequence[str] = (), seeds: Sequence[int] = ()
+        self,
+        numbers: Sequence[int],
+        each: Sequence[str] = (),
+        seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Return the inputs with these numbers, and their targets; nothing transforms them."""
+        """Return the inputs with these numbers, and their targets; nothing transforms
+        them.
+        """
         del each, seeds  # they are for images as bytes
         if not numbers:
             like = self._read(0)[1] if len(self) else torch.zeros((), dtype=torch.int64)

@@ -1,6 +1,8 @@
-"""Readers of public image data sets, from torchvision's files and downloads to byte tensors.
+"""Readers of public image data sets, from torchvision's files and downloads to byte
+tensors.
 
-The readers import torchvision and SciPy themselves: these take long to import, and most processes read one data set.
+The readers import torchvision and SciPy themselves: these take long to import, and most
+processes read one data set.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ __all__ = [
 
 
 class Loaded(NamedTuple):
-    """The result of a reader: both sets, and the names of the groups if the samples have groups."""
+    """The result of a reader: both sets, and the names of the groups if the samples
+    have groups.
+    """
 
     train: Samples
     test: Samples
@@ -49,7 +53,16 @@ class Loaded(NamedTuple):
 Reader = Callable[[Path, Shape], Loaded]
 """Reads a data set from a folder, in the requested shape or in the published one."""
 
-READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, BadZipFile, zlib.error)
+READ_ERRORS = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    HTTPException,
+    TarError,
+    BadZipFile,
+    zlib.error,
+)
 """The errors of a reader when files are absent, damaged or not downloadable."""
 
 IDX_FILES = (
@@ -60,7 +73,8 @@ IDX_FILES = (
 )
 """The files of MNIST and of data sets in its format."""
 
-# The embedded set has no published split. Ours is fixed, so that all runs and seeds have the same test set.
+# The embedded set has no published split. Ours is fixed, so that all runs and
+# seeds # have the same test set.
 _DIGITS_SPLIT_SEED = 0
 _DIGITS_TEST_SHARE = 0.2
 
@@ -72,31 +86,40 @@ def read_digits(folder: Path, shape: Shape) -> Loaded:
 
 
 def embedded_digits() -> tuple[Samples, Samples]:
-    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set.
+    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the
+    test set.
 
-    The file is the one that ``sklearn.datasets.load_digits`` reads; it is found without importing scikit-learn.
+    The file is the one that ``sklearn.datasets.load_digits`` reads; it is found without
+    importing scikit-learn.
     """
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("scikit-learn, whose files hold the digits, is not installed")
-    with gzip.open(Path(spec.origin).parent / "datasets/data/digits.csv.gz", "rt") as file:
-        rows = np.loadtxt(file, delimiter=",", dtype=np.int64)  # 64 pixels from 0 to 16, and the digit
+    with gzip.open(
+        Path(spec.origin).parent / "datasets/data/digits.csv.gz", "rt"
+    ) as file:
+        # 64 pixels from 0 to 16, and the digit
+        rows = np.loadtxt(file, delimiter=",", dtype=np.int64)
     pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
     inputs = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8))
     in_test = np.zeros(len(labels), dtype=bool)
     for label in range(10):
         members = np.flatnonzero(labels == label)
-        shuffled = numpy_generator(_DIGITS_SPLIT_SEED, "digits-split", label).permutation(members)
+        shuffled = numpy_generator(
+            _DIGITS_SPLIT_SEED, "digits-split", label
+        ).permutation(members)
         in_test[shuffled[: round(_DIGITS_TEST_SHARE * len(members))]] = True
     targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
     return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
 
 
 def read_idx(class_name: str) -> Reader:
-    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and data sets in its format.
+    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and data sets in its
+    format.
 
-    If the unpacked files are absent, the .gz files are read directly. Nothing is written, so read-only folders work.
-    torchvision's class only downloads missing files.
+    If the unpacked files are absent, the .gz files are read directly. Nothing is
+    written, so read-only folders work. torchvision's class only downloads missing
+    files.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
@@ -106,8 +129,12 @@ def read_idx(class_name: str) -> Reader:
             from torchvision import datasets
 
             getattr(datasets, class_name)(str(folder), train=True, download=True)
-        train_images, train_labels, test_images, test_labels = (_idx_array(raw / stem) for stem in IDX_FILES)
-        return Loaded(as_samples(train_images, train_labels), as_samples(test_images, test_labels))
+        train_images, train_labels, test_images, test_labels = (
+            _idx_array(raw / stem) for stem in IDX_FILES
+        )
+        return Loaded(
+            as_samples(train_images, train_labels), as_samples(test_images, test_labels)
+        )
 
     return read
 
@@ -118,7 +145,9 @@ def is_there(path: Path) -> bool:
 
 
 def read_torchvision(class_name: str) -> Reader:
-    """Return the reader of torchvision's CIFAR10, CIFAR100, USPS, or SVHN (without ``extra``)."""
+    """Return the reader of torchvision's CIFAR10, CIFAR100, USPS, or SVHN (without
+    ``extra``).
+    """
 
     def read(folder: Path, shape: Shape) -> Loaded:
         del shape
@@ -126,18 +155,33 @@ def read_torchvision(class_name: str) -> Reader:
 
         source = getattr(datasets, class_name)
         if class_name == "SVHN":
-            parts = [_present_or_downloaded(source, str(folder), split=split) for split in ("train", "test")]
-            train, test = (as_samples(part.data.transpose(0, 2, 3, 1), part.labels) for part in parts)
+            parts = [
+                _present_or_downloaded(source, str(folder), split=split)
+                for split in ("train", "test")
+            ]
+            train, test = (
+                as_samples(part.data.transpose(0, 2, 3, 1), part.labels)
+                for part in parts
+            )
         else:
-            parts = [_present_or_downloaded(source, str(folder), train=train) for train in (True, False)]
-            train, test = (as_samples(np.asarray(part.data), part.targets) for part in parts)
+            parts = [
+                _present_or_downloaded(source, str(folder), train=train)
+                for train in (True, False)
+            ]
+            train, test = (
+                as_samples(np.asarray(part.data), part.targets) for part in parts
+            )
         return Loaded(train, test)
 
     return read
 
 
-def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any) -> Any:
-    """Return torchvision's data set from the files in ``folder``; if this fails, download them first."""
+def _present_or_downloaded(
+    source: Callable[..., Any], folder: str, **split: Any
+) -> Any:
+    """Return torchvision's data set from the files in ``folder``; if this fails,
+    download them first.
+    """
     try:
         return source(folder, download=False, **split)
     except (OSError, RuntimeError):
@@ -147,7 +191,8 @@ def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any
 def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the uint8 array of an idx file, or of ``path``.gz if ``path`` is absent.
 
-    Format: two zero bytes, 8 for uint8, the number of dimensions, each dimension as a big-endian int32, the data.
+    Format: two zero bytes, 8 for uint8, the number of dimensions, each dimension as a
+    big-endian int32, the data.
     """
     if path.exists():
         content = path.read_bytes()
@@ -155,23 +200,36 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         path = path.with_name(path.name + ".gz")
         content = gzip.decompress(path.read_bytes())
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
-        raise DataError(f"{path} is not an idx file of bytes: it starts with {content[:4].hex() or 'nothing'}.")
+        raise DataError(
+            f"{path} is not an idx file of bytes: it starts with"
+            f" {content[:4].hex() or 'nothing'}."
+        )
     start = 4 + 4 * content[3]
-    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+    shape = tuple(
+        int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)
+    )
     values = np.frombuffer(content[start:], dtype=np.uint8)
     if len(content) < start or values.size != math.prod(shape):
-        raise DataError(f"{path} is cut short or too long: {values.size} bytes for the shape {shape} in its header.")
+        raise DataError(
+            f"{path} is cut short or too long: {values.size} bytes for the shape"
+            f" {shape} in its header."
+        )
     return values.reshape(shape)
 
 
 def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
-    """Return samples with copies of (N, H, W) grey or (N, H, W, 3) RGB images and of their labels.
+    """Return samples with copies of (N, H, W) grey or (N, H, W, 3) RGB images and of
+    their labels.
 
     Raises:
         DataError: the images have another shape.
     """
-    if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
-        raise DataError(f"images of shape {images.shape}: (N, H, W) or (N, H, W, 3) needed.")
+    if images.ndim not in (3, 4) or (
+        images.ndim == 4 and images.shape[3] not in (1, 3)
+    ):
+        raise DataError(
+            f"images of shape {images.shape}: (N, H, W) or (N, H, W, 3) needed."
+        )
     rows = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))
     return Samples(inputs, torch.from_numpy(np.array(labels, dtype=np.int64)))

@@ -6,9 +6,20 @@ from dataclasses import dataclass
 
 from fedbn_flwr.lab.data.cityscapes import read_cityscapes
 from fedbn_flwr.lab.data.digits_domains import read_digits_domains
-from fedbn_flwr.lab.data.domains import DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
+from fedbn_flwr.lab.data.domains import (
+    DOMAINNET10,
+    OFFICE_CALTECH10,
+    read_digits_five,
+    read_domains,
+)
 from fedbn_flwr.lab.data.folders import read_imagenet, read_tiny_imagenet
-from fedbn_flwr.lab.data.readers import IDX_FILES, Reader, read_digits, read_idx, read_torchvision
+from fedbn_flwr.lab.data.readers import (
+    IDX_FILES,
+    Reader,
+    read_digits,
+    read_idx,
+    read_torchvision,
+)
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
 
 __all__ = ["DATASETS", "IMAGENET", "DatasetInfo"]
@@ -22,19 +33,25 @@ class DatasetInfo:
         name: name in the registry.
         num_classes: number of classes.
         channels: colour channels of the images as published.
-        size: height of the published images in pixels; if their heights differ, the usual height.
+        size: height of the published images in pixels; if their heights differ, the
+            usual height.
         summary: one line.
         source: the publication.
         loader: reads (train, test) from the data folder.
-        files: the files that the loader needs in the data folder; "" for an embedded data set.
-        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If it depends on the files or the size,
-            it is the value of the papers' authors (DomainNet, ImageNet, Cityscapes: ImageNet's).
+        files: the files that the loader needs in the data folder; "" for an embedded
+            data set.
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If it
+            depends on the files or the size, it is the value of the papers' authors
+            (DomainNet, ImageNet, Cityscapes: ImageNet's).
         std: standard deviation, in the same way.
         aspect: width of the images divided by their height.
-        grouped: the samples have groups (domains, cities), for the splits that need them.
+        grouped: the samples have groups (domains, cities), for the splits that need
+            them.
         task: the learning task.
-        tasks: names of other tasks that the same labels can be for; the config key ``task`` chooses one.
-        input_shape: shape of an example that is no image, such as (features,); () for images.
+        tasks: names of other tasks that the same labels can be for; the config key
+            ``task`` chooses one.
+        input_shape: shape of an example that is no image, such as (features,); () for
+            images.
         class_names: names of the classes, () = numbers.
         client_names: names of the clients that own data name, or ().
     """
@@ -59,7 +76,10 @@ class DatasetInfo:
 
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_IDX_FILES = f"{{}}/raw/ with {', '.join(IDX_FILES[:-1])} and {IDX_FILES[-1]}, each as it is or with .gz"
+_IDX_FILES = (
+    f"{{}}/raw/ with {', '.join(IDX_FILES[:-1])} and {IDX_FILES[-1]}, each as it is or"
+    " with .gz"
+)
 
 _INFOS = (
     DatasetInfo(
@@ -67,8 +87,14 @@ _INFOS = (
         num_classes=10,
         channels=1,
         size=8,
-        summary="1,797 handwritten digits, 8x8 grey, embedded in scikit-learn (80 % train, 20 % test)",
-        source="Alpaydin & Kaynak 1998, UCI Optical Recognition of Handwritten Digits (its test part)",
+        summary=(
+            "1,797 handwritten digits, 8x8 grey, embedded in scikit-learn (80 % train,"
+            " 20 % test)"
+        ),
+        source=(
+            "Alpaydin & Kaynak 1998, UCI Optical Recognition of Handwritten Digits (its"
+            " test part)"
+        ),
         loader=read_digits,
         files="",
         mean=(0.3055,),
@@ -106,7 +132,10 @@ _INFOS = (
         summary="60,000 photographs of 10 kinds of things, 32x32 RGB",
         source="Krizhevsky 2009",
         loader=read_torchvision("CIFAR10"),
-        files="cifar-10-batches-py/ with data_batch_1 to data_batch_5, test_batch and batches.meta",
+        files=(
+            "cifar-10-batches-py/ with data_batch_1 to data_batch_5, test_batch and"
+            " batches.meta"
+        ),
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
     ),
@@ -151,7 +180,9 @@ _INFOS = (
         num_classes=10,
         channels=3,
         size=8,
-        summary="digits in 5 domains: inverted, blurred, noisy, coloured, rotated; embedded",
+        summary=(
+            "digits in 5 domains: inverted, blurred, noisy, coloured, rotated; embedded"
+        ),
         source="made from scikit-learn's digits by this project",
         loader=read_digits_domains,
         files="",
@@ -164,13 +195,17 @@ _INFOS = (
         num_classes=10,
         channels=3,
         size=28,
-        summary="digits in up to 5 domains: those present of MNIST, SVHN, USPS, SynthDigits, MNIST-M",
+        summary=(
+            "digits in up to 5 domains: those present of MNIST, SVHN, USPS,"
+            " SynthDigits, MNIST-M"
+        ),
         source="Peng et al. 2019; Li et al. 2021 (FedBN), whose mean and std these are",
         loader=read_digits_five,
         files=(
-            "one or more of MNIST/raw/, train_32x32.mat and test_32x32.mat (SVHN), usps.bz2 and usps.t.bz2, "
-            "synth_train_32x32.mat and synth_test_32x32.mat, or mnist/, svhn/, usps/, synth_digits/ and mnist_m/ with "
-            "one npz file each (x_train, y_train, x_test, y_test)"
+            "one or more of MNIST/raw/, train_32x32.mat and test_32x32.mat (SVHN),"
+            " usps.bz2 and usps.t.bz2, synth_train_32x32.mat and synth_test_32x32.mat,"
+            " or mnist/, svhn/, usps/, synth_digits/ and mnist_m/ with one npz file"
+            " each (x_train, y_train, x_test, y_test)"
         ),
         mean=(0.5,) * 3,
         std=(0.5,) * 3,
@@ -184,7 +219,10 @@ _INFOS = (
         summary="2,533 photographs of 10 kinds of things in 4 domains",
         source="Gong et al. 2012",
         loader=read_domains(("office_caltech10",), *OFFICE_CALTECH10),
-        files="office_caltech10/ with amazon, caltech, dslr and webcam, all as NAME.npz or all as NAME/CLASS/*.jpg",
+        files=(
+            "office_caltech10/ with amazon, caltech, dslr and webcam, all as NAME.npz"
+            " or all as NAME/CLASS/*.jpg"
+        ),
         mean=(0.6747, 0.6690, 0.6653),
         std=(0.3267, 0.3280, 0.3318),
         grouped=True,
@@ -198,8 +236,8 @@ _INFOS = (
         source="Peng et al. 2019; Li et al. 2021 (FedBN)",
         loader=read_domains(("domainnet10", "domainnet"), *DOMAINNET10),
         files=(
-            "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw, real and sketch, all as "
-            "NAME.npz or all as NAME/CLASS/*.jpg"
+            "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw,"
+            " real and sketch, all as NAME.npz or all as NAME/CLASS/*.jpg"
         ),
         mean=IMAGENET[0],
         std=IMAGENET[1],
@@ -213,7 +251,10 @@ _INFOS = (
         summary="110,000 photographs of 200 kinds of things, 64x64 RGB",
         source="Le & Yang 2015",
         loader=read_tiny_imagenet,
-        files=("tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"),
+        files=(
+            "tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and"
+            " val/val_annotations.txt"
+        ),
         mean=(0.4802, 0.4481, 0.3975),
         std=(0.2770, 0.2691, 0.2821),
     ),
@@ -234,7 +275,9 @@ _INFOS = (
         num_classes=19,
         channels=3,
         size=512,
-        summary="3,475 street scenes of 21 cities with 19 classes of pixels, 1024x512 RGB",
+        summary=(
+            "3,475 street scenes of 21 cities with 19 classes of pixels, 1024x512 RGB"
+        ),
         source="Cordts et al. 2016",
         loader=read_cityscapes,
         files=(

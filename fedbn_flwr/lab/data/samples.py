@@ -1,4 +1,6 @@
-"""Labelled examples: images as bytes; features of tables, signals and the like as float32."""
+"""Labelled examples: images as bytes; features of tables, signals and the like as
+float32.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,13 @@ class LazyInputs(ABC):
 
     @abstractmethod
     def read(
-        self, numbers: Sequence[int], each: Sequence[str] = (), seeds: Sequence[int] = ()
+        self,
+        numbers: Sequence[int],
+        each: Sequence[str] = (),
+        seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the inputs with these numbers, and the targets that are read with them, if there are some.
+        """Return the inputs with these numbers, and the targets that are read with
+        them, if there are some.
 
         Args:
             numbers: of the inputs, 0..N-1.
@@ -60,11 +66,13 @@ class Samples:
     """Labelled examples on one device.
 
     Attributes:
-        source: the inputs: pixels 0..255, uint8, (N, C, H, W), which may be an expanded (stride 0) tensor over C; or
-            float32 (N, ...), features or signals; or what reads such inputs for each batch.
-        groups: group of each example (a domain, a city, a hospital), int64 (N,); None if there are no groups.
-        units: examples with the same number (those of a patient) stay together in a split, int64 (N,); None if every
-            example is its own unit.
+        source: the inputs: pixels 0..255, uint8, (N, C, H, W), which may be an expanded
+            (stride 0) tensor over C; or float32 (N, ...), features or signals; or what
+            reads such inputs for each batch.
+        groups: group of each example (a domain, a city, a hospital), int64 (N,); None
+            if there are no groups.
+        units: examples with the same number (those of a patient) stay together in a
+            split, int64 (N,); None if every example is its own unit.
     """
 
     __slots__ = ("_targets", "groups", "source", "units")
@@ -80,26 +88,38 @@ class Samples:
 
         Args:
             inputs: the ``source``, see ``Samples``.
-            targets: class of each image, int64 (N,); class of each pixel or voxel, uint8 (N, H, W) or (N, D, H, W),
-                255 = ignored; or float32 (N,) or (N, K), the target of a regression or labels 0 and 1; None if they are
-                read with the inputs.
+            targets: class of each image, int64 (N,); class of each pixel or voxel,
+                uint8 (N, H, W) or (N, D, H, W), 255 = ignored; or float32 (N,) or (N,
+                K), the target of a regression or labels 0 and 1; None if they are read
+                with the inputs.
             groups: see ``Samples``.
             units: see ``Samples``.
 
         Raises:
             DataError: dtypes or numbers are not as above.
         """
-        self.source, self._targets, self.groups, self.units = inputs, targets, groups, units
+        self.source, self._targets, self.groups, self.units = (
+            inputs,
+            targets,
+            groups,
+            units,
+        )
         images = inputs.dtype == torch.uint8 and len(inputs.shape) == 4
-        if not images and not (inputs.dtype == torch.float32 and len(inputs.shape) >= 2):
+        if not images and not (
+            inputs.dtype == torch.float32 and len(inputs.shape) >= 2
+        ):
             raise DataError(
-                f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)}; uint8 (N, C, H, W) needed "
-                "for images, float32 (N, ...) for features and signals."
+                f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)};"
+                " uint8 (N, C, H, W) needed for images, float32 (N, ...) for features"
+                " and signals."
             )
-        if targets is not None and (targets.dtype not in _TARGETS or len(targets) != len(inputs)):
+        if targets is not None and (
+            targets.dtype not in _TARGETS or len(targets) != len(inputs)
+        ):
             raise DataError(
-                f"sample targets are {targets.dtype} of shape {tuple(targets.shape)} for {len(inputs)} inputs; int64, "
-                "float32, or uint8 for classes of pixels, one each, needed."
+                f"sample targets are {targets.dtype} of shape {tuple(targets.shape)}"
+                f" for {len(inputs)} inputs; int64, float32, or uint8 for classes of"
+                " pixels, one each, needed."
             )
 
     def __len__(self) -> int:
@@ -107,13 +127,19 @@ class Samples:
         return len(self.source)
 
     def to(self, device: str | torch.device) -> Samples:
-        """Return the same samples on ``device``; tensors that are there already are not copied."""
+        """Return the same samples on ``device``; tensors that are there already are not
+        copied.
+        """
         targets, groups, units = (
-            None if part is None else part.to(device) for part in (self._targets, self.groups, self.units)
+            None if part is None else part.to(device)
+            for part in (self._targets, self.groups, self.units)
         )
         inputs = self.source
-        if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.stride(1) == 0:  # channels share their memory
-            return Samples(inputs[:, :1].to(device).expand_as(inputs), targets, groups, units)
+        # channels share their memory
+        if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.stride(1) == 0:
+            return Samples(
+                inputs[:, :1].to(device).expand_as(inputs), targets, groups, units
+            )
         return Samples(inputs.to(device), targets, groups, units)
 
     def regrouped(self, groups: Tensor | None, units: Tensor | None = None) -> Samples:
@@ -129,7 +155,10 @@ class Samples:
     def inputs(self) -> Tensor:
         """The inputs, which are in memory."""
         if isinstance(self.source, LazyInputs):
-            raise DataError("all inputs are asked for, but they are not in memory: each batch reads its own.")
+            raise DataError(
+                "all inputs are asked for, but they are not in memory: each batch reads"
+                " its own."
+            )
         return self.source
 
     @property
@@ -161,24 +190,44 @@ class Samples:
 
     @property
     def targets(self) -> Tensor:
-        """Target of each example; reads all examples if targets are read with the inputs."""
-        return self.take(torch.arange(len(self)))[1] if self._targets is None else self._targets
+        """Target of each example; reads all examples if targets are read with the
+        inputs.
+        """
+        return (
+            self.take(torch.arange(len(self)))[1]
+            if self._targets is None
+            else self._targets
+        )
 
     @property
     def labels(self) -> Tensor:
-        """The class of each example for splits over clients, int64 (N,); all 0 if an example has not one class."""
-        return self.targets if self.by_class else torch.zeros(len(self), dtype=torch.int64, device=self.device)
+        """The class of each example for splits over clients, int64 (N,); all 0 if an
+        example has not one class.
+        """
+        return (
+            self.targets
+            if self.by_class
+            else torch.zeros(len(self), dtype=torch.int64, device=self.device)
+        )
 
-    def take(self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """Return the examples at these numbers (int64 (B,)) and their targets, augmented by what was drawn."""
+    def take(
+        self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the examples at these numbers (int64 (B,)) and their targets,
+        augmented by what was drawn.
+        """
         if isinstance(self.source, LazyInputs):
             each = () if augment is None else augment.each
             seeds = () if draw is None or draw.seeds is None else draw.seeds.tolist()
             inputs, read = self.source.read(chosen.tolist(), each, seeds)
             targets = self.targets.index_select(0, chosen) if read is None else read
         else:
-            # index_select, because indexing with [] takes several times as long for a batch.
-            inputs, targets = self.source.index_select(0, chosen), self.targets.index_select(0, chosen)
+            # index_select, because indexing with [] takes several times as long for
+            # a # batch.
+            inputs, targets = (
+                self.source.index_select(0, chosen),
+                self.targets.index_select(0, chosen),
+            )
             if augment is not None and draw is not None:
                 inputs, targets = augment.apply_each(inputs, targets, draw)
         if augment is not None and draw is not None:

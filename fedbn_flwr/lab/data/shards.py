@@ -1,12 +1,15 @@
-"""Splits by shards: the examples, sorted by class, are cut into equal shards, and clients get whole shards.
+"""Splits by shards: the examples, sorted by class, are cut into equal shards, and
+clients get whole shards.
 
-``shards``: McMahan et al. 2017, section 3; Li et al. (FedBS) V-A, "balanced label distribution skew": 200 shards of 300
-(MNIST) or 250 (CIFAR-10) examples, two for each of 100 clients. ``unbalanced-shards``: FedBS, "unbalanced label
-distribution skew": 1200 (MNIST) or 1000 (CIFAR-10) shards of 50 examples, 1 to 30 per client.
+``shards``: McMahan et al. 2017, section 3; Li et al. (FedBS) V-A, "balanced label
+distribution skew": 200 shards of 300 (MNIST) or 250 (CIFAR-10) examples, two for each
+of 100 clients. ``unbalanced-shards``: FedBS, "unbalanced label distribution skew": 1200
+(MNIST) or 1000 (CIFAR-10) shards of 50 examples, 1 to 30 per client.
 
-Differs from the paper: FedBS does not say how many shards a client draws. Here each client draws 1 to 30 uniformly,
-given that together they use every shard (all such draws are equally likely). If the size of a class is not a multiple
-of the shard size, a shard may have two classes, and a client with two shards more than two classes.
+Differs from the paper: FedBS does not say how many shards a client draws. Here each
+client draws 1 to 30 uniformly, given that together they use every shard (all such draws
+are equally likely). If the size of a class is not a multiple of the shard size, a shard
+may have two classes, and a client with two shards more than two classes.
 """
 
 from __future__ import annotations
@@ -25,54 +28,82 @@ _SHARD_SIZE = 50
 
 
 def split_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client ``shards_per_client`` (0 = 2) random shards, of as many as all clients use."""
+    """Give each client ``shards_per_client`` (0 = 2) random shards, of as many as all
+    clients use.
+    """
     each = request.shards_per_client or _SHARDS_PER_CLIENT
     return _split_shards(request, [each] * request.num_clients, "shards")
 
 
 def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
-    """Split shards of 50 examples over the clients, 1 to ``shards_per_client`` (0 = 30) each."""
-    clients, most = request.num_clients, request.shards_per_client or _MOST_SHARDS_PER_CLIENT
+    """Split shards of 50 examples over the clients, 1 to ``shards_per_client`` (0 = 30)
+    each.
+    """
+    clients, most = (
+        request.num_clients,
+        request.shards_per_client or _MOST_SHARDS_PER_CLIENT,
+    )
     shards = len(request.labels) // _SHARD_SIZE
     if not clients <= shards <= clients * most:
         raise ConfigError(
-            f"partition 'unbalanced-shards': {shards} shards of {_SHARD_SIZE} examples cannot be split over {clients} "
-            f"clients, 1 to {most} each. Use another num-clients or shards-per-client."
+            f"partition 'unbalanced-shards': {shards} shards of {_SHARD_SIZE} examples"
+            f" cannot be split over {clients} clients, 1 to {most} each. Use another"
+            " num-clients or shards-per-client."
         )
     rng = numpy_generator(request.seed, "partition", "unbalanced-shards-sizes")
-    return _split_shards(request, _drawn_sizes(clients, shards, most, rng), "unbalanced-shards")
+    return _split_shards(
+        request, _drawn_sizes(clients, shards, most, rng), "unbalanced-shards"
+    )
 
 
-def _drawn_sizes(clients: int, shards: int, most: int, rng: np.random.Generator) -> list[int]:
-    """Return uniform draws from 1..most given their sum: all such sums equal to ``shards`` are equally likely."""
-    # ways[k][s]: the number of ways to write s as a sum of k numbers from 1..most, in exact integers. The difference of
-    # neighbours has only two terms.
+def _drawn_sizes(
+    clients: int, shards: int, most: int, rng: np.random.Generator
+) -> list[int]:
+    """Return uniform draws from 1..most given their sum: all such sums equal to
+    ``shards`` are equally likely.
+    """
+    # ways[k][s]: the number of ways to write s as a sum of k numbers from 1..most,
+    # in # exact integers. The difference of neighbours has only two terms.
     ways = [[1] + [0] * shards]
     for _ in range(clients):
         before, row = ways[-1], [0]
         for total in range(1, shards + 1):
-            row.append(row[-1] + before[total - 1] - (before[total - 1 - most] if total > most else 0))
+            row.append(
+                row[-1]
+                + before[total - 1]
+                - (before[total - 1 - most] if total > most else 0)
+            )
         ways.append(row)
     sizes = []
     for rest in range(clients - 1, -1, -1):
         options = range(1, min(most, shards - rest) + 1)
-        # The division of integers is correctly rounded, also beyond the floating point range.
-        chances = [ways[rest][shards - option] / ways[rest + 1][shards] for option in options]
+        # The division of integers is correctly rounded, also beyond the floating
+        # point # range.
+        chances = [
+            ways[rest][shards - option] / ways[rest + 1][shards] for option in options
+        ]
         sizes.append(int(rng.choice(options, p=np.array(chances) / sum(chances))))
         shards -= sizes[-1]
     return sizes
 
 
-def _split_shards(request: PartitionRequest, sizes: list[int], purpose: str) -> list[Indices]:
-    """Return each client's examples: ``sizes`` random shards of nearly equal size, cut from the examples by class."""
+def _split_shards(
+    request: PartitionRequest, sizes: list[int], purpose: str
+) -> list[Indices]:
+    """Return each client's examples: ``sizes`` random shards of nearly equal size, cut
+    from the examples by class.
+    """
     count = sum(sizes)
     if count > len(request.labels):
         raise ConfigError(
-            f"shards-per-client={sizes[0]} needs {count} shards, more than the {len(request.labels)} training examples."
+            f"shards-per-client={sizes[0]} needs {count} shards, more than the"
+            f" {len(request.labels)} training examples."
         )
     rng = numpy_generator(request.seed, "partition", purpose)
     shuffled = rng.permutation(len(request.labels)).astype(np.int64)
     by_class = shuffled[np.argsort(request.labels[shuffled], kind="stable")]
     shards = np.array_split(by_class, count)
     chosen = np.split(rng.permutation(count), np.cumsum(sizes)[:-1])
-    return [np.concatenate([shards[number] for number in numbers]) for numbers in chosen]
+    return [
+        np.concatenate([shards[number] for number in numbers]) for numbers in chosen
+    ]

@@ -1,4 +1,6 @@
-"""Subsets of shared examples: they hold indices but no copy of the examples, and make normalised batches."""
+"""Subsets of shared examples: they hold indices but no copy of the examples, and make
+normalised batches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _ALIGNED = 64  # bytes, the alignment of torch's memory
 
 
 class Subset:
-    """The examples of one client or one evaluation: each position 0..len-1 stands for one of shared examples."""
+    """The examples of one client or one evaluation: each position 0..len-1 stands for
+    one of shared examples.
+    """
 
     __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")
 
@@ -38,16 +42,21 @@ class Subset:
 
         Args:
             samples: the shared samples.
-            indices: integers (n,), the example at each position; None = all examples in order.
-            mean: subtracted per channel from pixels scaled to [0, 1], or per feature (channel) of other inputs; () =
-                other inputs are taken as they are.
+            indices: integers (n,), the example at each position; None = all examples in
+                order.
+            mean: subtracted per channel from pixels scaled to [0, 1], or per feature
+                (channel) of other inputs; () = other inputs are taken as they are.
             std: divisor per channel or feature, above 0; or ().
             augment: ``batch`` applies it if it gets a generator.
         """
         self._samples, self._augment = samples, augment
-        self._indices = None if indices is None else torch.as_tensor(indices, device=samples.device)
+        self._indices = (
+            None if indices is None else torch.as_tensor(indices, device=samples.device)
+        )
         self._mean, self._std = (
-            torch.tensor(values, dtype=torch.float32, device=samples.device).view(-1, *[1] * len(samples.shape[1:]))
+            torch.tensor(values, dtype=torch.float32, device=samples.device).view(
+                -1, *[1] * len(samples.shape[1:])
+            )
             for values in (mean, std)
         )
 
@@ -63,43 +72,65 @@ class Subset:
     @property
     def targets(self) -> Tensor:
         """Targets of the examples, see ``Samples``, on the samples' device."""
-        return self._samples.targets if self._indices is None else self._samples.targets[self._indices]
+        return (
+            self._samples.targets
+            if self._indices is None
+            else self._samples.targets[self._indices]
+        )
 
     @property
     def indices(self) -> Tensor:
         """The example at each position, int64 (n,)."""
-        return torch.arange(len(self._samples)) if self._indices is None else self._indices
+        return (
+            torch.arange(len(self._samples)) if self._indices is None else self._indices
+        )
 
     @property
     def groups(self) -> Tensor | None:
-        """Groups of the examples, int64 (n,), on the samples' device; None if the samples have no groups."""
+        """Groups of the examples, int64 (n,), on the samples' device; None if the
+        samples have no groups.
+        """
         groups = self._samples.groups
-        return groups if groups is None or self._indices is None else groups[self._indices]
+        return (
+            groups if groups is None or self._indices is None else groups[self._indices]
+        )
 
     @property
     def units(self) -> Tensor | None:
-        """The unit (patient) of each example, int64 (n,), on the samples' device; None if each one is its own."""
+        """The unit (patient) of each example, int64 (n,), on the samples' device; None
+        if each one is its own.
+        """
         units = self._samples.units
         return units if units is None or self._indices is None else units[self._indices]
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return the examples at ``positions``, images as (x / 255 - mean) / std, and their targets.
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the examples at ``positions``, images as (x / 255 - mean) / std, and
+        their targets.
 
         Only the batch becomes floating point; images stay bytes.
 
         Args:
             positions: int64 (B,), each in 0..len-1, repeats allowed, on any device.
-            generator: a CPU generator for the augmentation; None = no augmentation (evaluation).
+            generator: a CPU generator for the augmentation; None = no augmentation
+                (evaluation).
 
         Returns:
-            On the samples' device: float32 (B, C, H, W), or (B, ...) as the inputs are; and int64 (B,), int64 (B, H, W)
-            for the classes of pixels, or float32 (B,) or (B, K).
+            On the samples' device: float32 (B, C, H, W), or (B, ...) as the inputs are;
+            and int64 (B,), int64 (B, H, W) for the classes of pixels, or float32 (B,)
+            or (B, K).
 
         Raises:
-            IndexError: a position is outside the subset (on the CPU; on other devices torch reports it differently).
+            IndexError: a position is outside the subset (on the CPU; on other devices
+                torch reports it differently).
         """
         positions = positions.to(self._samples.device)
-        chosen = positions if self._indices is None else self._indices.index_select(0, positions)
+        chosen = (
+            positions
+            if self._indices is None
+            else self._indices.index_select(0, positions)
+        )
         draw = None
         if generator is not None and self._augment is not None:
             draw = self._augment.draw(len(positions), generator)
@@ -110,14 +141,18 @@ class Subset:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``batch`` of each of the ``positions``, in order.
 
-        Images in memory become floating point several batches at a time, which has the same bits in fewer calls, as
-        long as these take at most ``_BLOCK`` bytes.
+        Images in memory become floating point several batches at a time, which has the
+        same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes.
         """
         if self._samples.in_memory and (generator is None or self._augment is None):
             for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
-                inputs, targets = self.batch(torch.cat(block) if len(block) > 1 else block[0])
+                inputs, targets = self.batch(
+                    torch.cat(block) if len(block) > 1 else block[0]
+                )
                 sizes = [len(batch) for batch in block]
-                yield from zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
+                yield from zip(
+                    torch.split(inputs, sizes), torch.split(targets, sizes), strict=True
+                )
             return
         for batch in positions:
             yield self.batch(batch, generator)
@@ -127,14 +162,17 @@ class Subset:
             inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
         elif len(self._mean):
             inputs = inputs.sub(self._mean).div_(self._std)
-        return inputs, targets.to(torch.int64) if targets.dtype == torch.uint8 else targets
+        return inputs, (
+            targets.to(torch.int64) if targets.dtype == torch.uint8 else targets
+        )
 
 
 def _blocks(positions: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Yield the batches in lists of at most ``_BLOCK`` bytes, or of one batch; ``size``: bytes of one example.
+    """Yield the batches in lists of at most ``_BLOCK`` bytes, or of one batch;
+    ``size``: bytes of one example.
 
-    Matrix products of the same numbers at another alignment may differ in their last bits, so examples of an odd size
-    are not put together.
+    Matrix products of the same numbers at another alignment may differ in their last
+    bits, so examples of an odd size are not put together.
     """
     block: list[Tensor] = []
     room = _BLOCK

@@ -15,20 +15,29 @@ __all__ = ["split_off"]
 
 
 def split_off(
-    indices: Indices, labels: Indices, share: float, seed: int, units: Indices | None = None
+    indices: Indices,
+    labels: Indices,
+    share: float,
+    seed: int,
+    units: Indices | None = None,
 ) -> tuple[Indices, Indices]:
-    """Return (rest, part): ``part`` has ``share`` of the examples, and of each class by largest remainder.
+    """Return (rest, part): ``part`` has ``share`` of the examples, and of each class by
+    largest remainder.
 
-    The size of the part is ``share`` of the examples, rounded half up, and at least one example or unit stays in the
-    rest. With units, these go over as a whole, in a random order: each one that brings the part nearer to its numbers
-    by class (the sum of the differences). Without units the numbers are exact; with them they are as near as that.
+    The size of the part is ``share`` of the examples, rounded half up, and at least one
+    example or unit stays in the rest. With units, these go over as a whole, in a random
+    order: each one that brings the part nearer to its numbers by class (the sum of the
+    differences). Without units the numbers are exact; with them they are as near as
+    that.
 
     Args:
-        indices: the examples to split, int64 (n,), each once; their order has no meaning.
+        indices: the examples to split, int64 (n,), each once; their order has no
+            meaning.
         labels: class of each example of the data set, int64 (N,).
         share: in [0, 1).
         seed: seed of the draw.
-        units: unit of each example of the data set, int64 (N,), such as its patient; None = each one is its own.
+        units: unit of each example of the data set, int64 (N,), such as its patient;
+            None = each one is its own.
 
     Returns:
         Two sorted int64 vectors.
@@ -49,7 +58,10 @@ def split_off(
             chosen[order[classes[order] == label][:number]] = True
     else:
         _, owners = np.unique(np.asarray(units)[examples], return_inverse=True)
-        left, counts = wanted.copy(), np.zeros((int(owners.max(initial=-1)) + 1, len(wanted)), np.int64)
+        left, counts = (
+            wanted.copy(),
+            np.zeros((int(owners.max(initial=-1)) + 1, len(wanted)), np.int64),
+        )
         np.add.at(counts, (owners, classes), 1)
         taken = np.zeros(len(counts), bool)
         for unit in rng.permutation(len(counts)):
@@ -61,13 +73,17 @@ def split_off(
 
 
 def _shares(counts: Indices, share: Fraction, rng: np.random.Generator) -> Indices:
-    """Return how many examples of each class go over; equal remainders are ordered at random."""
+    """Return how many examples of each class go over; equal remainders are ordered at
+    random.
+    """
     total = int(counts.sum())
     size = max(0, min(math.floor(share * total + Fraction(1, 2)), total - 1))
     exact = [share * int(count) for count in counts]
     numbers = np.array([math.floor(number) for number in exact], np.int64)
     remainders = [float(number - math.floor(number)) for number in exact]
-    ranking = sorted(rng.permutation(len(counts)).tolist(), key=lambda label: -remainders[label])
+    ranking = sorted(
+        rng.permutation(len(counts)).tolist(), key=lambda label: -remainders[label]
+    )
     missing = size - int(numbers.sum())
     numbers[ranking[: max(missing, 0)]] += 1
     return numbers

@@ -1,4 +1,6 @@
-"""What a federation over a network needs: certificates and keys, and ``docker-compose.yml`` for its nodes."""
+"""What a federation over a network needs: certificates and keys, and
+``docker-compose.yml`` for its nodes.
+"""
 
 from __future__ import annotations
 

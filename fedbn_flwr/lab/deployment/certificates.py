@@ -1,4 +1,5 @@
-"""Certificates, keys and secrets of a federation: one folder per role, with only the files that the role needs.
+"""Certificates, keys and secrets of a federation: one folder per role, with only the
+files that the role needs.
 
 ======================  =========================================================================================
 ``ca/``                 ``ca.key`` signs all certificates and has no other use: do not copy it to the machines
@@ -10,8 +11,9 @@
 ``clientapp-N/``        ``superexec.secret``
 ======================  =========================================================================================
 
-Each folder except ``ca/`` also has ``ca.crt``, which verifies the certificates of the others. A SuperExec and its
-SuperLink or SuperNode have the same secret. All keys are elliptic-curve keys on P-384, as Flower requires for nodes.
+Each folder except ``ca/`` also has ``ca.crt``, which verifies the certificates of the
+others. A SuperExec and its SuperLink or SuperNode have the same secret. All keys are
+elliptic-curve keys on P-384, as Flower requires for nodes.
 """
 
 from __future__ import annotations
@@ -26,27 +28,36 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedbn_flwr.errors import ConfigError
 
 __all__ = ["make_certificates"]
 
-_CHANNEL_HOST = "superexec-serverapp"  # the service whose ServerApp opens FedTAN's channel
+# the service whose ServerApp opens FedTAN's channel
+_CHANNEL_HOST = "superexec-serverapp"
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _SECRET_BYTES = 32
 Key = ec.EllipticCurvePrivateKey
 
 
-def make_certificates(folder: Path, num_nodes: int, hosts: Sequence[str] = (), days: int = 365) -> None:
-    """Write the CA, server certificates, node keys and SuperExec secrets of a federation.
+def make_certificates(
+    folder: Path, num_nodes: int, hosts: Sequence[str] = (), days: int = 365
+) -> None:
+    """Write the CA, server certificates, node keys and SuperExec secrets of a
+    federation.
 
     Args:
         folder: new or empty; existing files are never overwritten.
         num_nodes: nodes 1 .. num_nodes.
-        hosts: names and addresses of the server, besides the names of its services. No node's certificate has them:
-            with them a node could claim to be the server.
+        hosts: names and addresses of the server, besides the names of its services. No
+            node's certificate has them: with them a node could claim to be the server.
         days: until the certificates expire.
 
     Raises:
@@ -56,8 +67,8 @@ def make_certificates(folder: Path, num_nodes: int, hosts: Sequence[str] = (), d
         raise ConfigError(f"num_nodes={num_nodes} and days={days} must be at least 1")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
-            f"{str(folder)!r} is in use: keys are never overwritten, since running nodes depend on them. Remove it "
-            "yourself, or name another folder."
+            f"{str(folder)!r} is in use: keys are never overwritten, since running"
+            " nodes depend on them. Remove it yourself, or name another folder."
         )
     authority = _Authority(days)
     _write(folder / "ca/ca.key", _private(authority.key))
@@ -95,29 +106,40 @@ class _Authority:
             decipher_only=False,
         )
         builder = self._builder(self._name, self.key.public_key())
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=True, path_length=0), critical=True
+        )
         self.certificate = self._sign(builder.add_extension(usage, critical=True))
 
     def server(self, names: Sequence[str], key: Key) -> bytes:
         """Return a server's certificate (PEM) for DNS names and IP addresses."""
         alternatives = [_alternative(name) for name in dict.fromkeys([*names, *_LOCAL])]
         builder = self._builder(_name(names[0]), key.public_key())
-        builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName(alternatives), critical=False
+        )
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=False, path_length=None), critical=True
+        )
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         return self._sign(builder.add_extension(usage, critical=False))
 
-    def _builder(self, name: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(
+        self, name: x509.Name, public: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         subject = x509.SubjectKeyIdentifier.from_public_key(public)
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(
+            self.key.public_key()
+        )
         return (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(self._name)
             .public_key(public)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(minutes=5))  # clocks of machines differ
+            # clocks of machines differ
+            .not_valid_before(now - datetime.timedelta(minutes=5))
             .not_valid_after(now + self._until)
             .add_extension(subject, critical=False)
             .add_extension(issuer, critical=False)
@@ -127,8 +149,12 @@ class _Authority:
         return builder.sign(self.key, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
-def _role(folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()) -> None:
-    """Write the files of a role: the CA's certificate, its secret, and a server certificate if it has names."""
+def _role(
+    folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
+) -> None:
+    """Write the files of a role: the CA's certificate, its secret, and a server
+    certificate if it has names.
+    """
     _write(folder / "ca.crt", authority.certificate)
     if secret is not None:
         _write(folder / "superexec.secret", secret)
@@ -158,9 +184,13 @@ def _alternative(name: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a new file; other users can read it only if it is public, and they have no access to the folder."""
+    """Write a new file; other users can read it only if it is public, and they have no
+    access to the folder.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     public = path.suffix in (".crt", ".pub")
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if public else 0o600)
+    handle = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if public else 0o600
+    )
     with os.fdopen(handle, "wb") as file:
         file.write(content)

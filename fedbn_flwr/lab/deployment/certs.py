@@ -1,6 +1,7 @@
 """The command behind ``make certs``, which needs Python and ``cryptography`` alone.
 
-Beside the keys it writes what ``docker-compose.yml`` needs to know of them into ``.env``: the user whose they are.
+Beside the keys it writes what ``docker-compose.yml`` needs to know of them into
+``.env``: the user whose they are.
 """
 
 from __future__ import annotations
@@ -20,43 +21,78 @@ _ORDINARY = 1000  # the containers' user where root makes the keys; it needs no 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the CA, server certificates, node keys and SuperExec secrets, and write ``.env``.
+    """Make the CA, server certificates, node keys and SuperExec secrets, and write
+    ``.env``.
 
     Raises:
-        SystemExit: the folder is not empty, or a number is out of range; nothing is written then.
+        SystemExit: the folder is not empty, or a number is out of range; nothing is
+            written then.
     """
-    parser = argparse.ArgumentParser(prog="make certs", description="keys and certificates")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("certs"), help="new or empty")
+    parser = argparse.ArgumentParser(
+        prog="make certs", description="keys and certificates"
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("certs"), help="new or empty"
+    )
     parser.add_argument("--nodes", type=int, default=3, help="how many nodes get keys")
-    parser.add_argument("--hosts", default="", help="comma list: names and addresses at which nodes reach the server")
-    parser.add_argument("--days", type=int, default=365, help="days until the certificates expire")
-    parser.add_argument("--env", type=Path, default=Path(".env"), help="variables for docker-compose.yml")
+    parser.add_argument(
+        "--hosts",
+        default="",
+        help="comma list: names and addresses at which nodes reach the server",
+    )
+    parser.add_argument(
+        "--days", type=int, default=365, help="days until the certificates expire"
+    )
+    parser.add_argument(
+        "--env",
+        type=Path,
+        default=Path(".env"),
+        help="variables for docker-compose.yml",
+    )
     given = parser.parse_args(arguments)
     try:
-        make_certificates(given.folder, given.nodes, [host for host in given.hosts.split(",") if host], given.days)
+        make_certificates(
+            given.folder,
+            given.nodes,
+            [host for host in given.hosts.split(",") if host],
+            given.days,
+        )
     except FedBNError as error:
         parser.exit(1, f"{error}\n")
     user, group = _give_to_containers(given.folder)
-    added = add_variables(given.env, {"FEDBN_UID": str(user), "FEDBN_GID": str(group), "COMPOSE_PROFILES": "cpu"})
+    added = add_variables(
+        given.env,
+        {"FEDBN_UID": str(user), "FEDBN_GID": str(group), "COMPOSE_PROFILES": "cpu"},
+    )
     print(
-        f"{given.folder}: a folder for each role. Keep {given.folder}/ca secret; the nodes need node-N and clientapp-N."
+        f"{given.folder}: a folder for each role. Keep {given.folder}/ca secret; the"
+        " nodes need node-N and clientapp-N."
     )
     print(f"{given.env}: {', '.join(added) or 'nothing to add'}")
 
 
 def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
-    """Add the variables that an ``.env`` file lacks, and return their names; its own lines stay."""
+    """Add the variables that an ``.env`` file lacks, and return their names; its own
+    lines stay.
+    """
     text = path.read_text() if path.is_file() else ""
-    present = {line.partition("=")[0].removeprefix("export ").strip() for line in text.splitlines()}
+    present = {
+        line.partition("=")[0].removeprefix("export ").strip()
+        for line in text.splitlines()
+    }
     added = {name: value for name, value in variables.items() if name not in present}
     if added:
         end = "" if not text or text.endswith("\n") else "\n"
-        write_atomically(path, text + end + "".join(f"{name}={value}\n" for name, value in added.items()))
+        write_atomically(
+            path,
+            text + end + "".join(f"{name}={value}\n" for name, value in added.items()),
+        )
     return list(added)
 
 
 def _give_to_containers(folder: Path) -> tuple[int, int]:
-    """Return the user and the group that the containers run as: those of the keys, and never root's.
+    """Return the user and the group that the containers run as: those of the keys, and
+    never root's.
 
     The keys that root makes become an ordinary user's, all but the CA's.
     """

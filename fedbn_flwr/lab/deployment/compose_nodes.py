@@ -1,4 +1,5 @@
-"""``docker-compose.yml`` and its overrides for another number of nodes: ``make compose NODES=5``.
+"""``docker-compose.yml`` and its overrides for another number of nodes:
+``make compose NODES=5``.
 
 Node 1's part of the files is repeated.
 """
@@ -26,31 +27,59 @@ _ELSEWHERE = "".join(
 def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     """Return the compose file and its overrides for ``num_nodes`` nodes, by path.
 
-    The last node shares the server's machine; each other one has an override for a machine of its own.
+    The last node shares the server's machine; each other one has an override for a
+    machine of its own.
 
     Args:
         root: the folder of ``docker-compose.yml`` and ``docker``.
         num_nodes: the number of nodes, 2 or more.
 
     Raises:
-        ConfigError: there are fewer than two nodes, or a file cannot be read or lacks the part of node 1.
+        ConfigError: there are fewer than two nodes, or a file cannot be read or lacks
+            the part of node 1.
     """
     if num_nodes < 2:
         raise ConfigError(f"num_nodes={num_nodes}: a federation needs 2 nodes or more")
-    compose, docker, numbers = root / "docker-compose.yml", root / "docker", range(1, num_nodes + 1)
+    compose, docker, numbers = (
+        root / "docker-compose.yml",
+        root / "docker",
+        range(1, num_nodes + 1),
+    )
 
     services, volumes = _split(compose, _VOLUMES)
     above, nodes = _split(compose, _FIRST, services)
     first, _ = _split(compose, _SECOND, _FIRST + nodes)
     lines = volumes.splitlines(keepends=True)
-    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(" ")), len(lines))
-    kept = [line for line in lines[:end] if line.strip() and not re.search(r"-\d+-state:$", line)]
+    end = next(
+        (
+            i
+            for i, line in enumerate(lines)
+            if line.strip() and not line.startswith(" ")
+        ),
+        len(lines),
+    )
+    kept = [
+        line
+        for line in lines[:end]
+        if line.strip() and not re.search(r"-\d+-state:$", line)
+    ]
     states = [f"  supernode-{n}-state:\n  clientapp-{n}-state:\n" for n in numbers]
     networks = [f"  node-{n}: {{ internal: true }}\n" for n in numbers]
-    below = re.sub(r"(?m)^  node-\d+:.*\n", "", "".join(["\n" * (end < len(lines)), *lines[end:]]))
+    below = re.sub(
+        r"(?m)^  node-\d+:.*\n", "", "".join(["\n" * (end < len(lines)), *lines[end:]])
+    )
     below = below.replace(_NETWORKS, _NETWORKS + "".join(networks))
     copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
-    files = {compose: above + "\n\n".join(copies) + "\n" + _VOLUMES + "".join([*kept, *states]) + below}
+    files = {
+        compose: (
+            above
+            + "\n\n".join(copies)
+            + "\n"
+            + _VOLUMES
+            + "".join([*kept, *states])
+            + below
+        )
+    }
 
     here, _ = _split(docker / "machine-server.yml", _FIRST)
     here = re.sub(r"(?<=ServerApp and node )\d+", str(num_nodes), here)
@@ -63,15 +92,21 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
 
 
 def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
-    """Write ``files_for_nodes``, remove the overrides of further nodes, and return a line for each changed file.
+    """Write ``files_for_nodes``, remove the overrides of further nodes, and return a
+    line for each changed file.
 
-    What was changed by hand in the parts of nodes 2 and up is lost; what was changed in node 1's part all nodes get.
+    What was changed by hand in the parts of nodes 2 and up is lost; what was changed in
+    node 1's part all nodes get.
 
     Raises:
         ConfigError: as ``files_for_nodes``; nothing is written then.
     """
     files = files_for_nodes(root, num_nodes)
-    changed = {path: text for path, text in files.items() if not path.is_file() or path.read_text() != text}
+    changed = {
+        path: text
+        for path, text in files.items()
+        if not path.is_file() or path.read_text() != text
+    }
     lines = []
     for path, text in changed.items():
         write_atomically(path, text)
@@ -104,17 +139,28 @@ def _elsewhere(numbers: Iterable[int]) -> str:
 def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
     """Return what is before and after a line in a file, or in ``text`` of it."""
     try:
-        before, has_mark, after = (path.read_text() if text is None else text).partition(mark)
+        before, has_mark, after = (
+            path.read_text() if text is None else text
+        ).partition(mark)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not has_mark:
-        raise ConfigError(f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout")
+        raise ConfigError(
+            f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout"
+        )
     return before, after
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="make compose", description="docker-compose.yml for its nodes")
-    parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the last is with the server")
+    parser = argparse.ArgumentParser(
+        prog="make compose", description="docker-compose.yml for its nodes"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=3,
+        help="how many nodes; the last is with the server",
+    )
     try:
         changed = write_for_nodes(Path(), parser.parse_args().nodes)
     except ConfigError as error:

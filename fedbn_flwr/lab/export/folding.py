@@ -1,13 +1,15 @@
 """BatchNorm folded into the convolution or linear layer before it. Torch only.
 
-In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b, a = gamma / sqrt(var + eps), b = beta - a *
-mean. After a layer x = W u + c both are one layer with the weight a * W and the bias a * c + b. Batch renormalisation
-is BatchNorm in eval mode. A subclass that is BatchNorm and then its own modules, as timm's ``BatchNormAct2d`` with
-``drop`` and ``act``, leaves these modules in its place. Filters that are derived from a weight (``norm=wsconv``,
-``group+ws``) become plain weights.
+In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b, a = gamma /
+sqrt(var + eps), b = beta - a * mean. After a layer x = W u + c both are one layer with
+the weight a * W and the bias a * c + b. Batch renormalisation is BatchNorm in eval
+mode. A subclass that is BatchNorm and then its own modules, as timm's
+``BatchNormAct2d`` with ``drop`` and ``act``, leaves these modules in its place. Filters
+that are derived from a weight (``norm=wsconv``, ``group+ws``) become plain weights.
 
-Which layer is before which is seen in a forward pass, never read from names. Whether a BatchNorm can be folded is seen
-in the outputs: a layer whose output or weight is used elsewhere, too, would change them.
+Which layer is before which is seen in a forward pass, never read from names. Whether a
+BatchNorm can be folded is seen in the outputs: a layer whose output or weight is used
+elsewhere, too, would change them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from fedbn_flwr.training.copying import copied
 
 __all__ = ["Folding", "fold", "folded_at"]
 
-_PLAIN = {nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear}
+_PLAIN = {
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+}
 _NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -50,29 +60,39 @@ class Folding:
     left: Mapping[str, str]
 
     def lines(self, shown: int = 1_000_000) -> list[str]:
-        """Return a report: what was done, and for each reason the layers that stay, at most ``shown`` by name."""
+        """Return a report: what was done, and for each reason the layers that stay, at
+        most ``shown`` by name.
+        """
         lines: list[str] = []
         if self.folded:
             lines.append(f"{len(self.folded)} of the BatchNorm layers folded")
         if self.baked:
-            lines.append(f"{len(self.baked)} of the convolutions: plain weights instead of derived ones")
+            lines.append(
+                f"{len(self.baked)} of the convolutions: plain weights instead of"
+                " derived ones"
+            )
         for reason in dict.fromkeys(self.left.values()):
-            paths = [shown_path(path) for path, other in self.left.items() if other == reason]
+            paths = [
+                shown_path(path) for path, other in self.left.items() if other == reason
+            ]
             names = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
             lines.append(f"{len(paths)} not folded ({names}): {reason}")
         return lines or ["nothing to fold: the model has no norm layer"]
 
 
 def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    """Return a copy of the model in eval mode with BatchNorm folded where that is exact, and what was done.
+    """Return a copy of the model in eval mode with BatchNorm folded where that is
+    exact, and what was done.
 
     Args:
         model: any model; it does not change.
-        example: a batch of inputs; the model runs on it, and the new one, on a GPU without TF32.
+        example: a batch of inputs; the model runs on it, and the new one, on a GPU
+            without TF32.
     """
     conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = conv.fp32_precision
-    # TF32 rounds the old and the new filters differently, which would look as if folding changed the outputs.
+    # TF32 rounds the old and the new filters differently, which would look as
+    # if # folding changed the outputs.
     conv.fp32_precision = "ieee"
     try:
         return _fold(model, example)
@@ -92,36 +112,56 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
     folded: dict[str, str] = {}
     if _is_exact(model, pairs, example, expected):
         folded = pairs
-    else:  # some layers are used elsewhere, too: which ones is seen by folding one after the other
+    # some layers are used elsewhere, too: which ones is seen by folding one after
+    # the # other
+    else:
         for path, layer in pairs.items():
             if _is_exact(model, {**folded, path: layer}, example, expected):
                 folded[path] = layer
             else:
-                left[path] = "folding it would change the outputs: its layers, or what they compute, are used elsewhere"
+                left[path] = (
+                    "folding it would change the outputs: its layers, or what they"
+                    " compute, are used elsewhere"
+                )
     left = {path: why for path, why in left.items() if path not in folded}
     if not folded and not _is_exact(model, {}, example, expected):
         return model, Folding({}, (), left)
-    baked = [path for path, layer in model.named_modules() if isinstance(layer, DerivedWeightConv)]
+    baked = [
+        path
+        for path, layer in model.named_modules()
+        if isinstance(layer, DerivedWeightConv)
+    ]
     return folded_at(model, folded), Folding(folded, tuple(baked), left)
 
 
 @torch.no_grad()
-def _inputs_of_norms(model: nn.Module, example: Tensor) -> tuple[Mapping[nn.Module, set[str]], Any]:
-    """Return the paths of the layers whose outputs each norm layer gets, "" for any other value; and the outputs."""
-    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensor is kept, so that its id stays its own
+def _inputs_of_norms(
+    model: nn.Module, example: Tensor
+) -> tuple[Mapping[nn.Module, set[str]], Any]:
+    """Return the paths of the layers whose outputs each norm layer gets, "" for any
+    other value; and the outputs.
+    """
+    # the tensor is kept, so that its id stays its own
+    outputs: dict[int, tuple[str, Tensor]] = {}
     inputs: defaultdict[nn.Module, set[str]] = defaultdict(set)
 
-    def note_input(norm: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note_input(
+        norm: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         value = args[0] if args else kwargs["input"]
         inputs[norm].add(outputs[id(value)][0] if id(value) in outputs else "")
 
     with ExitStack() as hooks:
         for path, layer in model.named_modules():
             if isinstance(layer, _NORMS):
-                hooks.enter_context(layer.register_forward_pre_hook(note_input, with_kwargs=True))
+                hooks.enter_context(
+                    layer.register_forward_pre_hook(note_input, with_kwargs=True)
+                )
             elif type(layer) in _PLAIN or isinstance(layer, DerivedWeightConv):
 
-                def note_output(layer: nn.Module, args: Any, output: Tensor, path: str = path) -> None:
+                def note_output(
+                    layer: nn.Module, args: Any, output: Tensor, path: str = path
+                ) -> None:
                     outputs[id(output)] = (path, output)
 
                 hooks.enter_context(layer.register_forward_hook(note_output))
@@ -143,33 +183,45 @@ def _why_not(norm: nn.Module, inputs: set[str]) -> str:
 
 
 @torch.no_grad()
-def _is_exact(model: nn.Module, pairs: Mapping[str, str], example: Tensor, expected: Any) -> bool:
-    """Return whether the model with these pairs folded has these outputs up to rounding."""
+def _is_exact(
+    model: nn.Module, pairs: Mapping[str, str], example: Tensor, expected: Any
+) -> bool:
+    """Return whether the model with these pairs folded has these outputs up to
+    rounding.
+    """
     try:
         outputs = folded_at(model, pairs)(example)
     except Exception:  # the model's own code uses what the new layers lack
         return False
     for one, other in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
         if isinstance(other, Tensor) and other.is_floating_point() and other.numel():
-            apart = float(torch.where(one == other, 0.0, (one - other).abs()).max())  # infinite ones may be equal
-            if not apart <= 1000 * torch.finfo(other.dtype).eps * float(other.abs().max()):
+            # infinite ones may be equal
+            apart = float(torch.where(one == other, 0.0, (one - other).abs()).max())
+            if not apart <= 1000 * torch.finfo(other.dtype).eps * float(
+                other.abs().max()
+            ):
                 return False
     return True
 
 
 def folded_at(model: nn.Module, pairs: Mapping[str, str]) -> nn.Module:
-    """Return a copy in eval mode whose BatchNorm layers are folded into these layers; derived filters become weights.
+    """Return a copy in eval mode whose BatchNorm layers are folded into these layers;
+    derived filters become weights.
 
     Args:
         model: any model; it does not change.
-        pairs: the path of a layer by the path of the BatchNorm after it, as in ``Folding.folded``.
+        pairs: the path of a layer by the path of the BatchNorm after it, as in
+            ``Folding.folded``.
     """
     holder = nn.Sequential(copied(model).eval())
     layers = dict(holder[0].named_modules(remove_duplicate=False))
     new: dict[nn.Module, nn.Module] = {}
     for path, of_layer in pairs.items():
         norm, layer = layers[path], layers[of_layer]
-        new |= {layer: _fused(layer, norm), norm: nn.Sequential(OrderedDict(norm.named_children()))}
+        new |= {
+            layer: _fused(layer, norm),
+            norm: nn.Sequential(OrderedDict(norm.named_children())),
+        }
         if not len(new[norm]._modules):
             new[norm] = nn.Identity()
     for layer in layers.values():
@@ -180,7 +232,8 @@ def folded_at(model: nn.Module, pairs: Mapping[str, str]) -> nn.Module:
             if child in new:
                 module.add_module(name, new[child])
     for layer in new:
-        layer.register_forward_pre_hook(_refuse)  # where the model reaches it in another way than by its path
+        # where the model reaches it in another way than by its path
+        layer.register_forward_pre_hook(_refuse)
     result: nn.Module = holder[0]
     return result
 
@@ -193,7 +246,9 @@ def _fused(layer: nn.Module, norm: Any) -> Any:
     """Return a plain layer for both; computed in double precision."""
     plain = _plain(layer)
     mean, var = norm.running_mean.double(), norm.running_var.double()
-    gamma = torch.ones_like(var) if norm.weight is None else norm.weight.detach().double()
+    gamma = (
+        torch.ones_like(var) if norm.weight is None else norm.weight.detach().double()
+    )
     beta = torch.zeros_like(var) if norm.bias is None else norm.bias.detach().double()
     bias = None if plain.bias is None else plain.bias.double()
     entries = (plain.weight.double(), bias, mean, var, norm.eps, gamma, beta)
@@ -201,12 +256,16 @@ def _fused(layer: nn.Module, norm: Any) -> Any:
         fused = fuse_linear_bn_weights(*entries)
     else:
         fused = fuse_conv_bn_weights(*entries, isinstance(plain, _ConvTransposeNd))
-    plain.weight, plain.bias = (nn.Parameter(value.to(plain.weight.dtype), False) for value in fused)
+    plain.weight, plain.bias = (
+        nn.Parameter(value.to(plain.weight.dtype), False) for value in fused
+    )
     return plain
 
 
 def _plain(layer: nn.Module) -> Any:
-    """Return a copy of a layer of torch's own class; filters derived from a weight are its weight."""
+    """Return a copy of a layer of torch's own class; filters derived from a weight are
+    its weight.
+    """
     plain = copied(layer).requires_grad_(False)
     if not isinstance(plain, DerivedWeightConv):
         return plain
@@ -214,6 +273,8 @@ def _plain(layer: nn.Module) -> Any:
     for name in set(plain._parameters) - {"weight", "bias"}:
         delattr(plain, name)
     plain.weight = weight
-    kind: Any = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(plain, kind))
+    kind: Any = next(
+        kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(plain, kind)
+    )
     plain.__class__ = kind
     return plain

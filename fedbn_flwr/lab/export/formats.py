@@ -1,6 +1,8 @@
-"""Two formats with the graph of a model: torch.export and ONNX. Each file is loaded and run as its user would do it.
+"""Two formats with the graph of a model: torch.export and ONNX. Each file is loaded and
+run as its user would do it.
 
-The number of examples of a batch is free. TorchScript is not offered: torch has deprecated it.
+The number of examples of a batch is free. TorchScript is not offered: torch has
+deprecated it.
 """
 
 from __future__ import annotations
@@ -17,22 +19,37 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError, install_extra
 
-__all__ = ["check_onnx_is_installed", "encode_onnx", "encode_torch_export", "run_onnx", "run_torch_export"]
+__all__ = [
+    "check_onnx_is_installed",
+    "encode_onnx",
+    "encode_torch_export",
+    "run_onnx",
+    "run_torch_export",
+]
 
 Run = Callable[[Tensor], Tensor]
 
 
-def encode_torch_export(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
-    """Return the ``.pt2`` file of a model, with ``about`` as the extra file ``about.KEY`` for each key.
+def encode_torch_export(
+    model: nn.Module, example: Tensor, about: Mapping[str, str]
+) -> bytes:
+    """Return the ``.pt2`` file of a model, with ``about`` as the extra file
+    ``about.KEY`` for each key.
 
     Args:
         model: in eval mode.
         example: a batch of at least two inputs.
         about: what to write beside the graph.
     """
-    program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    program = torch.export.export(
+        model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
+    )
     file = BytesIO()
-    torch.export.save(program, file, extra_files={f"about.{key}": value for key, value in about.items()})
+    torch.export.save(
+        program,
+        file,
+        extra_files={f"about.{key}": value for key, value in about.items()},
+    )
     return file.getvalue()
 
 
@@ -46,13 +63,15 @@ def check_onnx_is_installed() -> None:
     names = ("onnx", "onnxscript", "onnxruntime")
     if absent := [name for name in names if importlib.util.find_spec(name) is None]:
         raise ConfigError(
-            f"format=onnx needs {', '.join(absent)}, which is not installed; {install_extra('onnx')}. "
-            "format=torch-export needs nothing more."
+            f"format=onnx needs {', '.join(absent)}, which is not installed;"
+            f" {install_extra('onnx')}. format=torch-export needs nothing more."
         )
 
 
 def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
-    """Return the ``.onnx`` file of a model, one file with input "input" and output "output"; as for ``.pt2``."""
+    """Return the ``.onnx`` file of a model, one file with input "input" and output
+    "output"; as for ``.pt2``.
+    """
     with _quiet("torch.onnx", "onnxscript", "onnx_ir"):
         program = torch.onnx.export(
             model,
@@ -73,11 +92,15 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
 
 
 def run_onnx(path: Path) -> Run:
-    """Return the function of an ``.onnx`` file under onnxruntime on the CPU, from inputs to outputs."""
+    """Return the function of an ``.onnx`` file under onnxruntime on the CPU, from
+    inputs to outputs.
+    """
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(["output"], {"input": inputs.numpy()})[0])
+    return lambda inputs: torch.from_numpy(
+        session.run(["output"], {"input": inputs.numpy()})[0]
+    )
 
 
 @contextmanager

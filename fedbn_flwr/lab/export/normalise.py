@@ -11,7 +11,8 @@ __all__ = ["Normalise", "normalised_inside"]
 
 
 class Normalise(nn.Module):
-    """(x / scale - mean) / std, in float32, with the operations and the bits of the tests of a run.
+    """(x / scale - mean) / std, in float32, with the operations and the bits of the
+    tests of a run.
 
     Args:
         mean: per channel of images (N, C, H, W), or per feature of rows (N, C); () = 0.
@@ -23,10 +24,18 @@ class Normalise(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], scale: float = 255.0, dims: int = 2) -> None:
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        scale: float = 255.0,
+        dims: int = 2,
+    ) -> None:
         super().__init__()
         for name, values in (("mean", mean or (0.0,)), ("std", std or (1.0,))):
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, *[1] * dims))
+            self.register_buffer(
+                name, torch.tensor(values, dtype=torch.float32).view(-1, *[1] * dims)
+            )
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:

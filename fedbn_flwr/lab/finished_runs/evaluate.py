@@ -1,4 +1,6 @@
-"""``fedbn-flwr evaluate``: the model of a finished run on any data, with its metrics and predictions."""
+"""``fedbn-flwr evaluate``: the model of a finished run on any data, with its metrics
+and predictions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statis
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, Subset, is_divided, is_own, own_tests
+from fedbn_flwr.lab.data import (
+    FUNCTION,
+    Dataset,
+    OwnData,
+    Subset,
+    is_divided,
+    is_own,
+    own_tests,
+)
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import ModelDescription
@@ -26,7 +36,13 @@ from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
-from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, LabelTask, RegressionTask, Task
+from fedbn_flwr.training.tasks import (
+    CLASSIFICATION,
+    SEGMENTATION,
+    LabelTask,
+    RegressionTask,
+    Task,
+)
 
 __all__ = ["ADAPT", "ALL", "Evaluation", "Row", "evaluate_run", "predictions"]
 
@@ -37,9 +53,11 @@ ADAPT = "adapt"
 ALL = "all"
 
 _CLIENT = re.compile(r"own:(\d+)")
-# Settings of a run that the model and its inputs depend on; all others are those of the new data.
+# Settings of a run that the model and its inputs depend on; all others are those of
+# the # new data.
 _OF_THE_MODEL = ("norm", "norm-groups", "model", "bn-momentum", "seed", "batch-size")
-# Settings that say how data are read: those of the run, unless the new data have others.
+# Settings that say how data are read: those of the run, unless the new data
+# have # others.
 _OF_READING = ("task", "metrics", "test-share")
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
 
@@ -73,16 +91,20 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate the model of a run on any data.
 
-    The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest. Of own
-    data without a split of their own all examples are used, unless they are those of the run; else the test examples.
+    The run gives the model, the normalisation of the inputs and the size of the images;
+    ``data`` gives the rest. Of own data without a split of their own all examples are
+    used, unless they are those of the run; else the test examples.
 
     Args:
         run: the run's folder.
-        data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults.
-        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT`` for statistics that are
-            re-estimated on these inputs.
-        out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
-        state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses where it has several.
+        data: config keys of the data, at least ``dataset``; for own data those of the
+            run are the defaults.
+        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT``
+            for statistics that are re-estimated on these inputs.
+        out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing
+            is written.
+        state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses
+            where it has several.
 
     Raises:
         ConfigError: the data do not fit the model, or a setting is bad.
@@ -99,7 +121,11 @@ def evaluate_run(
     if bn == ADAPT:
         _adapt(model, examples.all, task, saved)
     what = f"{saved.what}; {examples.which}"
-    warnings = [text for text in (saved.description.code_changed(), _overlap(saved.config, config)) if text]
+    warnings = [
+        text
+        for text in (saved.description.code_changed(), _overlap(saved.config, config))
+        if text
+    ]
     for warning in warnings:
         logger.warning("%s", warning)
 
@@ -109,27 +135,50 @@ def evaluate_run(
         outputs.append(of_batch.cpu())
 
     writes_predictions = out is not None and not task.by_pixel
-    rows = [Row(ALL, evaluate(model, examples.all, task=task, on_batch=keep if writes_predictions else None))]
-    rows += [Row(name, evaluate(model, view, task=task)) for name, view in examples.groups.items()]
+    rows = [
+        Row(
+            ALL,
+            evaluate(
+                model,
+                examples.all,
+                task=task,
+                on_batch=keep if writes_predictions else None,
+            ),
+        )
+    ]
+    rows += [
+        Row(name, evaluate(model, view, task=task))
+        for name, view in examples.groups.items()
+    ]
     if out is not None:
         about = {"model": what, "dataset": config.dataset, "warnings": warnings}
         files = {"metrics.json": _json(about, rows)}
         if outputs:
-            columns = predictions(torch.cat(outputs), examples.all.targets, task, saved.description.classes)
+            columns = predictions(
+                torch.cat(outputs),
+                examples.all.targets,
+                task,
+                saved.description.classes,
+            )
             files["predictions.csv"] = _csv(examples.where, columns)
         _write(out, files)
     return Evaluation(what, rows)
 
 
 def _load(run: Path, bn: str, state_dir: Path | None) -> SavedModel:
-    """Return the model that ``bn`` names; for ``ADAPT`` it is the global one, which is adapted later."""
+    """Return the model that ``bn`` names; for ``ADAPT`` it is the global one, which is
+    adapted later.
+    """
     if bn in ("", ADAPT):
         return load_model(run, Choice(state_dir=state_dir))
     if bn == "averaged":
         return load_model(run, Choice(averaged=True, state_dir=state_dir))
     client = _CLIENT.fullmatch(bn)
     if client is None:
-        raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {ADAPT}, or no bn.")
+        raise ConfigError(
+            f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2),"
+            f" {ADAPT}, or no bn."
+        )
     return load_model(run, Choice(client=int(client[1]), state_dir=state_dir))
 
 
@@ -142,8 +191,9 @@ def _adapt(model: nn.Module, data: Subset, task: Task, saved: SavedModel) -> Non
     moments = reestimate_statistics(model, data, batch_size=task.test_batch)
     if not moments:
         raise ConfigError(
-            f"bn={ADAPT} re-estimates BN statistics from two or more examples. The data have {len(data)}, and "
-            f"model={saved.config.model} with norm={saved.config.norm} needs BatchNorm. Leave bn out."
+            f"bn={ADAPT} re-estimates BN statistics from two or more examples. The data"
+            f" have {len(data)}, and model={saved.config.model} with"
+            f" norm={saved.config.norm} needs BatchNorm. Leave bn out."
         )
     load_statistics(model, moments)
 
@@ -158,17 +208,20 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     others = [key for key in data if key in of_run and key not in _OF_DATA]
     if others:
         raise ConfigError(
-            f"{', '.join(others)}: evaluate takes keys that describe the data ({', '.join(_OF_DATA)}); all others are "
-            "those of the run, and the new data are not split over clients. Leave them out."
+            f"{', '.join(others)}: evaluate takes keys that describe the data"
+            f" ({', '.join(_OF_DATA)}); all others are those of the run, and the new"
+            " data are not split over clients. Leave them out."
         )
     shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *_OF_READING)}
     settings = {"partition": "iid", "num-clients": 1, **data}
     dataset = str(data.get("dataset"))
     if is_own(dataset):
-        shared["task"] = saved.description.task  # targets of a few examples may look like those of another one
+        # targets of a few examples may look like those of another one
+        shared["task"] = saved.description.task
         if saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
             shared["num-classes"] = saved.description.num_classes
-        if OwnData.parse(dataset)[0] == FUNCTION:  # it gives the data of a site: those of all sites of the run
+        # it gives the data of a site: those of all sites of the run
+        if OwnData.parse(dataset)[0] == FUNCTION:
             settings["num-clients"] = saved.config.num_clients
     return Config.make_of_shared(shared, settings)[0]
 
@@ -179,7 +232,8 @@ class _Examples(NamedTuple):
     Attributes:
         all: all of them.
         groups: those of each group (domain) by name; empty if the data have none.
-        where: the first columns of ``predictions.csv``: where each example is in the user's data.
+        where: the first columns of ``predictions.csv``: where each example is in the
+            user's data.
         which: whether they are all examples of the data, or the test examples.
     """
 
@@ -193,19 +247,24 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     """Return the examples of the new data with the normalisation of the run.
 
     Raises:
-        ConfigError: the data do not fit the model, or test examples may be training examples of the run.
+        ConfigError: the data do not fit the model, or test examples may be training
+            examples of the run.
     """
     taken = saved.description
     _refuse_other_task(taken, config)  # without the data, which may be large
     which = "on the test examples"
     if is_own(config.dataset) and not is_divided(data_of(config).own):
         if _place(config) != _place(saved.config):
-            config, which = config.model_copy(update={"test_share": 1.0}), "on all examples"
+            config, which = (
+                config.model_copy(update={"test_share": 1.0}),
+                "on all examples",
+            )
         elif has_other_data(saved.run, config):
             raise ConfigError(
-                f"dataset={config.dataset!r} has changed since the run, or is divided in another way (test-share), so "
-                "its test examples may be training examples of the run. Restore the data and the settings, or put the "
-                "examples that the run has not seen into a folder of their own."
+                f"dataset={config.dataset!r} has changed since the run, or is divided"
+                " in another way (test-share), so its test examples may be training"
+                " examples of the run. Restore the data and the settings, or put the"
+                " examples that the run has not seen into a folder of their own."
             )
     data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
     _refuse_unfit(taken, data, config.dataset)
@@ -219,65 +278,90 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     if numbers is not None:
         where["group"] = [data.group_names[number] for number in numbers.tolist()]
         for number in torch.unique(numbers).tolist():
-            groups[data.group_names[number]] = view(torch.nonzero(numbers == number).flatten())
+            groups[data.group_names[number]] = view(
+                torch.nonzero(numbers == number).flatten()
+            )
     if is_own(config.dataset) and not data_of(config).by_function:
         where = {**own_tests(data_of(config).own)}
     return _Examples(view(), groups, where, which)
 
 
 def _place(config: Config) -> tuple[str, Path | str]:
-    """Return the kind of a config's data and where they are, however the path is spelled."""
+    """Return the kind of a config's data and where they are, however the path is
+    spelled.
+    """
     kind, _, path = config.dataset.partition(":")
     return kind, Path(path).resolve() if path else path
 
 
 def _overlap(ran: Config, config: Config) -> str:
-    """Return a sentence if the files of a run's data and of others lie one in the other; else ""."""
+    """Return a sentence if the files of a run's data and of others lie one in the
+    other; else "".
+    """
     (kind, here), (other, there) = _place(config), _place(ran)
-    if kind != other or here == there or not isinstance(here, Path) or not isinstance(there, Path):
+    if (
+        kind != other
+        or here == there
+        or not isinstance(here, Path)
+        or not isinstance(there, Path)
+    ):
         return ""
     if not (here.is_relative_to(there) or there.is_relative_to(here)):
         return ""
     return (
-        f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have files in common: training examples "
-        "of the run may be among them, unless they are of a held-out client."
+        f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have"
+        " files in common: training examples of the run may be among them, unless they"
+        " are of a held-out client."
     )
 
 
 def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
-    """Raise ConfigError if the task or the number of classes differ from those of the model."""
+    """Raise ConfigError if the task or the number of classes differ from those of the
+    model.
+    """
     task, num_classes = data_of(config).task.name, data_of(config).info.num_classes
     if task != taken.task:
         raise ConfigError(f"the model is for {taken.task}, the data are for {task}.")
     if num_classes != taken.num_classes:
         raise ConfigError(
-            f"the data of the run have {taken.num_classes} classes, dataset={config.dataset} has {num_classes}. Bring "
-            "these data to the classes of the run, in the same order."
+            f"the data of the run have {taken.num_classes} classes,"
+            f" dataset={config.dataset} has {num_classes}. Bring these data to the"
+            " classes of the run, in the same order."
         )
 
 
 def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
-    """Raise ConfigError if the shape of the inputs or the names of the classes differ from those of the model."""
+    """Raise ConfigError if the shape of the inputs or the names of the classes differ
+    from those of the model.
+    """
     if data.test.shape != taken.shape:
         raise ConfigError(
-            f"the model takes inputs {taken.shape}, those of dataset={dataset} are {data.test.shape}: give data with "
-            "as many channels or features, and of the same height and width."
+            f"the model takes inputs {taken.shape}, those of dataset={dataset} are"
+            f" {data.test.shape}: give data with as many channels or features, and of"
+            " the same height and width."
         )
     known, given = _names(taken.classes), _names(data.class_names)
     if known and given and known != given:
         raise ConfigError(
-            f"the classes of the run are {', '.join(known)}, those of dataset={dataset} {', '.join(given)}: name them "
-            "alike."
+            f"the classes of the run are {', '.join(known)}, those of dataset={dataset}"
+            f" {', '.join(given)}: name them alike."
         )
 
 
 def _names(classes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes; () if they are called by their numbers."""
-    return () if list(classes) == [str(number) for number in range(len(classes))] else tuple(classes)
+    return (
+        ()
+        if list(classes) == [str(number) for number in range(len(classes))]
+        else tuple(classes)
+    )
 
 
-def predictions(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]) -> dict[str, list[float]]:
-    """Return the columns of ``predictions.csv``: target, prediction and probability, each of one or of several outputs.
+def predictions(
+    outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]
+) -> dict[str, list[float]]:
+    """Return the columns of ``predictions.csv``: target, prediction and probability,
+    each of one or of several outputs.
 
     Args:
         outputs: the model's outputs (N, ...).
@@ -305,11 +389,14 @@ def predictions(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[
     return columns
 
 
-def _csv(where: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[float]]) -> str:
+def _csv(
+    where: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[float]]
+) -> str:
     import pandas as pd
 
     table = pd.DataFrame({**where, **columns})
-    text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")  # float32, to be read again
+    # float32, to be read again
+    text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")
     return text
 
 
@@ -317,7 +404,11 @@ def _json(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     results = []
     for row in rows:
         metrics = row.result.named()
-        known = {name: None if math.isnan(value) else value for name, value in metrics.items()}  # JSON has no NaN
+        # JSON has no NaN
+        known = {
+            name: None if math.isnan(value) else value
+            for name, value in metrics.items()
+        }
         results.append({"data": row.data, "examples": row.result.num_examples, **known})
     return json.dumps({**about, "results": results}, indent=2, allow_nan=False) + "\n"
 

@@ -1,4 +1,6 @@
-"""Taking a model away: one file that runs without the run, checked against the evaluated model."""
+"""Taking a model away: one file that runs without the run, checked against the
+evaluated model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from torch import Tensor, nn
 
 from fedbn_flwr.checked_file import encode_safetensors, write_atomically
 from fedbn_flwr.client.saved_state import read_state
-from fedbn_flwr.errors import ConfigError, DataError, EngineError, FedBNError, StateError, unknown_name
+from fedbn_flwr.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    FedBNError,
+    StateError,
+    unknown_name,
+)
 from fedbn_flwr.lab.export import (
     Folding,
     encode_onnx,
@@ -40,10 +49,16 @@ __all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_ex
 logger = logging.getLogger("flwr")
 
 Format = Literal["torch", "torch-export", "onnx"]
-SUFFIXES: Mapping[str, str] = {"torch": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
+SUFFIXES: Mapping[str, str] = {
+    "torch": ".safetensors",
+    "torch-export": ".pt2",
+    "onnx": ".onnx",
+}
 FORMATS = get_args(Format)
 BOUND = 1e-4
-"""Largest error of the outputs that an exported file may have, divided by the largest output."""
+"""Largest error of the outputs that an exported file may have, divided by the largest
+output.
+"""
 
 _BATCHES = [1, 5, 26]  # examples of the check
 _FOLDED = "folded"
@@ -71,8 +86,9 @@ class Check:
     def __str__(self) -> str:
         """Return the result as text."""
         return (
-            f"max absolute error {self.error:.2e} of outputs up to {self.largest:.3g} ({self.relative:.1e}, allowed "
-            f"{BOUND:.0e}), on {self.inputs}, in batches of {', '.join(map(str, _BATCHES))}"
+            f"max absolute error {self.error:.2e} of outputs up to {self.largest:.3g}"
+            f" ({self.relative:.1e}, allowed {BOUND:.0e}), on {self.inputs}, in batches"
+            f" of {', '.join(map(str, _BATCHES))}"
         )
 
 
@@ -93,23 +109,34 @@ class Exported:
     folding: Folding | None
 
 
-def export(run: Path, out: Path, format: Format, choice: Choice | None = None, *, fold_bn: bool = False) -> Exported:
-    """Write a model of a run as a file, which takes inputs as the data hold them; nothing is written over.
+def export(
+    run: Path,
+    out: Path,
+    format: Format,
+    choice: Choice | None = None,
+    *,
+    fold_bn: bool = False,
+) -> Exported:
+    """Write a model of a run as a file, which takes inputs as the data hold them;
+    nothing is written over.
 
-    The file is loaded again, and its outputs are compared with those of the evaluated model, on test data of the run
-    where these are here, else on random inputs.
+    The file is loaded again, and its outputs are compared with those of the evaluated
+    model, on test data of the run where these are here, else on random inputs.
 
     Args:
         run: the run's folder.
         out: the file to write; its suffix is that of the format.
         format: "torch" (the state, see ``load_exported``), "torch-export" or "onnx".
         choice: which model; None = the global one.
-        fold_bn: BatchNorm becomes a part of the layers before it, see ``lab.export.fold``.
+        fold_bn: BatchNorm becomes a part of the layers before it, see
+            ``lab.export.fold``.
 
     Raises:
-        ConfigError: the file exists, the choice or the format does not fit, or the file of a user's model has changed.
+        ConfigError: the file exists, the choice or the format does not fit, or the file
+            of a user's model has changed.
         StateError: the run lacks the model, or a part of it.
-        EngineError: the outputs differ by more than ``BOUND``, or the file cannot be written; no file is left.
+        EngineError: the outputs differ by more than ``BOUND``, or the file cannot be
+            written; no file is left.
     """
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
@@ -143,7 +170,8 @@ def export(run: Path, out: Path, format: Format, choice: Choice | None = None, *
 
 
 def load_exported(path: str | Path) -> nn.Module:
-    """Return the model of a file that ``export`` wrote with format "torch", in eval mode on the CPU.
+    """Return the model of a file that ``export`` wrote with format "torch", in eval
+    mode on the CPU.
 
     It takes what the data hold (pixels 0..255).
 
@@ -153,7 +181,9 @@ def load_exported(path: str | Path) -> nn.Module:
     """
     state, about = read_state(Path(path))
     if _FOLDED not in about:
-        raise ConfigError(f"{path} was not written by `fedbn-flwr export --format torch`.")
+        raise ConfigError(
+            f"{path} was not written by `fedbn-flwr export --format torch`."
+        )
     taken = ModelDescription.read(about)
     if changed := taken.code_changed():
         logger.warning("%s: %s", path, changed)
@@ -178,9 +208,13 @@ def _check_place(out: Path, format: str) -> None:
         raise unknown_name("format", format, FORMATS)
     problems = []
     if out.exists():
-        problems.append(f"{out} is there; nothing is written over. Choose another file.")
+        problems.append(
+            f"{out} is there; nothing is written over. Choose another file."
+        )
     if out.suffix != SUFFIXES[format]:
-        problems.append(f"out={str(out)!r}: a file of format={format} ends in {SUFFIXES[format]}.")
+        problems.append(
+            f"out={str(out)!r}: a file of format={format} ends in {SUFFIXES[format]}."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     if format == "onnx":
@@ -196,7 +230,10 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
         if test.shape == taken.shape and len(test):
             positions = torch.linspace(0, len(test) - 1, count).long()
             kind, colon, path = saved.config.dataset.partition(":")
-            what = f"{min(count, len(test))} test examples of {kind}{colon}{Path(path).name}"
+            what = (
+                f"{min(count, len(test))} test examples of"
+                f" {kind}{colon}{Path(path).name}"
+            )
             return test.take(positions)[0].float(), what
         why = "the data have changed since the run"
     generator = torch.Generator().manual_seed(0)
@@ -206,7 +243,13 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
     return inputs, f"{count} random inputs, since {why}"
 
 
-def _encode(format: str, model: nn.Module, normalise: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
+def _encode(
+    format: str,
+    model: nn.Module,
+    normalise: nn.Module,
+    example: Tensor,
+    about: Mapping[str, str],
+) -> bytes:
     if format == "torch":
         return encode_safetensors(to_state(model.state_dict()), about)
     encode = encode_onnx if format == "onnx" else encode_torch_export
@@ -214,16 +257,22 @@ def _encode(format: str, model: nn.Module, normalise: nn.Module, example: Tensor
         return encode(normalised_inside(model, normalise), example, about)
     except FedBNError:
         raise
-    except Exception as error:  # torch.export raises many kinds for models that it cannot trace
+    # torch.export raises many kinds for models that it cannot trace
+    except Exception as error:
         first = str(error).strip().split("\n")[0]
         raise EngineError(
-            f"torch.export cannot take this model ({type(error).__name__}: {first}). Use format=torch."
+            f"torch.export cannot take this model ({type(error).__name__}: {first})."
+            " Use format=torch."
         ) from error
 
 
 @torch.no_grad()
 def _check(
-    model: nn.Module, exported: Callable[[Tensor], Tensor], normalise: nn.Module, inputs: Tensor, what: str
+    model: nn.Module,
+    exported: Callable[[Tensor], Tensor],
+    normalise: nn.Module,
+    inputs: Tensor,
+    what: str,
 ) -> Check:
     """Compare the outputs batch by batch; raise EngineError above the bound."""
     error = largest = 0.0
@@ -231,15 +280,22 @@ def _check(
     for batch in torch.split(inputs, _BATCHES):
         expected, outputs = model(prepared(normalise(batch))), exported(batch)
         if not expected.isfinite().all():
-            raise StateError("the model's own outputs are not finite: it diverged. Export the model of another run.")
+            raise StateError(
+                "the model's own outputs are not finite: it diverged. Export the model"
+                " of another run."
+            )
         if outputs.shape != expected.shape:
-            raise EngineError(f"the file gives outputs {tuple(outputs.shape)}, the model {tuple(expected.shape)}.")
+            raise EngineError(
+                f"the file gives outputs {tuple(outputs.shape)}, the model"
+                f" {tuple(expected.shape)}."
+            )
         difference = float((outputs - expected).abs().max())
         error = difference if math.isnan(difference) else max(error, difference)
         largest = max(largest, float(expected.abs().max()))
     check = Check(what, error, largest)
     if not check.relative <= BOUND:
         raise EngineError(
-            f"the exported model is not the evaluated one: {check}. No file is written; please report it."
+            f"the exported model is not the evaluated one: {check}. No file is written;"
+            " please report it."
         )
     return check

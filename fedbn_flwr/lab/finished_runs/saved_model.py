@@ -1,4 +1,6 @@
-"""The model of a finished run, ready to use: the global one, with averaged BN, or a client's own."""
+"""The model of a finished run, ready to use: the global one, with averaged BN, or a
+client's own.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Choice:
     Attributes:
         client: the own model of the client with this partition id.
         averaged: the global model with the average of the clients' BN entries.
-        state_dir: the own model of a site, with what its node kept in this state folder.
+        state_dir: the own model of a site, with what its node kept in this state
+            folder.
     """
 
     client: int | None = None
@@ -67,7 +70,8 @@ class SavedModel:
 
 
 def run_config(run: Path) -> Config:
-    """Return the settings of a run; they are not checked again where its own data are not here.
+    """Return the settings of a run; they are not checked again where its own data are
+    not here.
 
     Raises:
         ConfigError: the folder has none, or this version cannot read them.
@@ -77,10 +81,14 @@ def run_config(run: Path) -> Config:
         return Config.load(run / CONFIG_FILE)
     except ConfigError:
         values = RunFolder.settings(run)
-        fields = {field.alias or name: name for name, field in Config.model_fields.items()}
+        fields = {
+            field.alias or name: name for name, field in Config.model_fields.items()
+        }
         if not is_own(str(values.get("dataset"))) or values.keys() - fields:
             raise
-        return Config.model_construct(**{fields[key]: value for key, value in values.items()})
+        return Config.model_construct(
+            **{fields[key]: value for key, value in values.items()}
+        )
 
 
 def load_model(run: Path, choice: Choice) -> SavedModel:
@@ -88,12 +96,13 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
 
     Raises:
         ConfigError: the choice does not fit the run.
-        StateError: the folder lacks the model or a part of it; the error says what to do.
+        StateError: the folder lacks the model or a part of it; the error says what to
+            do.
     """
     if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
         raise StateError(
-            f"the run in {run} is not finished; a model there is that of an earlier end. Let it end: fedbn-flwr run "
-            f"--out {run} --resume"
+            f"the run in {run} is not finished; a model there is that of an earlier"
+            f" end. Let it end: fedbn-flwr run --out {run} --resume"
         )
     config, about = run_config(run), metadata(run)
     description = ModelDescription.read(about)
@@ -103,37 +112,54 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise StateError(
-            f"{run}: the entries of {what} do not fit model={config.model}, norm={config.norm} of config.yaml. Take "
-            f"both files from the same run. {error}"
+            f"{run}: the entries of {what} do not fit model={config.model},"
+            f" norm={config.norm} of config.yaml. Take both files from the same run."
+            f" {error}"
         ) from error
     model = in_memory_format(model.eval(), config)
     return SavedModel(run, config, model, description, about, what)
 
 
 def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:
-    """Return the state of a client's own model; if the run's folder lacks it, say whether its state folder is here."""
+    """Return the state of a client's own model; if the run's folder lacks it, say
+    whether its state folder is here.
+    """
     try:
         return personal_state(run, client)
     except StateError as error:
         folder = config.state_dir
         if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
             raise
-        raise StateError(f"{error} The run's state-dir is on this disk: add --state-dir {folder}.") from error
+        raise StateError(
+            f"{error} The run's state-dir is on this disk: add --state-dir {folder}."
+        ) from error
 
 
 def _state(
-    run: Path, config: Config, model: nn.Module, about: Mapping[str, str], choice: Choice
+    run: Path,
+    config: Config,
+    model: nn.Module,
+    about: Mapping[str, str],
+    choice: Choice,
 ) -> tuple[dict[str, Tensor], str]:
     """Return the state of the chosen model, and what it is."""
     client, clients, parts = choice.client, config.num_clients, split_state(model)
     if client is not None and clients and not 0 <= client < clients:
-        raise ConfigError(f"client={client}: the run has the clients 0 to {clients - 1}.")
+        raise ConfigError(
+            f"client={client}: the run has the clients 0 to {clients - 1}."
+        )
     if choice.averaged:
         _check_averaged(run, about, choice)
-    local = frozenset() if config.strategy == CENTRALIZED else method_of(config).methods.local
+    local = (
+        frozenset()
+        if config.strategy == CENTRALIZED
+        else method_of(config).methods.local
+    )
     kept = ", ".join(part for part in Part if part in local and parts.select([part]))
     if choice.state_dir is not None:
-        shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+        shapes = {
+            name: tuple(entry.shape) for name, entry in model.state_dict().items()
+        }
         site = site_state(run, choice.state_dir, parts.fingerprint(shapes), client)
         state, client = site
         here = True
@@ -142,8 +168,18 @@ def _state(
         here = client_file(run, client).is_file()
     if client is not None:
         if here and kept:
-            return state, f"the own model of client {client}, with the {kept} entries that it kept"
-        why = "it kept nothing, since it did not train" if kept else f"under {config.title} all clients have it"
+            return (
+                state,
+                (
+                    f"the own model of client {client}, with the {kept} entries that it"
+                    " kept"
+                ),
+            )
+        why = (
+            "it kept nothing, since it did not train"
+            if kept
+            else f"under {config.title} all clients have it"
+        )
         return state, f"the global model for client {client}: {why}"
     notes: dict[str, list[str]] = {}
     for part in Part:
@@ -157,7 +193,13 @@ def _state(
 
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:
     if choice.client is not None or choice.state_dir is not None:
-        raise ConfigError("bn=averaged is a model of all clients: leave out the client and the state folder.")
+        raise ConfigError(
+            "bn=averaged is a model of all clients: leave out the client and the state"
+            " folder."
+        )
     if AVERAGED not in about.values():
         global_state(run)  # if BN is absent, its error says what to do
-        raise ConfigError(f"{run}: bn=averaged is for runs whose clients keep BN; here it is global. Leave it out.")
+        raise ConfigError(
+            f"{run}: bn=averaged is for runs whose clients keep BN; here it is global."
+            " Leave it out."
+        )

@@ -1,7 +1,9 @@
-"""The table by site of a finished run: the main metric with an interval, and the paired difference to another run.
+"""The table by site of a finished run: the main metric with an interval, and the paired
+difference to another run.
 
-The interval is the percentile bootstrap of ``scipy.stats`` over the groups of a site (patients): all examples of a
-group are drawn together. It speaks of other groups of the same site, not of other seeds of the training.
+The interval is the percentile bootstrap of ``scipy.stats`` over the groups of a site
+(patients): all examples of a group are drawn together. It speaks of other groups of the
+same site, not of other seeds of the training.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class SiteTest:
 
     Attributes:
         task: the learning task; its score is the metric.
-        outputs: (N, ...); of a segmentation the confusion matrix of each example in their place.
+        outputs: (N, ...); of a segmentation the confusion matrix of each example in
+            their place.
         targets: (N, ...).
         groups: the positions of the examples of each group.
     """
@@ -54,27 +57,46 @@ class SiteTest:
     groups: list[Indices]
 
     def metric(self, groups: Indices) -> float:
-        """Return the main metric of these groups together, of which each may be there several times."""
-        if len(self.groups) == len(self.targets):  # an example a group: a thousand draws of lists would take a minute
+        """Return the main metric of these groups together, of which each may be there
+        several times.
+        """
+        # an example a group: a thousand draws of lists would take a minute
+        if len(self.groups) == len(self.targets):
             rows = torch.from_numpy(np.concatenate(self.groups)[groups])
         else:
-            rows = torch.from_numpy(np.concatenate([self.groups[group] for group in groups]))
-        outputs, targets, score = self.outputs[rows], self.targets[rows], self.task.score
+            rows = torch.from_numpy(
+                np.concatenate([self.groups[group] for group in groups])
+            )
+        outputs, targets, score = (
+            self.outputs[rows],
+            self.targets[rows],
+            self.task.score,
+        )
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         if self.task.by_pixel:
             counts = outputs.sum(0)
             of_counts = {"miou": mean_iou, "dice": dice}
-            return of_counts[score](counts) if score in of_counts else float(counts.trace() / counts.sum())
+            return (
+                of_counts[score](counts)
+                if score in of_counts
+                else float(counts.trace() / counts.sum())
+            )
         if score == "accuracy":
-            return float(self.task.correct(outputs, targets)) / float(self.task.counted(targets))
+            return float(self.task.correct(outputs, targets)) / float(
+                self.task.counted(targets)
+            )
         return self.task.measure(outputs, targets)[score]
 
     def has_examples_of(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same groups."""
-        if self.targets.shape != other.targets.shape or len(self.groups) != len(other.groups):
+        if self.targets.shape != other.targets.shape or len(self.groups) != len(
+            other.groups
+        ):
             return False
-        same_targets = bool(torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True).all())
+        same_targets = bool(
+            torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True).all()
+        )
         return same_targets and all(map(np.array_equal, self.groups, other.groups))
 
 
@@ -87,7 +109,10 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:
         if task.by_pixel and task.score != "loss":
             rows = range(len(of_batch))
-            counts = [confusion(of_batch[i : i + 1], targets_of_batch[i : i + 1], task.ignore) for i in rows]
+            counts = [
+                confusion(of_batch[i : i + 1], targets_of_batch[i : i + 1], task.ignore)
+                for i in rows
+            ]
             of_batch = torch.stack(counts)
             targets_of_batch = of_batch.sum(2)  # the targets of each class
         outputs.append(of_batch.cpu())
@@ -105,16 +130,26 @@ test_site.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's
 
 
 def interval(site: SiteTest) -> tuple[float | None, float | None, float | None]:
-    """Return the main metric of a site and the ends of its interval; None where one is not defined."""
+    """Return the main metric of a site and the ends of its interval; None where one is
+    not defined.
+    """
     return _bootstrap(site.metric, len(site.groups))
 
 
-def difference(one: SiteTest, other: SiteTest) -> tuple[float | None, float | None, float | None]:
-    """Return the metric of a model minus that of another one on the same examples, and the ends of its interval."""
-    return _bootstrap(lambda groups: one.metric(groups) - other.metric(groups), len(one.groups))
+def difference(
+    one: SiteTest, other: SiteTest
+) -> tuple[float | None, float | None, float | None]:
+    """Return the metric of a model minus that of another one on the same examples, and
+    the ends of its interval.
+    """
+    return _bootstrap(
+        lambda groups: one.metric(groups) - other.metric(groups), len(one.groups)
+    )
 
 
-def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> tuple[float | None, float | None, float | None]:
+def _bootstrap(
+    metric: Callable[[Indices], float], num_groups: int
+) -> tuple[float | None, float | None, float | None]:
     if not num_groups:
         return None, None, None
     everyone = np.arange(num_groups)
@@ -123,11 +158,22 @@ def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> tuple[flo
         return _or_none(value), None, None
     from scipy import stats
 
-    settings = {"confidence_level": LEVEL, "n_resamples": _RESAMPLES, "method": "percentile"}
+    settings = {
+        "confidence_level": LEVEL,
+        "n_resamples": _RESAMPLES,
+        "method": "percentile",
+    }
     with np.errstate(all="ignore"):
-        found = stats.bootstrap((everyone,), metric, vectorized=False, rng=np.random.default_rng(_SEED), **settings)
+        found = stats.bootstrap(
+            (everyone,),
+            metric,
+            vectorized=False,
+            rng=np.random.default_rng(_SEED),
+            **settings,
+        )
         ends = found.confidence_interval
-    # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is no interval.
+    # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is
+    # no # interval.
     return value, _or_none(ends.low), _or_none(ends.high)
 
 
@@ -140,11 +186,12 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
 
     Args:
         run: the run's folder.
-        against: that of a run with the same test examples, for the difference; None = there is none.
+        against: that of a run with the same test examples, for the difference; None =
+            there is none.
 
     Raises:
-        ConfigError: the runs do not test the same examples, their data have changed, or the main test has statistics
-            of its inputs.
+        ConfigError: the runs do not test the same examples, their data have changed, or
+            the main test has statistics of its inputs.
         DataError: the data are not here.
         StateError: a run lacks its model, or a client's own one.
     """
@@ -158,8 +205,9 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
         if against:
             if name not in others or not site.has_examples_of(others[name]):
                 raise ConfigError(
-                    f"{against} does not test the examples of {run}: its data, number of clients or split (partition, "
-                    "seed, test-share) are others. Compare runs on one split."
+                    f"{against} does not test the examples of {run}: its data, number"
+                    " of clients or split (partition, seed, test-share) are others."
+                    " Compare runs on one split."
                 )
             names = ("difference", "difference-low", "difference-high")
             row |= dict(zip(names, difference(site, others[name]), strict=True))
@@ -168,18 +216,26 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
 
 
 def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
-    """Return the tests of a run's models by site; ``metric`` is the main metric, "" = that of the run."""
+    """Return the tests of a run's models by site; ``metric`` is the main metric, "" =
+    that of the run.
+    """
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
-            f"dataset={config.dataset!r} has changed since the run in {run}: its test examples may be training "
-            "examples of the run. Restore the data, or evaluate new data with --dataset."
+            f"dataset={config.dataset!r} has changed since the run in {run}: its test"
+            " examples may be training examples of the run. Restore the data, or"
+            " evaluate new data with --dataset."
         )
     if (test := method_of(config).tests[0]).endswith(TEST_BN):
-        raise ConfigError(f"{run}: its main test, {test}, has BatchNorm statistics of the test inputs.")
+        raise ConfigError(
+            f"{run}: its main test, {test}, has BatchNorm statistics of the test"
+            " inputs."
+        )
     data = partitioned_data(config, count_clients(config))
     federated = config.strategy != CENTRALIZED
-    personal = federated and (test.startswith("personal") or method_of(config).shares_nothing)
+    personal = federated and (
+        test.startswith("personal") or method_of(config).shares_nothing
+    )
     own = personal and bool(method_of(config).methods.local)
     task = data_of(config).test_task
     task = task.scored_by(metric) if metric else task

@@ -1,4 +1,6 @@
-"""Models: the registry, the input of each model, the seeded build, and initial weights. Torch and torchvision."""
+"""Models: the registry, the input of each model, the seeded build, and initial weights.
+Torch and torchvision.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from fedbn_flwr.lazy import imported_when_used
 if TYPE_CHECKING:
     from fedbn_flwr.lab.models.initial import InitReport, load_initial
 else:
-    __getattr__, __dir__ = imported_when_used(__name__, {"InitReport": "initial", "load_initial": "initial"})
+    __getattr__, __dir__ = imported_when_used(
+        __name__, {"InitReport": "initial", "load_initial": "initial"}
+    )
 
 __all__ = [
     "MODELS",

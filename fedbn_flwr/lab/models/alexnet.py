@@ -1,12 +1,16 @@
-"""AlexNet as FedBN trains it, with BatchNorm after every layer except the last, and a small variant for 64 pixels.
+"""AlexNet as FedBN trains it, with BatchNorm after every layer except the last, and a
+small variant for 64 pixels.
 
-Source: Krizhevsky et al. 2012 in the form of Li et al. 2021, arXiv:2102.07623, Table 6 and the authors' code
-(``AlexNet``), for Office-Caltech10 and DomainNet at 256 pixels: 57,063,498 parameters for ten classes, 7 BatchNorm
-layers, two of them 1d. FedTAN and FedWon use it too. Torch's default initialisation, no dropout.
+Source: Krizhevsky et al. 2012 in the form of Li et al. 2021, arXiv:2102.07623, Table 6
+and the authors' code (``AlexNet``), for Office-Caltech10 and DomainNet at 256 pixels:
+57,063,498 parameters for ten classes, 7 BatchNorm layers, two of them 1d. FedTAN and
+FedWon use it too. Torch's default initialisation, no dropout.
 
-Ours: ``alexnet-bn-small`` has the same order of layers with half the channels in the convolutions, 512 in the linear
-layers, a 5x5 stem of stride 2, and 3x3 instead of 6x6 positions before the classifier: 1,475,626 parameters. At 64
-pixels the full network's last convolutions see 3x3 positions, and its 6x6 positions are copies of one value a channel.
+Ours: ``alexnet-bn-small`` has the same order of layers with half the channels in the
+convolutions, 512 in the linear layers, a 5x5 stem of stride 2, and 3x3 instead of 6x6
+positions before the classifier: 1,475,626 parameters. At 64 pixels the full network's
+last convolutions see 3x3 positions, and its 6x6 positions are copies of one value a
+channel.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ __all__ = ["FULL", "SMALL", "AlexNet", "Widths"]
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of the five convolutions, width of the linear layers, stem (kernel, stride), positions per side."""
+    """Channels of the five convolutions, width of the linear layers, stem (kernel,
+    stride), positions per side.
+    """
 
     channels: tuple[int, int, int, int, int]
     linear: int
@@ -33,7 +39,9 @@ SMALL = Widths((32, 96, 192, 128, 128), 512, (5, 2), 3)
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, with pooling after the first, second and fifth, then three linear layers."""
+    """Five convolutions, with pooling after the first, second and fifth, then three
+    linear layers.
+    """
 
     def __init__(self, num_classes: int, widths: Widths) -> None:
         """Build the layers."""

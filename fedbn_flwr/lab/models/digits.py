@@ -1,7 +1,9 @@
-"""The digits network of FedBN: three 5x5 convolutions and three linear layers, BatchNorm after all except the last.
+"""The digits network of FedBN: three 5x5 convolutions and three linear layers,
+BatchNorm after all except the last.
 
-Source: Li et al. 2021, arXiv:2102.07623, Table 5 and the authors' code (``DigitModel``): 14,219,210 parameters for ten
-classes, with gamma and beta of its 5 BatchNorm layers (two of them 1d) and without running statistics. Torch's default
+Source: Li et al. 2021, arXiv:2102.07623, Table 5 and the authors' code
+(``DigitModel``): 14,219,210 parameters for ten classes, with gamma and beta of its 5
+BatchNorm layers (two of them 1d) and without running statistics. Torch's default
 initialisation; images are (3, 28, 28), grey ones repeated over three channels.
 """
 
@@ -15,7 +17,9 @@ SIDE = 28
 
 
 class DigitsCNN(nn.Module):
-    """Convolutions of 64, 64 and 128 channels, 2x2 pooling after the first two, then 6272 - 2048 - 512 - classes."""
+    """Convolutions of 64, 64 and 128 channels, 2x2 pooling after the first two, then
+    6272 - 2048 - 512 - classes.
+    """
 
     def __init__(self, num_classes: int) -> None:
         """Build the layers."""

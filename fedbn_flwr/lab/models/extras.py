@@ -1,9 +1,11 @@
-"""Networks of optional packages, without pretrained weights: ``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``.
+"""Networks of optional packages, without pretrained weights: ``timm:NAME`` and
+``smp:ARCHITECTURE/ENCODER``.
 
-timm's classifiers take any number of channels. Those of one size (position tables, windows) keep it. smp's
-(segmentation-models-pytorch) networks give logits (N, classes, H, W), as FixBN's DeepLabv3+ with MobileNetV2
-(``smp:DeepLabV3Plus/mobilenet_v2``) and ResNet-50. Most of them need heights and widths that are multiples of 32, so
-the images are scaled to the next one.
+timm's classifiers take any number of channels. Those of one size (position tables,
+windows) keep it. smp's (segmentation-models-pytorch) networks give logits (N, classes,
+H, W), as FixBN's DeepLabv3+ with MobileNetV2 (``smp:DeepLabV3Plus/mobilenet_v2``) and
+ResNet-50. Most of them need heights and widths that are multiples of 32, so the images
+are scaled to the next one.
 
 The functions import the packages, which need not be installed.
 """
@@ -22,7 +24,14 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError, install_extra
 from fedbn_flwr.lab.models.info import ModelInfo
 
-__all__ = ["SMP_PREFIX", "TIMM_PREFIX", "published_smp", "published_timm", "smp_info", "timm_info"]
+__all__ = [
+    "SMP_PREFIX",
+    "TIMM_PREFIX",
+    "published_smp",
+    "published_timm",
+    "smp_info",
+    "timm_info",
+]
 
 TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
 SMALLEST, SMALLEST_ASKED = 64, 32
@@ -30,9 +39,12 @@ MULTIPLE = 32
 
 
 def timm_info(name: str) -> ModelInfo:
-    """Return the entry of timm's classifier ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
+    """Return the entry of timm's classifier ``name``; for an unknown name ``build`` and
+    ``shape`` raise ConfigError.
+    """
     return ModelInfo(
-        "a timm classifier, e.g. timm:resnet18; any channels, 64 pixels or more (32 by image-size); extra `timm`",
+        "a timm classifier, e.g. timm:resnet18; any channels, 64 pixels or more (32 by"
+        " image-size); extra `timm`",
         "Wightman 2019, timm",
         partial(_build_timm, name),
         partial(_timm_shape, name),
@@ -41,9 +53,12 @@ def timm_info(name: str) -> ModelInfo:
 
 
 def smp_info(name: str) -> ModelInfo:
-    """Return the entry of an smp network ``ARCHITECTURE/ENCODER``; for an unknown name ``build`` raises ConfigError."""
+    """Return the entry of an smp network ``ARCHITECTURE/ENCODER``; for an unknown name
+    ``build`` raises ConfigError.
+    """
     return ModelInfo(
-        "a segmenter, e.g. smp:DeepLabV3Plus/mobilenet_v2; logits per pixel, multiples of 32 pixels; extra `smp`",
+        "a segmenter, e.g. smp:DeepLabV3Plus/mobilenet_v2; logits per pixel, multiples"
+        " of 32 pixels; extra `smp`",
         "Iakubovskii 2019, segmentation-models-pytorch",
         partial(_build_smp, name),
         partial(_smp_shape, name),
@@ -52,24 +67,39 @@ def smp_info(name: str) -> ModelInfo:
 
 
 def published_timm(name: str, channels: int) -> dict[str, Tensor]:
-    """Return the published weights of timm's network, adapted by timm to the channels; downloads them."""
+    """Return the published weights of timm's network, adapted by timm to the channels;
+    downloads them.
+    """
     with torch.random.fork_rng(devices=[]):
-        model = _imported("timm", "timm").create_model(name, pretrained=True, in_chans=channels)
+        model = _imported("timm", "timm").create_model(
+            name, pretrained=True, in_chans=channels
+        )
     state: dict[str, Tensor] = model.state_dict()
     return state
 
 
 def published_smp(name: str, channels: int) -> dict[str, Tensor]:
-    """Return the published ImageNet weights of a network's encoder, adapted by smp to the channels; downloads them."""
+    """Return the published ImageNet weights of a network's encoder, adapted by smp to
+    the channels; downloads them.
+    """
     smp = _imported("segmentation_models_pytorch", "smp")
     with torch.random.fork_rng(devices=[]):
-        model = smp.encoders.get_encoder(name.partition("/")[2], in_channels=channels, weights="imagenet")
+        model = smp.encoders.get_encoder(
+            name.partition("/")[2], in_channels=channels, weights="imagenet"
+        )
     return {f"encoder.{entry}": value for entry, value in model.state_dict().items()}
 
 
 def _build_timm(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
     create = _imported("timm", "timm").create_model
-    return _built(f"timm:{name}", create, name, pretrained=False, num_classes=num_classes, in_chans=channels)
+    return _built(
+        f"timm:{name}",
+        create,
+        name,
+        pretrained=False,
+        num_classes=num_classes,
+        in_chans=channels,
+    )
 
 
 def _build_smp(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
@@ -79,7 +109,9 @@ def _build_smp(name: str, num_classes: int, channels: int, size: int) -> nn.Modu
     return _built(f"smp:{name}", create, architecture, encoder, **options)
 
 
-def _built(name: str, create: Callable[..., nn.Module], *names: str, **options: Any) -> nn.Module:
+def _built(
+    name: str, create: Callable[..., nn.Module], *names: str, **options: Any
+) -> nn.Module:
     try:
         return create(*names, **options)
     except Exception as error:  # the packages' own errors name what they know
@@ -103,6 +135,6 @@ def _imported(module: str, extra: str) -> ModuleType:
         if error.name != module:
             raise
         raise ConfigError(
-            f"models {extra}:... need the package {module.replace('_', '-')}, which is not installed; "
-            f"{install_extra(extra)}"
+            f"models {extra}:... need the package {module.replace('_', '-')}, which is"
+            f" not installed; {install_extra(extra)}"
         ) from error

@@ -1,11 +1,13 @@
 """The two convolutional networks of FedBS, for the MNISTs and for CIFAR-10.
 
-Source: FedBS, section V-A. MNIST: 5x5 convolutions of 16 and 32 channels, then one linear layer on 1568 values. CIFAR:
-a 5x5 convolution of 100 channels, 3x3 ones of 150, 250 and 500, then linear layers on 4500, 270 and 150 values. After
-each convolution: BatchNorm, ReLU and 2x2 max pooling.
+Source: FedBS, section V-A. MNIST: 5x5 convolutions of 16 and 32 channels, then one
+linear layer on 1568 values. CIFAR: a 5x5 convolution of 100 channels, 3x3 ones of 150,
+250 and 500, then linear layers on 4500, 270 and 150 values. After each convolution:
+BatchNorm, ReLU and 2x2 max pooling.
 
-Ours, because the paper does not say: padding 2 everywhere (28 and 32 pixels then give 1568 and 4500 values), ReLU
-between the linear layers, biases, and torch's default initialisation.
+Ours, because the paper does not say: padding 2 everywhere (28 and 32 pixels then give
+1568 and 4500 values), ReLU between the linear layers, biases, and torch's default
+initialisation.
 """
 
 from __future__ import annotations
@@ -20,12 +22,26 @@ __all__ = ["FedBSNet", "cifar_net", "mnist_net"]
 class FedBSNet(nn.Module):
     """Blocks of convolution, BatchNorm, ReLU and pooling, then linear layers."""
 
-    def __init__(self, channels: tuple[int, ...], kernels: tuple[int, ...], linear: tuple[int, ...]) -> None:
-        """Build the layers; ``channels`` starts with the images', ``linear`` ends with the classes."""
+    def __init__(
+        self,
+        channels: tuple[int, ...],
+        kernels: tuple[int, ...],
+        linear: tuple[int, ...],
+    ) -> None:
+        """Build the layers; ``channels`` starts with the images', ``linear`` ends with
+        the classes.
+        """
         super().__init__()
         blocks: list[nn.Module] = []
-        for (before, after), kernel in zip(itertools.pairwise(channels), kernels, strict=True):
-            blocks += [nn.Conv2d(before, after, kernel, padding=2), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+        for (before, after), kernel in zip(
+            itertools.pairwise(channels), kernels, strict=True
+        ):
+            blocks += [
+                nn.Conv2d(before, after, kernel, padding=2),
+                nn.BatchNorm2d(after),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
         self.features = nn.Sequential(*blocks)
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(linear):
@@ -45,4 +61,6 @@ def mnist_net(num_classes: int) -> FedBSNet:
 
 def cifar_net(num_classes: int) -> FedBSNet:
     """Return the network for images (3, 32, 32)."""
-    return FedBSNet((3, 100, 150, 250, 500), (5, 3, 3, 3), (4500, 270, 150, num_classes))
+    return FedBSNet(
+        (3, 100, 150, 250, 500), (5, 3, 3, 3), (4500, 270, 150, num_classes)
+    )

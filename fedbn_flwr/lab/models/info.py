@@ -15,7 +15,9 @@ SIZES = {
     "build": ("channels", "size"),
     "volumes": ("channels", "depth", "height", "width"),
 }
-"""The sizes of an example that a model is built from, by the field of ``ModelInfo`` for such examples."""
+"""The sizes of an example that a model is built from, by the field of ``ModelInfo`` for
+such examples.
+"""
 
 Rule = Callable[[int, int], tuple[int, int]]
 """From the (channels, size) of a data set's images to those that a model takes."""
@@ -27,7 +29,9 @@ def always(channels: int, size: int) -> Rule:
 
 
 def at_least(smallest: int, channels: int = 0) -> Rule:
-    """Return the rule of a model for images of this size or more, of these channels (0: of any)."""
+    """Return the rule of a model for images of this size or more, of these channels (0:
+    of any).
+    """
     return lambda given, size: (channels or given, max(size, smallest))
 
 
@@ -35,20 +39,26 @@ def at_least(smallest: int, channels: int = 0) -> Rule:
 class ModelInfo:
     """A model with BatchNorm: how it is built, and what it takes and gives.
 
-    The size is the height of the images; networks that do not need squares take any width.
+    The size is the height of the images; networks that do not need squares take any
+    width.
 
     Attributes:
         summary: one line.
         source: the publication.
-        build: ``build(num_classes, channels, size)`` returns the model for images; None = it takes none.
-        shape: ``shape(channels, size)`` returns the (channels, size) of its input for images of a data set.
-        per_pixel: whether there is a vector of outputs per pixel, not per example; None = not known (a user's model).
-        smallest: a size below that of ``shape`` at which the network also works; a config must ask for it
-            (``image-size``). 0 = none.
-        rows: ``rows(num_classes, features)`` returns the model for rows of numbers; None = it takes none.
-        signals: ``signals(num_classes, channels, length)`` returns the model for signals; None = it takes none.
-        volumes: ``volumes(num_classes, channels, depth, height, width)`` returns the model for volumes; None = it takes
-            none.
+        build: ``build(num_classes, channels, size)`` returns the model for images;
+            None = it takes none.
+        shape: ``shape(channels, size)`` returns the (channels, size) of its input for
+            images of a data set.
+        per_pixel: whether there is a vector of outputs per pixel, not per example;
+            None = not known (a user's model).
+        smallest: a size below that of ``shape`` at which the network also works; a
+            config must ask for it (``image-size``). 0 = none.
+        rows: ``rows(num_classes, features)`` returns the model for rows of numbers;
+            None = it takes none.
+        signals: ``signals(num_classes, channels, length)`` returns the model for
+            signals; None = it takes none.
+        volumes: ``volumes(num_classes, channels, depth, height, width)`` returns the
+            model for volumes; None = it takes none.
     """
 
     summary: str

@@ -1,10 +1,12 @@
-"""Initial weights from a file or from a publisher: loaded by name and shape, with a report. Torch only.
+"""Initial weights from a file or from a publisher: loaded by name and shape, with a
+report. Torch only.
 
-A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which is read without running code.
-Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``) are taken off if that gives more matching names.
+A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which
+is read without running code. Prefixes of wrappers (``module.``, ``_orig_mod.``,
+``model.``) are taken off if that gives more matching names.
 
-A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta of another norm have the same
-names and shapes, but they scale other values.
+A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta
+of another norm have the same names and shapes, but they scale other values.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
+from fedbn_flwr.lab.models.extras import (
+    SMP_PREFIX,
+    TIMM_PREFIX,
+    published_smp,
+    published_timm,
+)
 from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
 from fedbn_flwr.training.state_file import load_file, open_state
 from fedbn_flwr.training.wrappers import load_state
@@ -47,11 +54,14 @@ class InitReport:
     Attributes:
         source: the value of ``init``.
         loaded: the model's entries that were loaded.
-        other_shape: entries of another shape; they keep their seeded initial values (a head of other classes).
+        other_shape: entries of another shape; they keep their seeded initial values (a
+            head of other classes).
         missing: the model's other entries; they keep their seeded initial values.
         unused: entries of the source that found no place, by their names there.
-        batchnorm: paths of layers that are BatchNorm in the source or in the model alone; their entries are unused.
-        at: where the entries are in the file, as ``model.state_dict``; "" = they are the file.
+        batchnorm: paths of layers that are BatchNorm in the source or in the model
+            alone; their entries are unused.
+        at: where the entries are in the file, as ``model.state_dict``; "" = they are
+            the file.
     """
 
     source: str
@@ -75,16 +85,20 @@ class InitReport:
         """Yield the counts, and up to ``shown`` names of each kind, one kind a line."""
         where = f" ({self.at})" if self.at else ""
         yield (
-            f"init={self.source}{where}: {len(self.loaded)} entries loaded, {len(self.other_shape)} of another shape, "
-            f"{len(self.missing)} missing, {len(self.unused)} unused"
+            f"init={self.source}{where}: {len(self.loaded)} entries loaded,"
+            f" {len(self.other_shape)} of another shape, {len(self.missing)} missing,"
+            f" {len(self.unused)} unused"
         )
         kinds = {
             "another shape, so left at their initial values": [
-                f"{name} {there} there, {here} here" for name, there, here in self.other_shape
+                f"{name} {there} there, {here} here"
+                for name, there, here in self.other_shape
             ],
             "not there, so left at their initial values": self.missing,
             "there, without a place here": self.unused,
-            "BatchNorm on one side only, so left at their initial values": self.batchnorm,
+            "BatchNorm on one side only, so left at their initial values": (
+                self.batchnorm
+            ),
         }
         for what, names in kinds.items():
             if names:
@@ -97,28 +111,39 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
 
     Args:
         model: with its final layers (after ``replace_norm``).
-        init: a file (``FILES``); ``torchvision`` for the published weights of the model, ``torchvision:NAME`` or
-            ``torchvision:NAME.WEIGHTS`` for those of a network of torchvision; ``timm``; ``smp`` (its encoder's).
+        init: a file (``FILES``); ``torchvision`` for the published weights of the
+            model, ``torchvision:NAME`` or ``torchvision:NAME.WEIGHTS`` for those of a
+            network of torchvision; ``timm``; ``smp`` (its encoder's).
         name: the model's name in the registry.
         channels: channels of the model's input, for weights that are adapted to them.
 
     Raises:
-        ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is not finite, or no parameter of
-            the model matches in name and shape.
+        ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is
+            not finite, or no parameter of the model matches in name and shape.
     """
     given, at = _chosen(init, _read(init, name, channels))
     state = model.state_dict()
     names = _renamed(given, state)
     batchnorm = _batchnorm_on_one_side(model, names)
-    source = {here: there for there, here in names.items() if here in state and _layer_of(here) not in batchnorm}
-    shapes = [OtherShape(here, tuple(given[there].shape), tuple(state[here].shape)) for here, there in source.items()]
+    source = {
+        here: there
+        for there, here in names.items()
+        if here in state and _layer_of(here) not in batchnorm
+    }
+    shapes = [
+        OtherShape(here, tuple(given[there].shape), tuple(state[here].shape))
+        for here, there in source.items()
+    ]
     other = [entry for entry in shapes if entry.there != entry.here]
     unfit = {entry.name for entry in other}
     loaded = {here: given[there] for here, there in source.items() if here not in unfit}
-    if not any(entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)):
+    if not any(
+        entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)
+    ):
         raise ConfigError(
-            f"init={init}: no parameter of model {name!r} has an entry of the same name and shape. The first names "
-            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(state)[:3])}."
+            f"init={init}: no parameter of model {name!r} has an entry of the same name"
+            f" and shape. The first names there: {', '.join(list(given)[:3])}; here:"
+            f" {', '.join(list(state)[:3])}."
         )
     _refuse_values(init, loaded, state)
     load_state(model, {**state, **loaded})
@@ -139,19 +164,29 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
     opened = open_state(content)
     if opened.several:
         raise ConfigError(
-            f"init={init!r} holds several states: {', '.join(opened.several)}. Save the one to load: "
-            f"torch.save(torch.load(path)[{opened.several[0]!r}], other_path), say."
+            f"init={init!r} holds several states: {', '.join(opened.several)}. Save the"
+            f" one to load: torch.save(torch.load(path)[{opened.several[0]!r}],"
+            " other_path), say."
         )
     if not opened.entries:
-        raise ConfigError(f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
+        raise ConfigError(
+            f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(),"
+            " path) does."
+        )
     return opened.entries, opened.at
 
 
-def _refuse_values(init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError if values cannot be those of the model's entries, in whose dtype large ones are infinite."""
+def _refuse_values(
+    init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
+    """Raise ConfigError if values cannot be those of the model's entries, in whose
+    dtype large ones are infinite.
+    """
     for name, value in loaded.items():
         if state[name].is_floating_point() and not value.is_floating_point():
-            raise ConfigError(f"init={init}: {name} ({value.dtype}) has no floating-point numbers.")
+            raise ConfigError(
+                f"init={init}: {name} ({value.dtype}) has no floating-point numbers."
+            )
         if not torch.isfinite(value.to(state[name].dtype)).all():
             raise ConfigError(f"init={init}: {name} is not finite (NaN or infinity).")
 
@@ -161,12 +196,17 @@ def _layer_of(entry: str) -> str:
 
 
 def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's name for each of the given ones: with or without wrappers' prefixes, whichever fits best."""
+    """Return the model's name for each of the given ones: with or without wrappers'
+    prefixes, whichever fits best.
+    """
     ways = [{name: name for name in given}, {name: f"model.{name}" for name in given}]
-    while (shorter := {name: _without_prefix(here) for name, here in ways[-1].items()}) != ways[-1]:
+    while (
+        shorter := {name: _without_prefix(here) for name, here in ways[-1].items()}
+    ) != ways[-1]:
         ways.append(shorter)
     ways = [way for way in ways if len(set(way.values())) == len(way)]
-    return max(ways, key=lambda way: sum(here in state for here in way.values()))  # the first of equals
+    # the first of equals
+    return max(ways, key=lambda way: sum(here in state for here in way.values()))
 
 
 def _without_prefix(name: str) -> str:
@@ -175,11 +215,21 @@ def _without_prefix(name: str) -> str:
 
 
 def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[str]:
-    """Return the paths that are BatchNorm with running statistics in the source alone or in the model alone."""
+    """Return the paths that are BatchNorm with running statistics in the source alone
+    or in the model alone.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = {_layer_of(here) for here in names.values()}
-    there = {_layer_of(here) for here in names.values() if here.rpartition(".")[2] == "running_mean"}
-    here = {path for path, m in modules.items() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    there = {
+        _layer_of(here)
+        for here in names.values()
+        if here.rpartition(".")[2] == "running_mean"
+    }
+    here = {
+        path
+        for path, m in modules.items()
+        if isinstance(m, _BatchNorm) and m.running_mean is not None
+    }
     return sorted(paths & modules.keys() & (there ^ here))
 
 
@@ -189,36 +239,49 @@ def _read(init: str, name: str, channels: int) -> Any:
         return _read_file(Path(init))
     publisher, _, network = init.partition(":")
     prefixes = _PUBLISHERS.get(publisher, ())
-    of_model = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), "")
+    of_model = next(
+        (name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)),
+        "",
+    )
     named = bool(network) and publisher == "torchvision"
     if not named and (network or not of_model):
         raise ConfigError(
-            f"init={init!r} is neither a file ({', '.join(FILES)}) nor a publisher of model {name!r}: torchvision for "
-            "torchvision:NAME and torchvision-seg:NAME, timm for timm:NAME, smp for smp:ARCHITECTURE/ENCODER, or "
-            "torchvision:NAME for the weights of that network."
+            f"init={init!r} is neither a file ({', '.join(FILES)}) nor a publisher of"
+            f" model {name!r}: torchvision for torchvision:NAME and"
+            " torchvision-seg:NAME, timm for timm:NAME, smp for"
+            " smp:ARCHITECTURE/ENCODER, or torchvision:NAME for the weights of that"
+            " network."
         )
     try:
         if publisher == "torchvision":
             return _of_torchvision(network or of_model)
-        return published_timm(of_model, channels) if publisher == "timm" else published_smp(of_model, channels)
+        return (
+            published_timm(of_model, channels)
+            if publisher == "timm"
+            else published_smp(of_model, channels)
+        )
     except ConfigError:
         raise
     except Exception as error:  # the packages fetch in ways of their own
         raise ConfigError(
-            f"init={init}: the weights could not be fetched: {error}. Fetch them where there is a network, and write "
-            "init=/the/absolute/path/of/the/file."
+            f"init={init}: the weights could not be fetched: {error}. Fetch them where"
+            " there is a network, and write init=/the/absolute/path/of/the/file."
         ) from error
 
 
 def _read_file(path: Path) -> Any:
     if not path.is_file():
-        raise ConfigError(f"init={str(path)!r} is not a file. Write the absolute path of a {' or '.join(FILES)} file.")
+        raise ConfigError(
+            f"init={str(path)!r} is not a file. Write the absolute path of a"
+            f" {' or '.join(FILES)} file."
+        )
     try:
         return load_file(path)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"init={str(path)!r} holds more than tensors, and reading it could run code from the file. Save the "
-            "weights alone: torch.save(model.state_dict(), path)."
+            f"init={str(path)!r} holds more than tensors, and reading it could run code"
+            " from the file. Save the weights alone: torch.save(model.state_dict(),"
+            " path)."
         ) from error
     except Exception as error:  # a damaged file may raise anything in these readers
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
@@ -230,8 +293,12 @@ def _of_torchvision(which: str) -> Any:
     network, _, version = which.partition(".")
     known = torchvision.models.get_model_weights(network)
     if (version or "DEFAULT") not in known.__members__:
-        raise unknown_name(f"weights of torchvision:{network}", version, known.__members__)
-    return known[version or "DEFAULT"].get_state_dict(progress=False, check_hash=True, weights_only=True)
+        raise unknown_name(
+            f"weights of torchvision:{network}", version, known.__members__
+        )
+    return known[version or "DEFAULT"].get_state_dict(
+        progress=False, check_hash=True, weights_only=True
+    )
 
 
 _PUBLISHERS = {

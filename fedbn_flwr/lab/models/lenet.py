@@ -1,10 +1,12 @@
 """The network of the FixBN experiments on CIFAR-10, similar to LeNet, with BatchNorm.
 
-Source: Zhong, Chen & Chao 2023, arXiv:2303.06530, section 4 and Table F ("LeNet-like CNN (LeCun et al., 1998)",
-"LeNet-CNN"); the paper gives no layer table. Layers and widths are those of LeNet-5 (LeCun et al. 1998).
+Source: Zhong, Chen & Chao 2023, arXiv:2303.06530, section 4 and Table F ("LeNet-like
+CNN (LeCun et al., 1998)", "LeNet-CNN"); the paper gives no layer table. Layers and
+widths are those of LeNet-5 (LeCun et al. 1998).
 
-Ours, because the paper does not say: BatchNorm only after each of the two convolutions, ReLU, max pooling, no padding,
-convolutions with bias (so without BatchNorm the network is LeNet), torch's default initialisation.
+Ours, because the paper does not say: BatchNorm only after each of the two convolutions,
+ReLU, max pooling, no padding, convolutions with bias (so without BatchNorm the network
+is LeNet), torch's default initialisation.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ SMALLEST = 28
 
 
 class LeNet(nn.Module):
-    """Two blocks (5x5 convolution, BatchNorm, ReLU, 2x2 max pooling) of 6 and 16 channels, then 120 - 84 - classes."""
+    """Two blocks (5x5 convolution, BatchNorm, ReLU, 2x2 max pooling) of 6 and 16
+    channels, then 120 - 84 - classes.
+    """
 
     def __init__(self, num_classes: int, channels: int, size: int) -> None:
         """Build the layers for square images of ``size`` pixels per side."""
@@ -37,5 +41,7 @@ class LeNet(nn.Module):
         """Return logits (N, classes) of images (N, channels, size, size)."""
         x = self.pool(self.relu(self.norm1(self.conv1(x))))
         x = self.pool(self.relu(self.norm2(self.conv2(x))))
-        logits: Tensor = self.fc3(self.relu(self.fc2(self.relu(self.fc1(x.flatten(1))))))
+        logits: Tensor = self.fc3(
+            self.relu(self.fc2(self.relu(self.fc1(x.flatten(1)))))
+        )
         return logits

@@ -1,12 +1,14 @@
-"""The multilayer perceptron of the FedTAN paper's MNIST runs: 784-30-10 with BatchNorm after the hidden layer.
+"""The multilayer perceptron of the FedTAN paper's MNIST runs: 784-30-10 with BatchNorm
+after the hidden layer.
 
-Source: Wang, Shi & Chang 2023, arXiv:2301.02982, section 6.1 ("a 3-layer DNN with dimensions 784 x 30 x 10, where the
-hidden layer with 30 neurons is followed by a BN layer"). Its Table 5 counts 23,920 entries: all except the 60 running
-statistics.
+Source: Wang, Shi & Chang 2023, arXiv:2301.02982, section 6.1 ("a 3-layer DNN with
+dimensions 784 x 30 x 10, where the hidden layer with 30 neurons is followed by a BN
+layer"). Its Table 5 counts 23,920 entries: all except the 60 running statistics.
 
-Ours, because neither the paper nor the authors' code says: ReLU after BatchNorm, and torch's default initialisation.
-The hidden layer has a bias, which the 23,920 entries include. Ours, too: other widths and more hidden layers, and
-rows of numbers (tables) in place of images.
+Ours, because neither the paper nor the authors' code says: ReLU after BatchNorm, and
+torch's default initialisation. The hidden layer has a bias, which the 23,920 entries
+include. Ours, too: other widths and more hidden layers, and rows of numbers (tables) in
+place of images.
 """
 
 from __future__ import annotations
@@ -28,11 +30,18 @@ class MLP(nn.Module):
     The second hidden layer's entries are called ``hidden2`` and ``norm2``, and so on.
     """
 
-    def __init__(self, num_classes: int, num_inputs: int = SIDE * SIDE, hidden: Sequence[int] = HIDDEN) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        num_inputs: int = SIDE * SIDE,
+        hidden: Sequence[int] = HIDDEN,
+    ) -> None:
         """Build the layers; ``hidden`` are the widths of one or more hidden layers."""
         super().__init__()
         self._depth = len(hidden)
-        for index, (before, after) in enumerate(itertools.pairwise((num_inputs, *hidden)), 1):
+        for index, (before, after) in enumerate(
+            itertools.pairwise((num_inputs, *hidden)), 1
+        ):
             number = "" if index == 1 else str(index)
             self.add_module(f"hidden{number}", nn.Linear(before, after))
             self.add_module(f"norm{number}", nn.BatchNorm1d(after))
@@ -40,9 +49,13 @@ class MLP(nn.Module):
         self.fc = nn.Linear(hidden[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, classes) of rows (N, inputs), or of images with as many pixels."""
+        """Return logits (N, classes) of rows (N, inputs), or of images with as many
+        pixels.
+        """
         x = x.flatten(1)
         for number in ("", *map(str, range(2, self._depth + 1))):
-            x = self.relu(getattr(self, f"norm{number}")(getattr(self, f"hidden{number}")(x)))
+            x = self.relu(
+                getattr(self, f"norm{number}")(getattr(self, f"hidden{number}")(x))
+            )
         logits: Tensor = self.fc(x)
         return logits

@@ -1,11 +1,12 @@
 """``module:function``: a user's own model, from the working directory or Python's path.
 
-The function takes any of ``num_classes`` (the number of outputs), ``channels`` and ``size`` (the images' height), or
-``num_classes`` and ``features`` for rows of numbers, ``num_classes``, ``channels`` and ``length`` for signals, or
-``num_classes``, ``channels``, ``depth``, ``height`` and ``width`` for volumes, by these names; its other parameters
-need defaults. A class of
-``nn.Module`` is such a function, too. What it draws at random is seeded, as in every other model: with torch,
-``np.random`` or ``random``.
+The function takes any of ``num_classes`` (the number of outputs), ``channels`` and
+``size`` (the images' height), or ``num_classes`` and ``features`` for rows of numbers,
+``num_classes``, ``channels`` and ``length`` for signals, or ``num_classes``,
+``channels``, ``depth``, ``height`` and ``width`` for volumes, by these names; its other
+parameters need defaults. A class of ``nn.Module`` is such a function, too. What it
+draws at random is seeded, as in every other model: with torch, ``np.random`` or
+``random``.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
 
 
 def is_own(name: str) -> bool:
-    """Return whether a model's name has the form ``module:function``; the publishers have names of their own."""
+    """Return whether a model's name has the form ``module:function``; the publishers
+    have names of their own.
+    """
     return own_code.is_function(name, PUBLISHERS)
 
 
 def own_info(name: str) -> ModelInfo:
-    """Return the entry of a user's model; ``build`` and ``rows`` raise ConfigError if the function is of no use."""
+    """Return the entry of a user's model; ``build`` and ``rows`` raise ConfigError if
+    the function is of no use.
+    """
     return ModelInfo(
-        "your own model, e.g. my_models:small_net; a function of num_classes, channels, size (rows: features; signals: "
-        "channels, length; volumes: channels, depth, height, width)",
+        "your own model, e.g. my_models:small_net; a function of num_classes, channels,"
+        " size (rows: features; signals: channels, length; volumes: channels, depth,"
+        " height, width)",
         "yours",
         shape=at_least(1),
         per_pixel=None,
@@ -47,7 +53,8 @@ def own_info(name: str) -> ModelInfo:
 
 
 def code_sha256(name: str) -> str:
-    """Return the SHA-256 of the file of a user's model; "" for other models, and for a module without a file.
+    """Return the SHA-256 of the file of a user's model; "" for other models, and for a
+    module without a file.
 
     Files that it imports do not count.
 
@@ -58,12 +65,15 @@ def code_sha256(name: str) -> str:
 
 
 def code_changed(name: str, sha256: str) -> str:
-    """Return a sentence if the file of a user's model is not that of a run, whose ``code_sha256`` is given; else ""."""
+    """Return a sentence if the file of a user's model is not that of a run, whose
+    ``code_sha256`` is given; else "".
+    """
     if code_sha256(name) == sha256:
         return ""
     return (
-        f"the file of model {name!r} ({own_module(name).__file__}) has changed since the run, so it may be another "
-        "model with the same names and shapes. Restore the file of the run."
+        f"the file of model {name!r} ({own_module(name).__file__}) has changed since"
+        " the run, so it may be another model with the same names and shapes. Restore"
+        " the file of the run."
     )
 
 
@@ -78,15 +88,20 @@ def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
         raise
     except Exception as error:  # the user's code
         raise ConfigError(
-            f"model {name!r}: its function raised {type(error).__name__}: {error}. For these data it may take "
-            f"{', '.join(known)}, by these names; give other parameters a default."
+            f"model {name!r}: its function raised {type(error).__name__}: {error}. For"
+            f" these data it may take {', '.join(known)}, by these names; give other"
+            " parameters a default."
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model {name!r}: its function returned a {type(model).__name__}; a torch.nn.Module needed.")
+        raise ConfigError(
+            f"model {name!r}: its function returned a {type(model).__name__}; a"
+            " torch.nn.Module needed."
+        )
     if any(is_lazy(entry) for entry in (*model.parameters(), *model.buffers())):
         raise ConfigError(
-            f"model {name!r}: some layers have no shape yet. Give them their sizes (nn.Linear in place of "
-            "nn.LazyLinear), or pass a batch through the model in its function."
+            f"model {name!r}: some layers have no shape yet. Give them their sizes"
+            " (nn.Linear in place of nn.LazyLinear), or pass a batch through the model"
+            " in its function."
         )
     return model
 

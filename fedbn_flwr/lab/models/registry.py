@@ -1,4 +1,6 @@
-"""The registry of models and the seeded build. A new model is one file and one line of ``MODELS``."""
+"""The registry of models and the seeded build. A new model is one file and one line of
+``MODELS``.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ MODELS: dict[str, ModelInfo] = {
     ),
     **{f"resnet{depth}": _small_resnet(depth) for depth in (20, 32, 44, 56)},
     "digits-cnn": ModelInfo(
-        "FedBN's digits network, 3 convolutions and 3 linear layers, 5 BN layers, for 28 pixels",
+        "FedBN's digits network, 3 convolutions and 3 linear layers, 5 BN layers, for"
+        " 28 pixels",
         "FedBN, arXiv:2102.07623",
         lambda classes, channels, size: digits.DigitsCNN(classes),
         always(3, digits.SIDE),
@@ -107,15 +110,17 @@ _FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
     SMP_PREFIX: smp_info,
 }
 
-# Layers draw their initial weights from the default generators: two builds at the same time would mix their draws.
+# Layers draw their initial weights from the default generators: two builds at the
+# same # time would mix their draws.
 _BUILDING = threading.Lock()
 
 
 def model_info(name: str) -> ModelInfo:
     """Return the entry of a model name.
 
-    A name is a key of ``MODELS``; a prefix and the name of a network (``torchvision:`` and ``timm:`` of a classifier,
-    ``torchvision-seg:`` of a segmentation network, ``smp:`` of ARCHITECTURE/ENCODER); or a user's ``module:function``.
+    A name is a key of ``MODELS``; a prefix and the name of a network (``torchvision:``
+    and ``timm:`` of a classifier, ``torchvision-seg:`` of a segmentation network,
+    ``smp:`` of ARCHITECTURE/ENCODER); or a user's ``module:function``.
 
     Raises:
         ConfigError: the name is unknown; the message suggests the nearest one.
@@ -127,30 +132,41 @@ def model_info(name: str) -> ModelInfo:
         return MODELS[name]
     if is_own(name):
         return own_info(name)
-    for prefix, names in ((PREFIX, zoo_names()), (SEGMENTATION_PREFIX, segmentation_names())):
+    for prefix, names in (
+        (PREFIX, zoo_names()),
+        (SEGMENTATION_PREFIX, segmentation_names()),
+    ):
         if name in names:
             raise ConfigError(
-                f"unknown model {name!r}. Did you mean {prefix + name!r}? Allowed: {', '.join(sorted(MODELS))}."
+                f"unknown model {name!r}. Did you mean {prefix + name!r}? Allowed:"
+                f" {', '.join(sorted(MODELS))}."
             )
     raise unknown_name("model", name, MODELS)
 
 
-def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> tuple[int, int]:
-    """Return the (channels, size) of the square images that the model takes, from those of the data set's images.
+def input_shape(
+    name: str, channels: int, size: int, *, asked: bool = False
+) -> tuple[int, int]:
+    """Return the (channels, size) of the square images that the model takes, from those
+    of the data set's images.
 
-    ``asked``: the config asks for this size (``image-size``); it may be below the size that the model takes by default.
+    ``asked``: the config asks for this size (``image-size``); it may be below the size
+    that the model takes by default.
 
     Raises:
         ConfigError: the model is unknown, or channels or size are below 1.
     """
     if channels < 1 or size < 1:
-        raise ConfigError(f"images of {channels} channels and {size} pixels: at least 1 needed.")
+        raise ConfigError(
+            f"images of {channels} channels and {size} pixels: at least 1 needed."
+        )
     info = model_info(name)
     taken, default = info.shape(channels, size)
     return taken, max(size, info.smallest) if asked and info.smallest else default
 
 
-_KINDS = {1: "rows", 2: "signals", 3: "build", 4: "volumes"}  # by the dimensions of an example: the field of ModelInfo
+# by the dimensions of an example: the field of ModelInfo
+_KINDS = {1: "rows", 2: "signals", 3: "build", 4: "volumes"}
 _image_input = input_shape  # an argument of ``build_model`` has its name
 
 
@@ -167,30 +183,36 @@ def build_model(
     feature_norm: FeatureScale | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a model on the CPU in training mode that maps inputs to logits (N, num_classes, ...).
+    """Return a model on the CPU in training mode that maps inputs to logits (N,
+    num_classes, ...).
 
-    The model is built with BatchNorm for rows, for signals, or for images of ``input_shape(name, channels, size)``.
-    Then ``replace_norm`` is applied: with every norm all other initial weights are the same (``fixup`` changes some of
-    them). Equal arguments give equal weights. The global random state does not change (a thread that draws from it
-    during the call changes the result).
+    The model is built with BatchNorm for rows, for signals, or for images of
+    ``input_shape(name, channels, size)``. Then ``replace_norm`` is applied: with every
+    norm all other initial weights are the same (``fixup`` changes some of them). Equal
+    arguments give equal weights. The global random state does not change (a thread that
+    draws from it during the call changes the result).
 
     Args:
         name: a model name, see ``model_info``.
         num_classes: number of logits.
         channels: channels of the data set's images.
         size: height of the data set's images in pixels.
-        input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers,
-            (channels, length) for signals, (channels, height, width) for images, or (channels, depth, height, width)
-            for volumes.
+        input_shape: of an example, in place of ``channels`` and ``size``: (features,)
+            for rows of numbers, (channels, length) for signals, (channels, height,
+            width) for images, or (channels, depth, height, width) for volumes.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
-        norm_options: other options of norms by name, see ``replace_norm``; options of other norms are ignored.
-        feature_norm: the scale to which the features before the classifier are normalised; None = as they are.
+        norm_options: other options of norms by name, see ``replace_norm``; options of
+            other norms are ignored.
+        feature_norm: the scale to which the features before the classifier are
+            normalised; None = as they are.
         seed: seed of the run.
 
     Raises:
-        ConfigError: a name is unknown, a number is below 1, or the model does not take such inputs.
-        NormLayerError: the norm does not fit the model's layers, or the model has no linear classifier to normalise.
+        ConfigError: a name is unknown, a number is below 1, or the model does not take
+            such inputs.
+        NormLayerError: the norm does not fit the model's layers, or the model has no
+            linear classifier to normalise.
     """
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
@@ -201,20 +223,37 @@ def build_model(
     known = {option for info in NORMS.values() for option in info.options}
     for option in options.keys() - known:
         raise unknown_name("option of a norm", option, known)
-    taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
+    taken = {
+        option: value
+        for option, value in options.items()
+        if option in NORMS[norm].options
+    }
     model = replace_norm(model, norm, **taken)[0]
-    return use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
+    return (
+        use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
+    )
 
 
-def _builder(name: str, num_classes: int, shape: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _builder(
+    name: str, num_classes: int, shape: tuple[int, ...]
+) -> Callable[[], nn.Module]:
     """Return the function that builds the model for inputs of this shape."""
     kind = _KINDS.get(len(shape), "")
     build: Callable[..., nn.Module] | None = getattr(model_info(name), kind or "build")
     if not kind or build is None or min(num_classes, *shape) < 1:
-        fitting = [key for key, other in MODELS.items() if getattr(other, kind or "build") and key != OWN]
+        fitting = [
+            key
+            for key, other in MODELS.items()
+            if getattr(other, kind or "build") and key != OWN
+        ]
         raise ConfigError(
-            f"model {name!r} does not take examples of shape {shape} in {num_classes} classes: rows are (features,), "
-            "signals (channels, length), images (channels, height, width), volumes (channels, depth, height, width). "
-            f"Use {', '.join([*fitting, 'your own model (module:function)'])}."
+            f"model {name!r} does not take examples of shape {shape} in {num_classes}"
+            " classes: rows are (features,), signals (channels, length), images"
+            " (channels, height, width), volumes (channels, depth, height, width). Use"
+            f" {', '.join([*fitting, 'your own model (module:function)'])}."
         )
-    return partial(build, num_classes, *(_image_input(name, *shape[:2]) if kind == "build" else shape))
+    return partial(
+        build,
+        num_classes,
+        *(_image_input(name, *shape[:2]) if kind == "build" else shape),
+    )

@@ -1,12 +1,15 @@
 """Residual networks of depth 6n + 2 for small images, with parameter-free shortcuts.
 
-Source: He et al. 2016, arXiv:1512.03385, section 4.2: a 3x3 stem of 16 channels, three stages of n blocks of two 3x3
-convolutions with 16, 32 and 64 channels, global average pooling, one linear layer. Option A shortcuts take every second
-position and fill the new channels with zeros. ResNet-20 for three input channels and ten classes has 271,098 floats, of
-which 1,376 are running statistics (Wang, Shi & Chang 2023, arXiv:2301.02982, Table 3).
+Source: He et al. 2016, arXiv:1512.03385, section 4.2: a 3x3 stem of 16 channels, three
+stages of n blocks of two 3x3 convolutions with 16, 32 and 64 channels, global average
+pooling, one linear layer. Option A shortcuts take every second position and fill the
+new channels with zeros. ResNet-20 for three input channels and ten classes has 271,098
+floats, of which 1,376 are running statistics (Wang, Shi & Chang 2023, arXiv:2301.02982,
+Table 3).
 
-As in the code of arXiv:2301.02982, because He et al. do not say: the weights of the convolutions and of the classifier
-are Kaiming-normal (fan-in, gain sqrt 2); half of a shortcut's zero channels come before the old channels, half after.
+As in the code of arXiv:2301.02982, because He et al. do not say: the weights of the
+convolutions and of the classifier are Kaiming-normal (fan-in, gain sqrt 2); half of a
+shortcut's zero channels come before the old channels, half after.
 """
 
 from __future__ import annotations
@@ -23,25 +26,41 @@ WIDTHS = (16, 32, 64)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, added to an option A shortcut: (N, in, S, S) to (N, out, S/s, S/s)."""
+    """Two 3x3 convolutions with BatchNorm, added to an option A shortcut: (N, in, S, S)
+    to (N, out, S/s, S/s).
+    """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         """Build the branch; a shortcut has no parameters."""
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(
+            channels_in,
+            channels_out,
+            kernel_size=3,
+            stride=stride,
+            padding=1,
+            bias=False,
+        )
         self.norm1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = nn.Conv2d(channels_out, channels_out, kernel_size=3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(
+            channels_out, channels_out, kernel_size=3, padding=1, bias=False
+        )
         self.norm2 = nn.BatchNorm2d(channels_out)
         self.relu = nn.ReLU()
         self.stride = stride
         self.new_channels = channels_out - channels_in
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return every ``stride``-th position of ``x`` with zero channels added on both sides."""
+        """Return every ``stride``-th position of ``x`` with zero channels added on both
+        sides.
+        """
         if self.stride == 1 and not self.new_channels:
             return x
         before = self.new_channels // 2
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.new_channels - before))
+        return F.pad(
+            x[:, :, :: self.stride, :: self.stride],
+            (0, 0, 0, 0, before, self.new_channels - before),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return relu(branch(x) + shortcut(x))."""
@@ -51,14 +70,19 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """The network of depth 6n + 2: images (N, channels, S, S) with any S to logits (N, classes)."""
+    """The network of depth 6n + 2: images (N, channels, S, S) with any S to logits (N,
+    classes).
+    """
 
     def __init__(self, depth: int, num_classes: int, channels: int) -> None:
         """Build the layers; ConfigError if ``depth`` is not 6n + 2."""
         super().__init__()
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
-            raise ConfigError(f"a small residual network has depth 6n + 2 (8, 14, 20, ...), not {depth!r}.")
+            raise ConfigError(
+                "a small residual network has depth 6n + 2 (8, 14, 20, ...), not"
+                f" {depth!r}."
+            )
         self.conv = nn.Conv2d(channels, WIDTHS[0], kernel_size=3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(WIDTHS[0])
         self.relu = nn.ReLU()
@@ -78,6 +102,10 @@ class SmallResNet(nn.Module):
         return logits
 
 
-def _stage(blocks: int, channels_in: int, channels_out: int, *, stride: int) -> nn.Sequential:
+def _stage(
+    blocks: int, channels_in: int, channels_out: int, *, stride: int
+) -> nn.Sequential:
     first = BasicBlock(channels_in, channels_out, stride)
-    return nn.Sequential(first, *(BasicBlock(channels_out, channels_out, 1) for _ in range(blocks - 1)))
+    return nn.Sequential(
+        first, *(BasicBlock(channels_out, channels_out, 1) for _ in range(blocks - 1))
+    )

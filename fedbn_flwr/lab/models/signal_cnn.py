@@ -1,10 +1,13 @@
-"""A small network for signals, such as an ECG: three 1-d convolutions with BatchNorm, and an average over time.
+"""A small network for signals, such as an ECG: three 1-d convolutions with BatchNorm,
+and an average over time.
 
-Source: the layers of the FCN of Wang, Yan & Oates 2017, "Time Series Classification from Scratch with Deep Neural
-Networks: A Strong Baseline", arXiv:1611.06455, section 2.B: blocks of convolution, BatchNorm and ReLU with kernels of
-8, 5 and 3, then global average pooling and a linear classifier.
+Source: the layers of the FCN of Wang, Yan & Oates 2017, "Time Series Classification
+from Scratch with Deep Neural Networks: A Strong Baseline", arXiv:1611.06455, section
+2.B: blocks of convolution, BatchNorm and ReLU with kernels of 8, 5 and 3, then global
+average pooling and a linear classifier.
 
-Ours: 32, 64 and 32 channels in place of 128, 256 and 128, and a first kernel of 7, so that a signal keeps its length.
+Ours: 32, 64 and 32 channels in place of 128, 256 and 128, and a first kernel of 7, so
+that a signal keeps its length.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ __all__ = ["SignalCNN"]
 
 
 class SignalCNN(nn.Module):
-    """Three blocks (convolution, BatchNorm, ReLU) of 32, 64 and 32 channels for signals of any length."""
+    """Three blocks (convolution, BatchNorm, ReLU) of 32, 64 and 32 channels for signals
+    of any length.
+    """
 
     def __init__(self, num_classes: int, channels: int) -> None:
         """Build the layers for signals of so many channels."""

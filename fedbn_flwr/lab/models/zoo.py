@@ -1,15 +1,17 @@
-"""torchvision's networks by name, without pretrained weights: classifiers and semantic segmenters.
+"""torchvision's networks by name, without pretrained weights: classifiers and semantic
+segmenters.
 
-The functions import torchvision: it takes longer to import than torch, and over a network a client starts a process for
-every message.
+The functions import torchvision: it takes longer to import than torch, and over a
+network a client starts a process for every message.
 
-``torchvision:<name>``: input is (3, S) with S at least 64, or 32 if asked for (some need more, see below). Differs from
-torchvision's defaults: googlenet and inception_v3 have no auxiliary classifiers, so training also returns plain logits,
-and use torch's default initialisation, because their own truncated-normal one is slow.
+``torchvision:<name>``: input is (3, S) with S at least 64, or 32 if asked for (some
+need more, see below). Differs from torchvision's defaults: googlenet and inception_v3
+have no auxiliary classifiers, so training also returns plain logits, and use torch's
+default initialisation, because their own truncated-normal one is slow.
 
-``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W): the entry "out" of torchvision's
-dictionary. There is no auxiliary classifier. FixBN trains DeepLabv3+; torchvision has only DeepLabv3; ``smp:`` models
-have it.
+``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W): the
+entry "out" of torchvision's dictionary. There is no auxiliary classifier. FixBN trains
+DeepLabv3+; torchvision has only DeepLabv3; ``smp:`` models have it.
 """
 
 from __future__ import annotations
@@ -21,12 +23,27 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models.info import ModelInfo
 
-__all__ = ["PREFIX", "SEGMENTATION_PREFIX", "segmentation_info", "segmentation_names", "zoo_info", "zoo_names"]
+__all__ = [
+    "PREFIX",
+    "SEGMENTATION_PREFIX",
+    "segmentation_info",
+    "segmentation_names",
+    "zoo_info",
+    "zoo_names",
+]
 
 PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
 SMALLEST = 64
-# The sizes that torchvision's layers need, for position tables and windows of one size, and for an unpadded stem.
-FIXED_SIZE = {"maxvit_t": 224, "vit_b_16": 224, "vit_b_32": 224, "vit_h_14": 224, "vit_l_16": 224, "vit_l_32": 224}
+# The sizes that torchvision's layers need, for position tables and windows of one
+# size, # and for an unpadded stem.
+FIXED_SIZE = {
+    "maxvit_t": 224,
+    "vit_b_16": 224,
+    "vit_b_32": 224,
+    "vit_h_14": 224,
+    "vit_l_16": 224,
+    "vit_l_32": 224,
+}
 LARGER = {"inception_v3": 75}
 SMALLEST_ASKED = 32
 LARGER_ASKED = {"alexnet": 63, **LARGER}
@@ -34,9 +51,12 @@ WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def zoo_info(name: str) -> ModelInfo:
-    """Return the entry of the classifier ``name``; for an unknown name ``shape`` raises ConfigError."""
+    """Return the entry of the classifier ``name``; for an unknown name ``shape`` raises
+    ConfigError.
+    """
     return ModelInfo(
-        "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more (32 by image-size)",
+        "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or"
+        " more (32 by image-size)",
         "torchvision.models",
         partial(_build, name),
         partial(_shape, name),
@@ -45,9 +65,12 @@ def zoo_info(name: str) -> ModelInfo:
 
 
 def segmentation_info(name: str) -> ModelInfo:
-    """Return the entry of the segmenter ``name``; for an unknown name ``shape`` raises ConfigError."""
+    """Return the entry of the segmenter ``name``; for an unknown name ``shape`` raises
+    ConfigError.
+    """
     return ModelInfo(
-        "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large; logits per pixel",
+        "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large;"
+        " logits per pixel",
         "torchvision.models.segmentation",
         partial(_build_segmenter, name),
         partial(_segmenter_shape, name),
@@ -67,15 +90,21 @@ def segmentation_names() -> list[str]:
     """Return the names of torchvision's segmentation networks."""
     import torchvision.models
 
-    names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
+    names: list[str] = torchvision.models.list_models(
+        module=torchvision.models.segmentation
+    )
     return names
 
 
 def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
     import torchvision.models
 
-    extra = {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **extra)
+    extra = (
+        {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
+    )
+    model: nn.Module = torchvision.models.get_model(
+        name, weights=None, num_classes=num_classes, **extra
+    )
     return model
 
 
@@ -88,9 +117,9 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
         raise unknown_name("torchvision classifier", name, zoo_names())
     family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
     raise ConfigError(
-        f"torchvision model {name!r} is from torchvision.models.{family}; only image classifiers can be built so. Use "
-        "one of torchvision.models itself, e.g. 'torchvision:resnet18' (for segmentation, 'torchvision-seg:' and the "
-        "name)."
+        f"torchvision model {name!r} is from torchvision.models.{family}; only image"
+        " classifiers can be built so. Use one of torchvision.models itself, e.g."
+        " 'torchvision:resnet18' (for segmentation, 'torchvision-seg:' and the name)."
     )
 
 
@@ -107,10 +136,16 @@ class _Segmenter(nn.Module):
         return logits
 
 
-def _build_segmenter(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+def _build_segmenter(
+    name: str, num_classes: int, channels: int, size: int
+) -> nn.Module:
     import torchvision.models
 
-    return _Segmenter(torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=num_classes))
+    return _Segmenter(
+        torchvision.models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=num_classes
+        )
+    )
 
 
 def _segmenter_shape(name: str, channels: int, size: int) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""``fedbn-flwr check-node``: what a site finds out before it joins a federation; nothing of it is sent."""
+"""``fedbn-flwr check-node``: what a site finds out before it joins a federation;
+nothing of it is sent.
+"""
 
 from __future__ import annotations
 

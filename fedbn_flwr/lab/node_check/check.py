@@ -22,8 +22,11 @@ from fedbn_flwr.lab.runs.node_guard import check_run
 __all__ = ["check_node"]
 
 
-def check_node(settings: Mapping[str, Any], node_config: str, connection: Connection) -> Page:
-    """Return the page of a node. Nothing of its data, its model or its counts leaves the process.
+def check_node(
+    settings: Mapping[str, Any], node_config: str, connection: Connection
+) -> Page:
+    """Return the page of a node. Nothing of its data, its model or its counts leaves
+    the process.
 
     Args:
         settings: those of the run.
@@ -41,9 +44,16 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
     except FedBNError as error:
         yield Finding("fault", "config", str(error))
         return
-    yield Finding("ok", "config", f"{config.title}, dataset={config.dataset}, model={config.model}, norm={config.norm}")
+    yield Finding(
+        "ok",
+        "config",
+        f"{config.title}, dataset={config.dataset}, model={config.model},"
+        f" norm={config.norm}",
+    )
     try:
-        context = Context(1, 1, node_config_of(node_config), RecordDict(), config.to_mapping())
+        context = Context(
+            1, 1, node_config_of(node_config), RecordDict(), config.to_mapping()
+        )
         check_run(context)
         with _warnings() as logged:
             client = client_fn(context)
@@ -84,10 +94,17 @@ def _warnings() -> Iterator[list[str]]:
 def _of_examples(client: TorchClient, config: Config) -> Iterator[Finding]:
     """Yield whether there are training and test examples."""
     if not len(client.train_data):
-        yield Finding("fault", "data", "there is no training example. Give this node data, or leave it out.")
+        yield Finding(
+            "fault",
+            "data",
+            "there is no training example. Give this node data, or leave it out.",
+        )
     if not len(client.test_sets.get("own", ())):
         needed = any(name.startswith("personal") for name in method_of(config).tests)
-        text = "the test part is empty: no test of this site counts. Give it test examples, or a larger test-share."
+        text = (
+            "the test part is empty: no test of this site counts. Give it test"
+            " examples, or a larger test-share."
+        )
         yield Finding("fault" if needed else "warning", "test-part", text)
 
 
@@ -97,12 +114,29 @@ def _of_round(config: Config, node: Mapping[str, Any]) -> Finding:
         with _warnings():  # of the server's side
             try_rounds(config, node)
     except OSError as error:
-        return Finding("fault", "training", f"{error}. Make room in state-dir, or name another one.")
+        return Finding(
+            "fault",
+            "training",
+            f"{error}. Make room in state-dir, or name another one.",
+        )
     except Exception as error:  # of the user's model, or of the method
         return Finding("fault", "training", _plain(error))
-    left_out = [key for key, on in (("masked-sums", config.masked_sums), (f"dp={config.dp}", config.dp != "off")) if on]
-    alone = f" Left out, since they need other clients: {', '.join(left_out)}." if left_out else ""
-    return Finding("ok", "training", f"one step of each part of a round was done here.{alone}")
+    left_out = [
+        key
+        for key, on in (
+            ("masked-sums", config.masked_sums),
+            (f"dp={config.dp}", config.dp != "off"),
+        )
+        if on
+    ]
+    alone = (
+        f" Left out, since they need other clients: {', '.join(left_out)}."
+        if left_out
+        else ""
+    )
+    return Finding(
+        "ok", "training", f"one step of each part of a round was done here.{alone}"
+    )
 
 
 def _plain(error: Exception) -> str:

@@ -16,10 +16,10 @@ class Finding:
     """What one step of the check found.
 
     Attributes:
-        level: "fault": the node cannot take part so. "warning": it can, and its operator should know. "not tried":
-            the text says why.
-        code: what was checked: ``config``, ``node-config``, ``data``, ``test-part``, ``training``, ``address``,
-            ``certificate``, ``key``.
+        level: "fault": the node cannot take part so. "warning": it can, and its
+            operator should know. "not tried": the text says why.
+        code: what was checked: ``config``, ``node-config``, ``data``, ``test-part``,
+            ``training``, ``address``, ``certificate``, ``key``.
         text: what was found, and for a fault what to do.
     """
 
@@ -45,8 +45,14 @@ class Page:
         for finding in self.findings:
             head = f"{finding.level:<9}  {finding.code:<11}  "
             first, *others = finding.text.split("\n")
-            lines += textwrap.wrap(first, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head]
+            lines += textwrap.wrap(
+                first, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
+            ) or [head]
             lines += [" " * len(head) + other for other in others]
         faults = len(self.faults)
-        verdict = f"This node cannot take part: {faults} fault(s)." if faults else "No fault was found."
+        verdict = (
+            f"This node cannot take part: {faults} fault(s)."
+            if faults
+            else "No fault was found."
+        )
         return "\n".join([*lines, "", verdict])

@@ -1,4 +1,6 @@
-"""One step of each part of a round on the node's own data: a federation of this node alone, in this process."""
+"""One step of each part of a round on the node's own data: a federation of this node
+alone, in this process.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ _ALONE: dict[str, Scalar] = {
 
 
 def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
-    """Play two rounds of one local step with this node alone; what it keeps goes to a folder in its ``state-dir``.
+    """Play two rounds of one local step with this node alone; what it keeps goes to a
+    folder in its ``state-dir``.
 
     Masks and the server's noise, which need other clients, are left out.
 
@@ -70,14 +73,33 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
 
 
 def _alone(config: Config) -> Config:
-    """Return the settings of the short rounds: those of the run, where they do not need other clients."""
+    """Return the settings of the short rounds: those of the run, where they do not need
+    other clients.
+    """
     changes = dict(_ALONE)
-    own = method_of(config).strategy.Params.model_fields if config.strategy != CENTRALIZED else {}
-    changes |= {key.replace("_", "-"): 1 for key in ("freeze_at", "fedtan_rounds") if key in own}
+    own = (
+        method_of(config).strategy.Params.model_fields
+        if config.strategy != CENTRALIZED
+        else {}
+    )
+    changes |= {
+        key.replace("_", "-"): 1 for key in ("freeze_at", "fedtan_rounds") if key in own
+    }
     if data_of(config).by_function:
         info = data_of(config).info
         changes |= {"task": info.task.name}
-        changes |= {"num-classes": info.num_classes} if info.task.outputs(2) == 2 else {}
-    defaults = {field.alias or name: field.default for name, field in Config.model_fields.items()}
-    of_run = {key: value for key, value in config.to_mapping().items() if value != defaults[key]}
-    return Config.make_of_shared({key: v for key, v in of_run.items() if key not in changes}, changes)[0]
+        changes |= (
+            {"num-classes": info.num_classes} if info.task.outputs(2) == 2 else {}
+        )
+    defaults = {
+        field.alias or name: field.default
+        for name, field in Config.model_fields.items()
+    }
+    of_run = {
+        key: value
+        for key, value in config.to_mapping().items()
+        if value != defaults[key]
+    }
+    return Config.make_of_shared(
+        {key: v for key, v in of_run.items() if key not in changes}, changes
+    )[0]

@@ -1,10 +1,12 @@
-"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with everything that an exact resume needs.
+"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with everything
+that an exact resume needs.
 
 With early stopping, those of the rounds whose state may be the run's result stay, too.
 
-A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the run, with which clients find
-their kept state in the state folder. Every random draw has its own stream by seed, purpose, round and partition, so no
-generator is saved. History and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
+A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the
+run, with which clients find their kept state in the state folder. Every random draw has
+its own stream by seed, purpose, round and partition, so no generator is saved. History
+and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
 """
 
 from __future__ import annotations
@@ -31,14 +33,21 @@ from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.output.summary import versions
 from fedbn_flwr.lab.partitioned.counts import refuse_other_data
 
-__all__ = ["Checkpoint", "Checkpoints", "StartingPoint", "after_interrupt", "starting_point"]
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "StartingPoint",
+    "after_interrupt",
+    "starting_point",
+]
 
 logger = logging.getLogger("flwr")
 
 _FORMAT = 2  # of a checkpoint
 _KEPT = 2
 _LONG = 20.0  # seconds of work that a kill may cost, and one round
-_FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
+# a resume may change these; others would make another run
+_FREE = PLACES | {"num-server-rounds", "on-divergence"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class Checkpoint:
     Attributes:
         server_round: the last finished round; 0 before the first.
         state: the global model.
-        strategy: ``state_dict()`` of the strategy; of the centralized reference what its optimizer keeps.
+        strategy: ``state_dict()`` of the strategy; of the centralized reference what
+            its optimizer keeps.
         run: id of the run and its resumptions; see ``Continuity``.
         resumed_after: the rounds after which the run was resumed so far.
     """
@@ -80,17 +90,26 @@ class Checkpoints:
         """The rounds of the existing checkpoints, oldest first."""
         return _rounds(self.folder)
 
-    def due(self, server_round: int, last: bool, stopping: EarlyStopping | None = None) -> bool:
+    def due(
+        self, server_round: int, last: bool, stopping: EarlyStopping | None = None
+    ) -> bool:
         """Return whether a checkpoint is due.
 
-        It is before round 1, every ``checkpoint-every`` rounds, 20 seconds after the one before, and after the last
-        and the best round.
+        It is before round 1, every ``checkpoint-every`` rounds, 20 seconds after the
+        one before, and after the last and the best round.
         """
-        every, best = self._config.checkpoint_every, stopping.best(server_round) if stopping else None
+        every, best = (
+            self._config.checkpoint_every,
+            stopping.best(server_round) if stopping else None,
+        )
         long = time.monotonic() - self._saved_at >= _LONG
-        return every > 0 and (server_round % every == 0 or long or last or best == server_round)
+        return every > 0 and (
+            server_round % every == 0 or long or last or best == server_round
+        )
 
-    def save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None) -> None:
+    def save(
+        self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None
+    ) -> None:
         """Write a checkpoint; keep the last two, and the best round as of each of them.
 
         Raises:
@@ -105,7 +124,9 @@ class Checkpoints:
         try:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
-            write_checked(self._path(checkpoint.server_round), {**about, **vars(checkpoint)})
+            write_checked(
+                self._path(checkpoint.server_round), {**about, **vars(checkpoint)}
+            )
             last = self.rounds[-_KEPT:]
             best = [stopping.best(at) for at in last] if stopping else []
             for at in self.rounds:
@@ -115,44 +136,56 @@ class Checkpoints:
         except OSError as error:
             existing = ", ".join(map(str, self.rounds)) or "none"
             raise EngineError(
-                f"the checkpoint of round {checkpoint.server_round} cannot be written to {self.folder}: {error}. "
-                f"Existing checkpoints: round {existing}. Free disk space and continue with --resume (resume=true)."
+                f"the checkpoint of round {checkpoint.server_round} cannot be written"
+                f" to {self.folder}: {error}. Existing checkpoints: round {existing}."
+                " Free disk space and continue with --resume (resume=true)."
             ) from error
 
     def latest(self) -> Checkpoint | None:
         """Return the newest good checkpoint; None if there are no checkpoints.
 
-        A damaged checkpoint, or one of another run, is skipped with a warning that gives the reason.
+        A damaged checkpoint, or one of another run, is skipped with a warning that
+        gives the reason.
 
         Raises:
-            ConfigError: there are checkpoints, but none can be used; the error gives all reasons.
+            ConfigError: there are checkpoints, but none can be used; the error gives
+                all reasons.
         """
         reasons: list[str] = []
         for server_round in reversed(self.rounds):
             try:
                 return self.read(server_round)
             except (StateError, ConfigError) as error:
-                logger.warning("checkpoint of round %d refused: %s", server_round, error)
+                logger.warning(
+                    "checkpoint of round %d refused: %s", server_round, error
+                )
                 reasons.append(str(error))
         if reasons:
-            raise NotResumableError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
+            raise NotResumableError(
+                "no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons))
+            )
         return None
 
     def to_resume(self) -> Checkpoint | None:
-        """Return the checkpoint that the folder's run goes on from; None if it was stopped before its first one.
+        """Return the checkpoint that the folder's run goes on from; None if it was
+        stopped before its first one.
 
         Raises:
             ConfigError: the config asks for fewer rounds than the run has.
-            NotResumableError: the run has rounds and no checkpoint, or none can be used.
+            NotResumableError: the run has rounds and no checkpoint, or none can be
+                used.
         """
         out = self.folder.parent
         RunFolder.refuse_shorter(out, self._config.num_server_rounds)
-        for line in schedule_changes(self._config, int(RunFolder.settings(out).get("num-server-rounds", 0))):
+        for line in schedule_changes(
+            self._config, int(RunFolder.settings(out).get("num-server-rounds", 0))
+        ):
             logger.warning("%s", line)
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):
             raise NotResumableError(
-                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?)."
+                f"out={str(out)!r} holds a run and no checkpoint to resume from"
+                " (checkpoint-every=0?)."
             )
         return saved
 
@@ -169,8 +202,8 @@ class Checkpoints:
             return self.read(best)
         except (ConfigError, StateError) as error:
             raise EngineError(
-                f"round {best} has the best {stopping.metric}, and its checkpoint cannot be used: {error}. Start a new "
-                "run."
+                f"round {best} has the best {stopping.metric}, and its checkpoint"
+                f" cannot be used: {error}. Start a new run."
             ) from error
 
     def read(self, server_round: int) -> Checkpoint:
@@ -184,33 +217,48 @@ class Checkpoints:
         content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(
-                f"{path} is a checkpoint of another version of fedbn-flwr. Continue the run with that version, or "
-                "start a new one."
+                f"{path} is a checkpoint of another version of fedbn-flwr. Continue the"
+                " run with that version, or start a new one."
             )
         saved = Config.make(content["config"])
-        if changed := changed_settings(saved.to_mapping(), self._config.to_mapping(), _FREE):
+        if changed := changed_settings(
+            saved.to_mapping(), self._config.to_mapping(), _FREE
+        ):
             raise ConfigError(
-                f"{path} belongs to a run with other settings: {changed}. A resume may only change "
-                f"{', '.join(sorted(_FREE - {'out', 'resume'}))}; for other settings choose another folder."
+                f"{path} belongs to a run with other settings: {changed}. A resume may"
+                f" only change {', '.join(sorted(_FREE - {'out', 'resume'}))}; for"
+                " other settings choose another folder."
             )
         if content["fingerprint"] != self._owner["fingerprint"]:
-            raise StateError(f"{path} belongs to another model: its names, layer types or shapes changed")
+            raise StateError(
+                f"{path} belongs to another model: its names, layer types or shapes"
+                " changed"
+            )
         if changed := code_changed(self._config.model, content.get("code", "")):
             raise StateError(f"{path}: {changed}")
         if content["server_round"] != server_round:
             raise StateError(f"{path} holds round {content['server_round']}")
         if server_round > self._config.num_server_rounds:
-            raise ConfigError(f"{path} is past num-server-rounds={self._config.num_server_rounds}")
+            raise ConfigError(
+                f"{path} is past num-server-rounds={self._config.num_server_rounds}"
+            )
         here, other = versions(), []
         for package, version in content["versions"].items():
             if here.get(package) != version:
                 other.append(f"{package} {version}, now {here.get(package)}")
         if other:
-            logger.warning("the checkpoint was written with %s: the last bits may differ", "; ".join(other))
-        return Checkpoint(**{key: content[key] for key in Checkpoint.__dataclass_fields__})
+            logger.warning(
+                "the checkpoint was written with %s: the last bits may differ",
+                "; ".join(other),
+            )
+        return Checkpoint(
+            **{key: content[key] for key in Checkpoint.__dataclass_fields__}
+        )
 
     def set_aside_after(self, server_round: int) -> None:
-        """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
+        """Rename checkpoints after the round of a resume: they were refused, and must
+        not count among the last two.
+        """
         for later in self.rounds:
             if later > server_round:
                 self._path(later).rename(self._path(later).with_suffix(".refused"))
@@ -220,23 +268,37 @@ class Checkpoints:
 
 
 def _rounds(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("round-")) for path in folder.glob("round-*.safetensors"))
+    return sorted(
+        int(path.stem.removeprefix("round-"))
+        for path in folder.glob("round-*.safetensors")
+    )
 
 
 def after_interrupt(out: Path, options: str = "") -> str:
-    """Return what the folder of an interrupted run holds, and the command that goes on; "" if nothing was written.
+    """Return what the folder of an interrupted run holds, and the command that goes on;
+    "" if nothing was written.
 
     Args:
         out: the run's folder.
         options: further options of the command.
     """
-    lines, begun_with = read_metrics(out / "metrics.jsonl"), RunFolder.settings(out).get("num-server-rounds")
+    lines, begun_with = (
+        read_metrics(out / "metrics.jsonl"),
+        RunFolder.settings(out).get("num-server-rounds"),
+    )
     if begun_with is None:
         return ""
     rounds = _rounds(out / "checkpoint")
-    results = f"the results of round {lines[-1]['round']} of {begun_with}" if lines else "no results"
+    results = (
+        f"the results of round {lines[-1]['round']} of {begun_with}"
+        if lines
+        else "no results"
+    )
     point = f"a checkpoint of round {rounds[-1]}" if rounds else "no checkpoint"
-    go_on = f"Go on from there: fedbn-flwr run --out {shlex.quote(str(out))}{options} --resume"
+    go_on = (
+        f"Go on from there: fedbn-flwr run --out {shlex.quote(str(out))}{options}"
+        " --resume"
+    )
     if not rounds:
         go_on = "It cannot be continued: start a new run in another folder."
     return f"Saved in {out}: {results}, and {point}.\n{go_on}"
@@ -248,8 +310,10 @@ class StartingPoint:
 
     Attributes:
         checkpoints: those of the run's folder.
-        saved: the checkpoint that the run goes on from; None = it starts with initial weights.
-        after: the round of that checkpoint, 0 without one; None for a run that has not begun.
+        saved: the checkpoint that the run goes on from; None = it starts with initial
+            weights.
+        after: the round of that checkpoint, 0 without one; None for a run that has not
+            begun.
     """
 
     checkpoints: Checkpoints
@@ -258,11 +322,13 @@ class StartingPoint:
 
 
 def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
-    """Return where the run in a folder starts; with ``resume`` it goes on if it has begun.
+    """Return where the run in a folder starts; with ``resume`` it goes on if it has
+    begun.
 
     Raises:
         ConfigError: the config asks for fewer rounds than the run has.
-        NotResumableError: the run has rounds and no checkpoint, none can be used, or the data have changed.
+        NotResumableError: the run has rounds and no checkpoint, none can be used, or
+            the data have changed.
     """
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))

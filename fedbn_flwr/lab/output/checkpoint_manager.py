@@ -1,4 +1,6 @@
-"""Saving the checkpoints of a federated run: when one is due, and what clients must know of them."""
+"""Saving the checkpoints of a federated run: when one is due, and what clients must
+know of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ logger = logging.getLogger("flwr")
 
 
 class CheckpointManager:
-    """Saves checkpoints during a run, and gives the strategy the run's ``continuity`` for its clients.
+    """Saves checkpoints during a run, and gives the strategy the run's ``continuity``
+    for its clients.
 
     Args:
         checkpoints: the checkpoints of the run's folder.
@@ -31,31 +34,49 @@ class CheckpointManager:
         ConfigError: clients kept state in memory only, which is lost.
     """
 
-    def __init__(self, checkpoints: Checkpoints, config: Config, strategy: Strategy, saved: Checkpoint | None) -> None:
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        config: Config,
+        strategy: Strategy,
+        saved: Checkpoint | None,
+    ) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned: set[str] = set()
         self._whole: Checkpoint | None = None  # the run after the last whole round
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
         if saved and (volatile := saved.strategy["kept"]["volatile"]):
             raise NotResumableError(
-                f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
-                "runs of this strategy a state folder (state-dir) from the start."
+                f"cannot resume: client(s) {', '.join(volatile)} kept their part in"
+                " memory only, and it is lost. Give runs of this strategy a state"
+                " folder (state-dir) from the start."
             )
         if saved:
-            logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
+            logger.info(
+                "resumed after round %d from %s", saved.server_round, checkpoints.folder
+            )
             strategy.load_state_dict(saved.strategy, saved.server_round)
             checkpoints.set_aside_after(saved.server_round)
         self._run = saved.run if saved else uuid4().hex[:16]
         self._update_continuity()
 
-    def after_round(self, server_round: int, stopping: EarlyStopping | None = None) -> None:
-        """Save a checkpoint if one is due; warn of clients that keep their part in memory only."""
+    def after_round(
+        self, server_round: int, stopping: EarlyStopping | None = None
+    ) -> None:
+        """Save a checkpoint if one is due; warn of clients that keep their part in
+        memory only.
+        """
         if self._config.series:
-            self._warn_of_volatile(f"series={self._config.series} has no effect for them")
+            self._warn_of_volatile(
+                f"series={self._config.series} has no effect for them"
+            )
         if not self._config.checkpoint_every:
             return
         self._whole = self._checkpoint(server_round)
-        last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
+        last = (
+            server_round == self._config.num_server_rounds
+            or self._strategy.stops_after(server_round)
+        )
         if self._checkpoints.due(server_round, last, stopping):
             self._save(self._whole, stopping)
 
@@ -65,15 +86,21 @@ class CheckpointManager:
             self._save(self._whole, stopping)
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
-        """Save the last round's checkpoint if ``after_round`` could not know yet that the run would be stopped."""
-        last = self._strategy.reports[-1].server_round if self._strategy.reports else None
+        """Save the last round's checkpoint if ``after_round`` could not know yet that
+        the run would be stopped.
+        """
+        last = (
+            self._strategy.reports[-1].server_round if self._strategy.reports else None
+        )
         if last is None or last in self._checkpoints.rounds:
             return
         if self._checkpoints.due(last, True, stopping):
             self._save(self._checkpoint(last), stopping)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
-        """Return the run as it is; nothing is copied, because a round makes new arrays and states."""
+        """Return the run as it is; nothing is copied, because a round makes new arrays
+        and states.
+        """
         state, strategy = views(self._strategy.run.arrays), self._strategy.state_dict()
         return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
 
@@ -87,12 +114,14 @@ class CheckpointManager:
         if (volatile := self._strategy.run.kept.volatile) and what not in self._warned:
             self._warned.add(what)
             logger.warning(
-                "client(s) %s keep their part in memory only: %s. Set state-dir, in the run's config or in each "
-                "node's.",
+                "client(s) %s keep their part in memory only: %s. Set state-dir, in the"
+                " run's config or in each node's.",
                 ", ".join(sorted(volatile)),
                 what,
             )
 
     def _update_continuity(self) -> None:
         committed = tuple(self._checkpoints.rounds)
-        self._strategy.continuity = Continuity(self._config.series or self._run, self._run, committed)
+        self._strategy.continuity = Continuity(
+            self._config.series or self._run, self._run, committed
+        )

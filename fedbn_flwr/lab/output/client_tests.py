@@ -1,4 +1,6 @@
-"""The tests of clients: means over those that train, and the tests of those that never train."""
+"""The tests of clients: means over those that train, and the tests of those that never
+train.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,29 @@ __all__ = ["HeldOut", "client_means", "client_means_by_domain", "tested_at_clien
 
 
 def client_means(report: RoundReport, task: Task) -> dict[str, float]:
-    """Return each metric of the clients' tests: its plain mean over the clients (arXiv:2301.02982, 6.2.1) and another.
+    """Return each metric of the clients' tests: its plain mean over the clients
+    (arXiv:2301.02982, 6.2.1) and another.
 
-    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test examples. A client whose test
-    set does not define the metric is left out; if there is one, ``NAME-clients`` is the number of the others.
+    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test
+    examples. A client whose test set does not define the metric is left out; if there
+    is one, ``NAME-clients`` is the number of the others.
     """
     line: dict[str, float] = {}
     for name, what in itertools.product(
-        ("own", "global", VALIDATION), dict.fromkeys(("accuracy", "loss", *task.metrics))
+        ("own", "global", VALIDATION),
+        dict.fromkeys(("accuracy", "loss", *task.metrics)),
     ):
-        key, values, weights, undefined = f"personal-{name}-{what}", list[float](), list[float](), False
+        key, values, weights, undefined = (
+            f"personal-{name}-{what}",
+            list[float](),
+            list[float](),
+            False,
+        )
         for metrics in report.evaluations.values():
-            value, count = metrics.get(f"{name}-{what}"), metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
+            value, count = (
+                metrics.get(f"{name}-{what}"),
+                metrics.get(f"{name}-{NUM_EXAMPLES}", 0),
+            )
             if value is None or count <= 0:
                 continue
             # With a loss that is not finite, NaN says that the model diverged.
@@ -55,7 +68,9 @@ def client_means(report: RoundReport, task: Task) -> dict[str, float]:
             line[key + CLIENTS] = len(values)
         if values:
             line[key] = _mean(values)
-            line[f"{key}-weighted"] = sum(map(operator.mul, values, weights)) / sum(weights)
+            line[f"{key}-weighted"] = sum(map(operator.mul, values, weights)) / sum(
+                weights
+            )
         elif undefined:
             line[key] = math.nan
     return line
@@ -68,24 +83,31 @@ def _mean(values: Sequence[float]) -> float:
 def client_means_by_domain(
     report: RoundReport, domain_of: Callable[[int], str | None], task: Task
 ) -> dict[str, dict[str, float]]:
-    """Return the plain mean, over the clients of each domain, of each metric on their own test data."""
+    """Return the plain mean, over the clients of each domain, of each metric on their
+    own test data.
+    """
     tests: dict[str, list[Mapping[str, Any]]] = {}
     for client, metrics in report.evaluations.items():
-        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of(int(client))):
+        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (
+            domain := domain_of(int(client))
+        ):
             tests.setdefault(domain, []).append(metrics)
     means: dict[str, dict[str, float]] = {}
     for name in task.metrics if tests else ():
         by_domain = means[f"personal-own-{name}"] = {}
         for domain, of_clients in tests.items():
             values = [metrics[f"own-{name}"] for metrics in of_clients]
-            by_domain[domain] = _mean([value for value in values if not math.isnan(value)] or values)
+            by_domain[domain] = _mean(
+                [value for value in values if not math.isnan(value)] or values
+            )
     return means
 
 
 def tested_at_clients(
     model: nn.Module, data: PartitionedData, tests: Sequence[str], task: Task
 ) -> dict[str, dict[str, Any]]:
-    """Return the tests of one model where the clients are, by partition id and with the names that a client replies.
+    """Return the tests of one model where the clients are, by partition id and with the
+    names that a client replies.
 
     Args:
         model: the model, which stays as it is.
@@ -93,13 +115,24 @@ def tested_at_clients(
         tests: the names of the test sets.
         task: the learning task.
     """
-    shared = {"global": data.test_view(), **{domain_test(name): view for name, view in data.domain_views().items()}}
-    of_all = {name: _named(name, model, shared[name], task) for name in tests if name in shared}
+    shared = {
+        "global": data.test_view(),
+        **{domain_test(name): view for name, view in data.domain_views().items()},
+    }
+    of_all = {
+        name: _named(name, model, shared[name], task)
+        for name in tests
+        if name in shared
+    }
     tested = {}
     for client in range(len(data.train)):
         own = {"own": data.test_view(client), VALIDATION: data.validation_view(client)}
-        results = [of_all.get(name) or _named(name, model, own[name], task) for name in tests]
-        tested[str(client)] = dict(itertools.chain.from_iterable(result.items() for result in results))
+        results = [
+            of_all.get(name) or _named(name, model, own[name], task) for name in tests
+        ]
+        tested[str(client)] = dict(
+            itertools.chain.from_iterable(result.items() for result in results)
+        )
     return tested
 
 
@@ -109,12 +142,14 @@ def _named(name: str, model: nn.Module, view: Subset, task: Task) -> dict[str, A
 
 
 class HeldOut:
-    """The tests of the clients that never train: how a federation's model works for somebody new.
+    """The tests of the clients that never train: how a federation's model works for
+    somebody new.
 
-    Each is tested after every tested round: with the global BN (``global``), or the average of the clients' BN parts
-    where these stay with the clients (``averaged``); with statistics re-estimated on its own training inputs, no target
-    used (``adapted``); and, where the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see
-    ``batchnorm.adaptation``).
+    Each is tested after every tested round: with the global BN (``global``), or the
+    average of the clients' BN parts where these stay with the clients (``averaged``);
+    with statistics re-estimated on its own training inputs, no target used
+    (``adapted``); and, where the config has ``test-bn``, with statistics of its own
+    test inputs (``test-bn``, see ``batchnorm.adaptation``).
 
     Args:
         data: the run's data, with held-out clients.
@@ -122,9 +157,13 @@ class HeldOut:
         mode: ``test-bn``, of one more test; "" = there is none.
     """
 
-    def __init__(self, data: PartitionedData, task: Task, mode: TestBNMode = "") -> None:
+    def __init__(
+        self, data: PartitionedData, task: Task, mode: TestBNMode = ""
+    ) -> None:
         self._task, self._mode = task, mode
-        self._clients = {name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)}
+        self._clients = {
+            name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)
+        }
 
     def try_batches(self, model: nn.Module) -> None:
         """Refuse now tests in which a batch is too small for its own statistics.
@@ -135,8 +174,11 @@ class HeldOut:
         for _, tests in self._clients.values():
             try_batches(model, tests, self._mode, self._task)
 
-    def test(self, model: nn.Module, state: State, strategy: Strategy | None) -> dict[str, Any]:
-        """Return ``held-out`` (the tests of each client by name) and the plain mean over the clients of each metric.
+    def test(
+        self, model: nn.Module, state: State, strategy: Strategy | None
+    ) -> dict[str, Any]:
+        """Return ``held-out`` (the tests of each client by name) and the plain mean
+        over the clients of each metric.
 
         Args:
             model: gets other entries and keeps the last ones.
@@ -148,10 +190,17 @@ class HeldOut:
         results: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
             load_state(model, tensors({**state, **entries}))
-            metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests), **self._tested(model, tests, which)}
+            metrics: dict[str, Any] = {
+                NUM_EXAMPLES: len(tests),
+                **self._tested(model, tests, which),
+            }
             if self._mode:
-                metrics |= evaluate_adapted(model, tests, self._mode, self._task).named(f"{TEST_BN.strip('-')}-")
-            moments = reestimate_statistics(model, inputs, batch_size=self._task.test_batch)
+                metrics |= evaluate_adapted(model, tests, self._mode, self._task).named(
+                    f"{TEST_BN.strip('-')}-"
+                )
+            moments = reestimate_statistics(
+                model, inputs, batch_size=self._task.test_batch
+            )
             if moments:
                 load_statistics(model, moments)
                 metrics |= self._tested(model, tests, "adapted")
@@ -163,7 +212,9 @@ class HeldOut:
 
 
 def _means(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the plain mean over the clients of each metric that is defined, and the number of clients if not all."""
+    """Return the plain mean over the clients of each metric that is defined, and the
+    number of clients if not all.
+    """
     values: dict[str, list[float]] = {}
     for metrics in results.values():
         for name, value in metrics.items():

@@ -29,8 +29,14 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
     frozen = [line["round"] for line in lines if line.get("phase") == "frozen"]
     for axis, label in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for key in keys:
-            points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
-            if not points or not (key == label or (key.startswith(_TESTS) and key.endswith(f"-{label}"))):
+            points = [
+                (line["round"], line[key])
+                for line in lines
+                if line.get(key) is not None
+            ]
+            if not points or not (
+                key == label or (key.startswith(_TESTS) and key.endswith(f"-{label}"))
+            ):
                 continue
             style = "--" if key.startswith("train") else "-"
             axis.plot(*zip(*points, strict=True), style, label=key, linewidth=1.3)

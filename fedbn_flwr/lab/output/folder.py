@@ -15,7 +15,11 @@ import numpy as np
 import yaml
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
+from fedbn_flwr.checked_file import (
+    encode_safetensors,
+    remove_leftovers,
+    write_atomically,
+)
 from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
@@ -38,8 +42,10 @@ __all__ = [
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
 STATISTICS_FILE = "statistics.jsonl"  # see statistics_log
-FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
-DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
+# in the folder of a run in Flower's simulation: the log of its processes
+FLOWER_LOG = "flower.log"
+# in summary.json and metrics.jsonl: the first round with a loss that is not finite
+DIVERGED_AT = "diverged-at"
 
 PLACES = frozenset(
     {
@@ -55,18 +61,31 @@ PLACES = frozenset(
         "fedtan-tls-dir",
     }
 )
-"""Keys that do not change a run's results: places of files, timeouts, and how often to save."""
+"""Keys that do not change a run's results: places of files, timeouts, and how often to
+save.
+"""
 
 
-def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> str:
-    """Return the keys with other values, except those in ``free``, as ``KEY=VALUE, now VALUE; ...``; "" if none."""
-    changed = [key for key in sorted({*saved, *now} - {*free}) if saved.get(key) != now.get(key)]
-    return "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
+def changed_settings(
+    saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]
+) -> str:
+    """Return the keys with other values, except those in ``free``, as
+    ``KEY=VALUE, now VALUE; ...``; "" if none.
+    """
+    changed = [
+        key
+        for key in sorted({*saved, *now} - {*free})
+        if saved.get(key) != now.get(key)
+    ]
+    return "; ".join(
+        f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed
+    )
 
 
 @contextmanager
 def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
-    """Make and lock the folder of a run or a study, so that no other process, such as that of a killed command, writes.
+    """Make and lock the folder of a run or a study, so that no other process, such as
+    that of a killed command, writes.
 
     Raises:
         ConfigError: another process has the lock, or the folder cannot be made.
@@ -80,7 +99,10 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = f"out={str(path)!r}: another process is still writing this {what}. End it first."
+            text = (
+                f"out={str(path)!r}: another process is still writing this {what}. End"
+                " it first."
+            )
             raise ConfigError(text) from None
         yield
     finally:
@@ -88,7 +110,9 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process writes to the folder of a run or a study; the lock is taken for this moment."""
+    """Return whether a process writes to the folder of a run or a study; the lock is
+    taken for this moment.
+    """
     try:
         with lock_folder(path):
             return False
@@ -98,7 +122,8 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def writing(path: Path, then: str) -> Iterator[None]:
-    """Raise EngineError if a file of a folder cannot be written, for example on a full disk.
+    """Raise EngineError if a file of a folder cannot be written, for example on a full
+    disk.
 
     Args:
         path: the folder.
@@ -108,16 +133,19 @@ def writing(path: Path, then: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise EngineError(
-            f"out={str(path)!r} cannot be written: {error}. Existing files stay. Free disk space and {then}."
+            f"out={str(path)!r} cannot be written: {error}. Existing files stay. Free"
+            f" disk space and {then}."
         ) from error
 
 
 class RunFolder:
-    """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
+    """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``,
+    ``model.safetensors``, ``curves.png``.
 
-    ``clients/`` has what each client kept of the model, if the clients share the disk; ``statistics.jsonl`` is there
-    where the server sees statistics, and ``privacy.jsonl`` with ``dp``. The rounds go to TensorBoard, too, if the
-    config says so.
+    ``clients/`` has what each client kept of the model, if the clients share the disk;
+    ``statistics.jsonl`` is there where the server sees statistics, and
+    ``privacy.jsonl`` with ``dp``. The rounds go to TensorBoard, too, if the config says
+    so.
 
     Used in a ``with`` statement, which closes the event file of TensorBoard.
 
@@ -127,7 +155,8 @@ class RunFolder:
         after: the last finished round of a run to resume; None for a new run.
 
     Raises:
-        ConfigError: the folder is in use or cannot be made, or it lacks rounds up to ``after``.
+        ConfigError: the folder is in use or cannot be made, or it lacks rounds up to
+            ``after``.
     """
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
@@ -139,12 +168,19 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             if after is not None:
                 self._cut_back(after)
-                (path / "summary.json").unlink(missing_ok=True)  # a run that goes on is not finished
-            write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+                # a run that goes on is not finished
+                (path / "summary.json").unlink(missing_ok=True)
+            write_atomically(
+                path / "config.yaml", yaml.safe_dump(settings, sort_keys=False)
+            )
             lines = read_metrics(path / "metrics.jsonl")
-            self._tensorboard = TensorBoardLog(path, lines) if config.tensorboard else None
+            self._tensorboard = (
+                TensorBoardLog(path, lines) if config.tensorboard else None
+            )
         except OSError as error:
-            raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
+            raise ConfigError(
+                f"out={str(path)!r} cannot be written: {error}"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -157,11 +193,15 @@ class RunFolder:
     def refuse_used(path: Path) -> None:
         """Raise ConfigError if the folder is not empty: results are never overwritten."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"out={str(path)!r} is in use; results are never overwritten. Choose another folder.")
+            raise ConfigError(
+                f"out={str(path)!r} is in use; results are never overwritten. Choose"
+                " another folder."
+            )
 
     @staticmethod
     def begun(path: Path) -> bool:
-        """Return whether a run began in the folder; remove incomplete files of a killed process.
+        """Return whether a run began in the folder; remove incomplete files of a killed
+        process.
 
         Raises:
             ConfigError: the folder holds other files.
@@ -181,31 +221,42 @@ class RunFolder:
 
     @staticmethod
     def refuse_shorter(path: Path, num_rounds: int) -> None:
-        """Raise ConfigError if the folder's run has more rounds than ``num_rounds``: they would be removed."""
+        """Raise ConfigError if the folder's run has more rounds than ``num_rounds``:
+        they would be removed.
+        """
         begun_with = int(RunFolder.settings(path).get("num-server-rounds", 0))
         if num_rounds < begun_with:
             raise ConfigError(
-                f"num-server-rounds={num_rounds} is below the {begun_with} of the run in out={str(path)!r}: a resume "
-                f"may lengthen a run, never shorten it. Set {begun_with} or more, or choose another folder for a new "
-                "run."
+                f"num-server-rounds={num_rounds} is below the {begun_with} of the run"
+                f" in out={str(path)!r}: a resume may lengthen a run, never shorten it."
+                f" Set {begun_with} or more, or choose another folder for a new run."
             )
 
     def _cut_back(self, after: int) -> None:
-        """Remove the rounds after ``after`` from ``metrics.jsonl`` and ``statistics.jsonl``: they are repeated."""
+        """Remove the rounds after ``after`` from ``metrics.jsonl`` and
+        ``statistics.jsonl``: they are repeated.
+        """
         metrics = self.path / "metrics.jsonl"
         lines = read_metrics(metrics)[:after]
         if [line["round"] for line in lines] != list(range(1, after + 1)):
-            raise NotResumableError(f"{metrics} lacks some of the rounds 1 to {after}. Restore it, or start a new run.")
+            raise NotResumableError(
+                f"{metrics} lacks some of the rounds 1 to {after}. Restore it, or start"
+                " a new run."
+            )
         for path in (metrics, self.path / STATISTICS_FILE):
             if path.exists():  # also if its only line is incomplete
                 kept = [line for line in read_metrics(path) if line["round"] <= after]
-                write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+                write_atomically(
+                    path, "".join(json.dumps(line) + "\n" for line in kept)
+                )
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to TensorBoard.
+        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it
+        to TensorBoard.
 
         Raises:
-            EngineError: the line was not written, or only in part; readers ignore an incomplete line.
+            EngineError: the line was not written, or only in part; readers ignore an
+                incomplete line.
         """
         self.append("metrics.jsonl", _clean(line))
         if self._tensorboard:
@@ -213,10 +264,14 @@ class RunFolder:
                 self._tensorboard.add_round(line)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file of the folder, in one write with fsync. Raises as ``add_round``."""
+        """Append a line to a file of the folder, in one write with fsync. Raises as
+        ``add_round``.
+        """
         data = (json.dumps(line) + "\n").encode()
         with self._writing():
-            handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            handle = os.open(
+                self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+            )
             try:
                 if os.write(handle, data) < len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -225,7 +280,9 @@ class RunFolder:
                 os.close(handle)
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
-        """Write the entries of the model that clients kept, readable for their owner only; return the clients."""
+        """Write the entries of the model that clients kept, readable for their owner
+        only; return the clients.
+        """
         clients = []
         with self._writing():
             for client, entries in kept:
@@ -239,14 +296,22 @@ class RunFolder:
     def save(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file of the folder."""
         with self._writing():
-            write_atomically(self.path / name, json.dumps(_clean(content), indent=2) + "\n")
+            write_atomically(
+                self.path / name, json.dumps(_clean(content), indent=2) + "\n"
+            )
 
-    def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
-        """Write the model (with ``about`` as metadata), the curves and, last, the summary."""
+    def finish(
+        self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
+    ) -> None:
+        """Write the model (with ``about`` as metadata), the curves and, last, the
+        summary.
+        """
         from fedbn_flwr.lab.output.curves import draw_curves
 
         with self._writing():
-            write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
+            write_atomically(
+                self.path / "model.safetensors", encode_safetensors(state, about)
+            )
             lines = read_metrics(self.path / "metrics.jsonl")
             write_atomically(self.path / "curves.png", draw_curves(lines, self._score))
         self.save("summary.json", summary)

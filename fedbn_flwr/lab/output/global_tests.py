@@ -26,26 +26,39 @@ __all__ = ["GLOBAL_TESTS", "GlobalTests", "headlines"]
 
 logger = logging.getLogger("flwr")
 
-_COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with some BN entries replaced
+# tests of the global model with some BN entries replaced
+_COMPLETED = (SHARED_BN, RECALIBRATED)
 _ON_TRAINING_DATA = "global-train"
 GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
 GLOBAL_TESTS |= {
-    name: f"test-{name}" for name in (*_COMPLETED, _ON_TRAINING_DATA, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")
+    name: f"test-{name}"
+    for name in (
+        *_COMPLETED,
+        _ON_TRAINING_DATA,
+        f"global{TEST_BN}",
+        f"{SHARED_BN}{TEST_BN}",
+    )
 }
 """Each test of the global model, and the prefix of its metrics."""
 
 
 def headlines(config: Config) -> list[str]:
-    """Return the key of the main score of each test in ``eval-on``; the first one is the run's main metric."""
+    """Return the key of the main score of each test in ``eval-on``; the first one is
+    the run's main metric.
+    """
     score = data_of(config).task.score
-    return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in method_of(config).tests]
+    return [
+        f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in method_of(config).tests
+    ]
 
 
 class GlobalTests:
-    """The tests of ``eval-on`` with the global model, on the whole test set and each domain's.
+    """The tests of ``eval-on`` with the global model, on the whole test set and each
+    domain's.
 
-    ``global-train`` is on the training examples of all clients instead, as they are, without augmentation. The first
-    test of ``eval-on`` is done on the validation examples of all clients, too.
+    ``global-train`` is on the training examples of all clients instead, as they are,
+    without augmentation. The first test of ``eval-on`` is done on the validation
+    examples of all clients, too.
 
     Args:
         config: the settings of the run.
@@ -70,19 +83,23 @@ class GlobalTests:
         self._train = data.train_view() if data else None
         self._names = [name for name in method_of(config).tests if name in GLOBAL_TESTS]
         self._first = method_of(config).tests[0]
-        untrained = [name for name in method_of(config).tests if name.startswith("global")]
+        untrained = [
+            name for name in method_of(config).tests if name.startswith("global")
+        ]
         if strategy and untrained and strategy.local:
             logger.warning(
-                "eval-on=%s tests the model of the server, and strategy %r keeps %s with its clients: these entries "
-                "have their initial values, which are not trained. eval-on=averaged-bn tests with the average of the "
-                "clients' values.",
+                "eval-on=%s tests the model of the server, and strategy %r keeps %s"
+                " with its clients: these entries have their initial values, which are"
+                " not trained. eval-on=averaged-bn tests with the average of the"
+                " clients' values.",
                 ",".join(untrained),
                 strategy.name,
                 ", ".join(sorted(strategy.local)),
             )
 
     def try_batches(self) -> None:
-        """Refuse now, before the first round, tests in which a batch is too small for its own statistics.
+        """Refuse now, before the first round, tests in which a batch is too small for
+        its own statistics.
 
         Raises:
             NormLayerError: a layer gets one value per channel.
@@ -94,11 +111,14 @@ class GlobalTests:
             for view in filter(None, views):
                 try_batches(self._model, view, self._mode(name), self._task)
 
-    def run(self, state: State | None) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    def run(
+        self, state: State | None
+    ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         """Return the metrics of all tests, and each metric by domain.
 
         Args:
-            state: the global state, which is loaded into the model; None = the model is up to date.
+            state: the global state, which is loaded into the model; None = the model is
+                up to date.
         """
         tested: dict[str, Any] = {}
         domains: dict[str, dict[str, float]] = {}
@@ -106,13 +126,20 @@ class GlobalTests:
             return tested, domains
         for name in self._names:
             completed = name.removesuffix(TEST_BN)
-            entries = completing_entries(self._strategy.run, completed) if self._strategy else {}
+            entries = (
+                completing_entries(self._strategy.run, completed)
+                if self._strategy
+                else {}
+            )
             if completed in _COMPLETED and not entries:
-                continue  # no statistics were re-estimated or shared; the log gives the reason
+                # no statistics were re-estimated or shared; the log gives the reason
+                continue
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
             prefix = GLOBAL_TESTS[name] + "-"
-            test = functools.partial(evaluate_adapted, self._model, mode=self._mode(name), task=self._task)
+            test = functools.partial(
+                evaluate_adapted, self._model, mode=self._mode(name), task=self._task
+            )
             if name == _ON_TRAINING_DATA and self._train:
                 tested |= test(self._train).named(prefix)
                 continue

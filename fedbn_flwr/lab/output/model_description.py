@@ -1,6 +1,7 @@
 """What a run's model is built from, what it takes and what it gives.
 
-``model.safetensors`` holds it in its metadata, so that the model can be used where the data of the run are not.
+``model.safetensors`` holds it in its metadata, so that the model can be used where the
+data of the run are not.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ _BYTES = 255.0
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model and its inputs, which become (x / scale - mean) / std, per channel or feature.
+    """A model and its inputs, which become (x / scale - mean) / std, per channel or
+    feature.
 
     Attributes:
         build: the arguments of ``build_model``.
         task: the name of the learning task.
-        num_classes: classes, labels or target columns of the run's data; the model may have more outputs.
+        num_classes: classes, labels or target columns of the run's data; the model may
+            have more outputs.
         shape: of an input: (C, H, W) of images, (C,) of rows.
-        mean: of the training data after the division by ``scale``; () if inputs are taken as they are.
+        mean: of the training data after the division by ``scale``; () if inputs are
+            taken as they are.
         std: in the same way.
-        scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the mean.
+        scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the
+            mean.
         classes: names of the classes 0, 1, ...; () if they have none.
         code: ``code_sha256`` of the model.
     """
@@ -55,11 +60,15 @@ class ModelDescription:
 
     @classmethod
     def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
-        """Return that of a run; ``data`` None = its data are not here, only the description of the data set is."""
+        """Return that of a run; ``data`` None = its data are not here, only the
+        description of the data set is.
+        """
         shape, info = data_of(config).shape, data_of(config).info
         mean, std = (data.mean, data.std) if data else (info.mean, info.std)
         if not data and mean and shape[0] != info.channels:
-            mean, std = (v * 3 if shape[0] == 3 else (sum(v) / len(v),) for v in (mean, std))
+            mean, std = (
+                v * 3 if shape[0] == 3 else (sum(v) / len(v),) for v in (mean, std)
+            )
         as_bytes = data.test.as_bytes if data else not info.input_shape
         return cls(
             build_options(config),
@@ -81,9 +90,16 @@ class ModelDescription:
             StateError: the file has none.
         """
         if MODEL_DESCRIPTION not in about:
-            raise StateError("the file of the model does not say what model it is: no run of this version wrote it.")
+            raise StateError(
+                "the file of the model does not say what model it is: no run of this"
+                " version wrote it."
+            )
         values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
-        values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        values |= {
+            key: tuple(value)
+            for key, value in values.items()
+            if isinstance(value, list)
+        }
         return cls(**values)
 
     @property
@@ -92,7 +108,9 @@ class ModelDescription:
         return self.scale == _BYTES
 
     def code_changed(self) -> str:
-        """Return a sentence if the file of the user's model is not that of the run; else ""."""
+        """Return a sentence if the file of the user's model is not that of the run;
+        else "".
+        """
         return code_changed(str(self.build["name"]), self.code)
 
     def to_json(self) -> str:

@@ -1,7 +1,8 @@
-"""``statistics.jsonl``: how far the statistics of the clients' batches are from the global ones (FixBN, Fig. 3 a).
+"""``statistics.jsonl``: how far the statistics of the clients' batches are from the
+global ones (FixBN, Fig. 3 a).
 
-The server writes a line in rounds 1, 10, 20, ..., 90, 100, 200, ... and in the last, where it sees the statistics of
-each client. ::
+The server writes a line in rounds 1, 10, 20, ..., 90, 100, 200, ... and in the last,
+where it sees the statistics of each client. ::
 
     {"round": 20, "phase": "train", "clients": ["0", "1"],
      "layers": {"layer1.0.norm1": {
@@ -19,8 +20,9 @@ each client. ::
     the layer did not track in this round (FixBN after T*). The three distances are those of ``doctor.by_batch``; the
     figure is the sum of ``l1`` over the layers.
 
-Numbers have six significant digits; null is a number that is not finite. Each line is computed from its round alone, so
-a resumed run has the same lines as one that was never interrupted.
+Numbers have six significant digits; null is a number that is not finite. Each line is
+computed from its round alone, so a resumed run has the same lines as one that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -47,21 +49,35 @@ Tensors = Mapping[str, Tensor]
 
 
 class StatisticsLog:
-    """A strategy's ``on_replies``: it makes the line of a round, which ``write`` writes at the round's end."""
+    """A strategy's ``on_replies``: it makes the line of a round, which ``write`` writes
+    at the round's end.
+    """
 
-    def __init__(self, folder: RunFolder, rounds: int, model: nn.Module, strategy: Strategy) -> None:
+    def __init__(
+        self, folder: RunFolder, rounds: int, model: nn.Module, strategy: Strategy
+    ) -> None:
         self._folder, self._rounds, self._strategy = folder, rounds, strategy
         layers = layers_of(model, every_path=True)
-        self._layers = {path: layer for path, layer in layers.items() if layer.running_mean is not None}
+        self._layers = {
+            path: layer
+            for path, layer in layers.items()
+            if layer.running_mean is not None
+        }
         self._line: dict[str, Any] | None = None
 
     def is_due(self, server_round: int) -> bool:
-        """Return whether the round has a line: often at first, when much changes; so lines cost 1 % of a run."""
+        """Return whether the round has a line: often at first, when much changes; so
+        lines cost 1 % of a run.
+        """
         every = 1 if server_round == 1 else max(10, 10 ** (len(str(server_round)) - 1))
         return server_round % every == 0 or server_round == self._rounds
 
-    def __call__(self, server_round: int, replies: Sequence[Reply], before: State, after: State) -> None:
-        """Make the line of a round, given its replies and the global state before and after it."""
+    def __call__(
+        self, server_round: int, replies: Sequence[Reply], before: State, after: State
+    ) -> None:
+        """Make the line of a round, given its replies and the global state before and
+        after it.
+        """
         if not self.is_due(server_round):
             return
         run, replies = self._strategy.run, replies[:_CLIENTS]
@@ -74,9 +90,15 @@ class StatisticsLog:
         for path, layer in self._layers.items():
             if all(entry_name(path, "running_mean") in state for state in states):
                 layers[path] = _distances(path, layer, sent, then, states)
-        if layers:  # none where the model has no BatchNorm, or the method sends no statistics
+        # none where the model has no BatchNorm, or the method sends no statistics
+        if layers:
             clients = [reply.node.label for reply in replies]
-            self._line = {"round": server_round, "phase": run.report.phase, "clients": clients, "layers": layers}
+            self._line = {
+                "round": server_round,
+                "phase": run.report.phase,
+                "clients": clients,
+                "layers": layers,
+            }
 
     def write(self) -> None:
         """Write the line of this round, if there is one."""
@@ -85,9 +107,18 @@ class StatisticsLog:
         self._line = None
 
 
-def _distances(path: str, layer: _BatchNorm, before: Tensors, after: Tensors, states: Sequence[Tensors]) -> Any:
+def _distances(
+    path: str,
+    layer: _BatchNorm,
+    before: Tensors,
+    after: Tensors,
+    states: Sequence[Tensors],
+) -> Any:
     def statistics(state: Tensors) -> Statistics:
-        values = (state[entry_name(path, leaf)].double() for leaf in ("running_mean", "running_var"))
+        values = (
+            state[entry_name(path, leaf)].double()
+            for leaf in ("running_mean", "running_var")
+        )
         return Statistics(*values)
 
     counter, reference = entry_name(path, "num_batches_tracked"), statistics(before)
@@ -97,15 +128,24 @@ def _distances(path: str, layer: _BatchNorm, before: Tensors, after: Tensors, st
         own = local_statistics(reference, statistics(state), w) if w > 0 else None
         local.append(None if own is None else distance(own, reference, layer.eps))
     change = distance(statistics(after), reference, layer.eps)
-    of_clients = {name: [d and _shown(getattr(d, name)) for d in local] for name in Distance._fields}
-    return {"change": {name: _shown(value) for name, value in change._asdict().items()}, "clients": of_clients}
+    of_clients = {
+        name: [d and _shown(getattr(d, name)) for d in local]
+        for name in Distance._fields
+    }
+    return {
+        "change": {name: _shown(value) for name, value in change._asdict().items()},
+        "clients": of_clients,
+    }
 
 
-def weight(momentum: float | None, before: Tensor | None, after: Tensor | None) -> float:
-    """Return w, the share of a round's batches in the running statistics after it; 1 if the layer does not count.
+def weight(
+    momentum: float | None, before: Tensor | None, after: Tensor | None
+) -> float:
+    """Return w, the share of a round's batches in the running statistics after it; 1 if
+    the layer does not count.
 
-    A step does S <- (1 - rho) S + rho S_batch, so after E steps w = 1 - (1 - rho)^E. Without momentum S is the average
-    of all n + E batches, and w = E / (n + E).
+    A step does S <- (1 - rho) S + rho S_batch, so after E steps w = 1 - (1 - rho)^E.
+    Without momentum S is the average of all n + E batches, and w = E / (n + E).
 
     Args:
         momentum: rho; None = cumulative average.
@@ -121,13 +161,17 @@ def weight(momentum: float | None, before: Tensor | None, after: Tensor | None) 
 
 
 def local_statistics(before: Statistics, after: Statistics, w: float) -> Statistics:
-    """Return the average of a client's batch statistics, S + (S' - S) / w; the variance is the unbiased one.
+    """Return the average of a client's batch statistics, S + (S' - S) / w; the variance
+    is the unbiased one.
 
-    S is what the client got, S' what it sent back. With one step these are the statistics of the batch (FixBN's S_m,B),
-    with more steps an average over the batches that gives later ones more weight. The variance is at least 0.
+    S is what the client got, S' what it sent back. With one step these are the
+    statistics of the batch (FixBN's S_m,B), with more steps an average over the batches
+    that gives later ones more weight. The variance is at least 0.
     """
     mean = before.mean + (after.mean - before.mean) / w
-    return Statistics(mean, (before.variance + (after.variance - before.variance) / w).clamp(min=0))
+    return Statistics(
+        mean, (before.variance + (after.variance - before.variance) / w).clamp(min=0)
+    )
 
 
 def _shown(value: float) -> float | None:

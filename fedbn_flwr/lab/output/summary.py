@@ -19,34 +19,58 @@ from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.server.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["CLIENTS", "HELD_OUT", "commit_of", "contents_of_model", "kept_by_clients", "versions"]
+__all__ = [
+    "CLIENTS",
+    "HELD_OUT",
+    "commit_of",
+    "contents_of_model",
+    "kept_by_clients",
+    "versions",
+]
 
 HELD_OUT = "held-out"
-"""The key of the tests of held-out clients in a line of ``metrics.jsonl``, and the prefix of the means over them."""
+"""The key of the tests of held-out clients in a line of ``metrics.jsonl``, and the
+prefix of the means over them.
+"""
 
 CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
 
 
 def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
-    """Return the content of each part of ``model.safetensors``: its metadata, and ``model`` of the summary."""
+    """Return the content of each part of ``model.safetensors``: its metadata, and
+    ``model`` of the summary.
+    """
     about = {part.value: "global" for part in Part}
     if strategy:
         averaged = completing_entries(strategy.run, SHARED_BN)
         kept = {part for part in strategy.local if strategy.run.parts.select([part])}
         about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
         if strategy.methods.reestimates and strategy.run.reestimated:
-            about[Part.STATISTICS.value] = "re-estimated from the clients' data under these weights"
+            about[Part.STATISTICS.value] = (
+                "re-estimated from the clients' data under these weights"
+            )
             if about[Part.COUNTERS.value] == ABSENT:
-                about[Part.COUNTERS.value] = "initial values"  # a model with statistics is whole with them
+                # a model with statistics is whole with them
+                about[Part.COUNTERS.value] = "initial values"
     return about
 
 
-def kept_by_clients(config: Config, strategy: Strategy, model: State) -> Iterator[tuple[str, State]]:
-    """Yield (client, entries) of each client whose part lies on this disk, as the run left it."""
+def kept_by_clients(
+    config: Config, strategy: Strategy, model: State
+) -> Iterator[tuple[str, State]]:
+    """Yield (client, entries) of each client whose part lies on this disk, as the run
+    left it.
+    """
     if not strategy.local or strategy.continuity is None or not config.state_dir:
         return
-    fingerprint = strategy.run.parts.fingerprint({name: array.shape for name, array in model.items()})
-    root = state_in_out(config) if config.state_dir == STATE_IN_OUT else Path(config.state_dir)
+    fingerprint = strategy.run.parts.fingerprint(
+        {name: array.shape for name, array in model.items()}
+    )
+    root = (
+        state_in_out(config)
+        if config.state_dir == STATE_IN_OUT
+        else Path(config.state_dir)
+    )
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = StateFolder(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
@@ -57,9 +81,19 @@ def kept_by_clients(config: Config, strategy: Strategy, model: State) -> Iterato
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of the packages that a result depends on, and of ``more``.
 
-    That of fedbn-flwr names the commit where it runs from a checkout, as 0.1.0+g1a2b3c4 or 0.1.0+g1a2b3c4.changed.
+    That of fedbn-flwr names the commit where it runs from a checkout, as 0.1.0+g1a2b3c4
+    or 0.1.0+g1a2b3c4.changed.
     """
-    names = ("fedbn-flwr", "flwr", "torch", "torchvision", "numpy", "ray", "flwr-datasets", *more)
+    names = (
+        "fedbn-flwr",
+        "flwr",
+        "torch",
+        "torchvision",
+        "numpy",
+        "ray",
+        "flwr-datasets",
+        *more,
+    )
     installed = {"python": platform.python_version()}
     for name in names:
         try:
@@ -72,15 +106,23 @@ def versions(*more: str) -> dict[str, str]:
 
 @functools.cache
 def commit_of(package: Path) -> str:
-    """Return "+g" and the commit of a package that git tracks, ".changed" if its files differ from it; "" elsewhere."""
+    """Return "+g" and the commit of a package that git tracks, ".changed" if its files
+    differ from it; "" elsewhere.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # the folder may lie in a repository of something else
-        commit, changed = git("rev-parse", "--short=7", "HEAD"), git("status", "--porcelain", "--", ".")
+        # the folder may lie in a repository of something else
+        git("ls-files", "--error-unmatch", "__init__.py")
+        commit, changed = (
+            git("rev-parse", "--short=7", "HEAD"),
+            git("status", "--porcelain", "--", "."),
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return f"+g{commit}" + ".changed" * bool(changed)

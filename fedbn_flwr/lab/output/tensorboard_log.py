@@ -12,12 +12,14 @@ __all__ = ["TensorBoardLog"]
 
 
 class TensorBoardLog:
-    """Writes the numbers of each round to a file that ``tensorboard --logdir`` can read during the run.
+    """Writes the numbers of each round to a file that ``tensorboard --logdir`` can read
+    during the run.
 
     Args:
         folder: the run's folder; the file is in its folder ``tensorboard``.
-        lines: the rounds that a resumed run has already. Its file is written anew, as a process that was killed leaves
-            some rounds out and has others that are repeated.
+        lines: the rounds that a resumed run has already. Its file is written anew, as a
+            process that was killed leaves some rounds out and has others that are
+            repeated.
     """
 
     def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -26,7 +28,8 @@ class TensorBoardLog:
         place = folder / "tensorboard"
         for earlier in place.glob("events.out.tfevents.*"):
             earlier.unlink()
-        self._writer = SummaryWriter(str(place), purge_step=0)  # an open TensorBoard drops what it has read
+        # an open TensorBoard drops what it has read
+        self._writer = SummaryWriter(str(place), purge_step=0)
         for line in lines:
             self.add_round(line)
 

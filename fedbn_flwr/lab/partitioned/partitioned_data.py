@@ -55,7 +55,9 @@ _SPLIT_KEYS = (
 
 @dataclass(frozen=True)
 class PartitionedData:
-    """The data of a run and its split: indices of each client's training, test and validation examples."""
+    """The data of a run and its split: indices of each client's training, test and
+    validation examples.
+    """
 
     dataset: Dataset
     train: tuple[Indices, ...]
@@ -63,24 +65,48 @@ class PartitionedData:
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
     held_out_names: tuple[str, ...] = ()
-    held_out: tuple[tuple[Indices, Indices], ...] = ()  # training and test examples of each held-out client
+    # training and test examples of each held-out client
+    held_out: tuple[tuple[Indices, Indices], ...] = ()
 
     def held_out_views(self, at: int) -> tuple[Subset, Subset]:
-        """Return the inputs, of which no target is used, and the test data of a held-out client."""
+        """Return the inputs, of which no target is used, and the test data of a
+        held-out client.
+        """
         train, test = self.held_out[at]
-        return self._view(self.dataset.train, train), self._view(self.dataset.test, test)
+        return self._view(self.dataset.train, train), self._view(
+            self.dataset.test, test
+        )
 
     def train_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's training data; without a partition id that of all clients together."""
-        indices = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
+        """Return a client's training data; without a partition id that of all clients
+        together.
+        """
+        indices = (
+            np.concatenate(self.train)
+            if partition_id is None
+            else self.train[partition_id]
+        )
         return self._view(self.dataset.train, indices, self.augment)
 
     def test_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's own test data; without a partition id all test data but those of held-out clients."""
-        return self._view(self.dataset.test, self._tests() if partition_id is None else self.test[partition_id])
+        """Return a client's own test data; without a partition id all test data but
+        those of held-out clients.
+        """
+        return self._view(
+            self.dataset.test,
+            self._tests() if partition_id is None else self.test[partition_id],
+        )
 
-    def _view(self, examples: Samples, indices: Any, augment: Augment | None = None) -> Subset:
-        return Subset(examples, indices, mean=self.dataset.mean, std=self.dataset.std, augment=augment)
+    def _view(
+        self, examples: Samples, indices: Any, augment: Augment | None = None
+    ) -> Subset:
+        return Subset(
+            examples,
+            indices,
+            mean=self.dataset.mean,
+            std=self.dataset.std,
+            augment=augment,
+        )
 
     def _tests(self) -> Indices | None:
         """Return the test examples of no held-out client; None = all."""
@@ -90,22 +116,34 @@ class PartitionedData:
         return np.setdiff1d(np.arange(len(self.dataset.test)), apart)
 
     def validation_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's validation data, which it does not train on; without a partition id that of all clients.
+        """Return a client's validation data, which it does not train on; without a
+        partition id that of all clients.
 
-        They are a part of the training examples, and not augmented. Empty if ``validation-share`` is 0.
+        They are a part of the training examples, and not augmented. Empty if
+        ``validation-share`` is 0.
         """
-        parts = self.validation if partition_id is None else self.validation[partition_id : partition_id + 1]
-        return self._view(self.dataset.train, np.concatenate([np.empty(0, np.int64), *parts]))
+        parts = (
+            self.validation
+            if partition_id is None
+            else self.validation[partition_id : partition_id + 1]
+        )
+        return self._view(
+            self.dataset.train, np.concatenate([np.empty(0, np.int64), *parts])
+        )
 
     def domain_views(self) -> dict[str, Subset]:
-        """Return the test set of each domain (group) by name; empty if the data have no groups."""
+        """Return the test set of each domain (group) by name; empty if the data have no
+        groups.
+        """
         groups = self.dataset.test.groups
         if groups is None:
             return {}
         tests = self._tests()
         known = torch.ones_like(groups, dtype=torch.bool)
         if tests is not None:
-            known = torch.zeros_like(known).index_fill_(0, torch.as_tensor(tests).to(groups.device), True)
+            known = torch.zeros_like(known).index_fill_(
+                0, torch.as_tensor(tests).to(groups.device), True
+            )
         views = {}
         for number, name in enumerate(self.dataset.group_names):
             indices = torch.nonzero((groups == number) & known).flatten()
@@ -114,7 +152,8 @@ class PartitionedData:
         return views
 
     def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain of a client's test data; None if they come from several domains or none.
+        """Return the domain of a client's test data; None if they come from several
+        domains or none.
 
         None, too, for an unknown client.
         """
@@ -126,12 +165,15 @@ class PartitionedData:
 
 
 def domain_test(domain: str) -> str:
-    """Return the name of a client's test on a domain, without the comma that separates the names of tests."""
+    """Return the name of a client's test on a domain, without the comma that separates
+    the names of tests.
+    """
     return f"domain-{domain.replace(',', ';')}"
 
 
 def count_clients(config: Config) -> int:
-    """Return ``num_clients``; if it is 0, the groups that are not held out for a split by group, 5 for other splits.
+    """Return ``num_clients``; if it is 0, the groups that are not held out for a split
+    by group, 5 for other splits.
 
     Raises:
         DataError: the data is missing.
@@ -145,7 +187,9 @@ def count_clients(config: Config) -> int:
     return max(1, len(torch.unique(data.train.groups)) - apart)
 
 
-def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = ()) -> PartitionedData:
+def partitioned_data(
+    config: Config, num_clients: int, shape: tuple[int, ...] = ()
+) -> PartitionedData:
     """Return the data of a run, split over ``num_clients``.
 
     Args:
@@ -162,7 +206,8 @@ def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = 
 
 
 def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
-    """Return all data for one client, whose number seeds the draw of its validation examples.
+    """Return all data for one client, whose number seeds the draw of its validation
+    examples.
 
     Args:
         config: the settings of the run.
@@ -173,8 +218,12 @@ def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
 
 
 @functools.lru_cache(maxsize=4)
-def _whole(data: Dataset, client: int, augment: str, seed: int, share: float) -> PartitionedData:
-    train, test = (np.arange(len(samples), dtype=np.int64) for samples in (data.train, data.test))
+def _whole(
+    data: Dataset, client: int, augment: str, seed: int, share: float
+) -> PartitionedData:
+    train, test = (
+        np.arange(len(samples), dtype=np.int64) for samples in (data.train, data.test)
+    )
     return _prepared(data, [train], [test], [client], augment, seed, share)
 
 
@@ -186,8 +235,9 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
     """
     if data_of(config).on_nodes:
         raise DataError(
-            f"dataset={config.dataset!r} has no path: only the nodes have the data, each at the data-path of its node "
-            "config, and tests of the server need some. Use eval-on=personal-own over a network; or name the path."
+            f"dataset={config.dataset!r} has no path: only the nodes have the data,"
+            " each at the data-path of its node config, and tests of the server need"
+            " some. Use eval-on=personal-own over a network; or name the path."
         )
     shape, augment = shape or data_of(config).shape, Augment.parse(config.augment)
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
@@ -201,20 +251,33 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
     )
 
 
-# Cached, because Flower calls client_fn for every message; all clients of a process share one copy of the images.
+# Cached, because Flower calls client_fn for every message; all clients of a
+# process # share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     options = dict(zip(_SPLIT_KEYS, values, strict=True))
-    names = ("augment", "partition", "partition_alpha", "validation_share", "held_out_clients")
-    augment, partition, alpha, share, held_out_clients = (options.pop(key) for key in names)
+    names = (
+        "augment",
+        "partition",
+        "partition_alpha",
+        "validation_share",
+        "held_out_clients",
+    )
+    augment, partition, alpha, share, held_out_clients = (
+        options.pop(key) for key in names
+    )
     apart = _held_out(held_out_clients, partition, data)
-    train, test = split_dataset(data, partition, num_clients + len(apart), alpha=alpha, **options)
+    train, test = split_dataset(
+        data, partition, num_clients + len(apart), alpha=alpha, **options
+    )
     places = [at % len(train) for at in apart.values()]  # -1 is the last client
     held_out = tuple((train[at], test[at]) for at in places)
     train = [part for at, part in enumerate(train) if at not in places]
     test = [part for at, part in enumerate(test) if at not in places]
     clients, seed = range(num_clients), options["seed"]
-    return _prepared(data, train, test, clients, augment, seed, share, tuple(apart), held_out)
+    return _prepared(
+        data, train, test, clients, augment, seed, share, tuple(apart), held_out
+    )
 
 
 def _prepared(
@@ -233,12 +296,17 @@ def _prepared(
     if share:
         pairs = []
         for client, part in zip(clients, train, strict=True):
-            pairs.append(put_aside(data.train, part, share, derive_seed(seed, "validation", client)))
+            pairs.append(
+                put_aside(
+                    data.train, part, share, derive_seed(seed, "validation", client)
+                )
+            )
         train, validation = [rest for rest, _ in pairs], [aside for _, aside in pairs]
         if not any(map(len, validation)):
             raise DataError(
-                f"validation-share={share} gives no client a validation example: the largest of {len(clients)} has "
-                f"{max(map(len, train))} training examples. Use a larger share or fewer clients."
+                f"validation-share={share} gives no client a validation example: the"
+                f" largest of {len(clients)} has {max(map(len, train))} training"
+                " examples. Use a larger share or fewer clients."
             )
     return PartitionedData(
         data,
@@ -252,36 +320,51 @@ def _prepared(
 
 
 def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
-    """Return the held-out clients of the config: their names, and their places among all clients, -1 for the last.
+    """Return the held-out clients of the config: their names, and their places among
+    all clients, -1 for the last.
 
     Raises:
-        ConfigError: a name is unknown, or the split does not give each client a group, or no client is left.
+        ConfigError: a name is unknown, or the split does not give each client a group,
+            or no client is left.
     """
     text = unicodedata.normalize("NFC", text).strip()  # as names of clients are
     natural, groups = partition == "natural", list[str]()
     if natural and data.train.groups is not None:
-        groups = [data.group_names[number] for number in torch.unique(data.train.groups).tolist()]
+        groups = [
+            data.group_names[number]
+            for number in torch.unique(data.train.groups).tolist()
+        ]
     if text.isdecimal() and text not in groups:
         count = int(text)
-        last = groups[max(0, len(groups) - count) :] if natural else [f"held-out-{at}" for at in range(count)]
+        last = (
+            groups[max(0, len(groups) - count) :]
+            if natural
+            else [f"held-out-{at}" for at in range(count)]
+        )
         held_out = {name: at - count for at, name in enumerate(last)}
     else:
         wanted = [text] if text in groups else listed(text)
         for name in wanted:
             if not natural:
                 raise ConfigError(
-                    f"held-out-clients={text!r} names clients, which partition={partition} has not. Use "
-                    "partition=natural, or a number of clients."
+                    f"held-out-clients={text!r} names clients, which"
+                    f" partition={partition} has not. Use partition=natural, or a"
+                    " number of clients."
                 )
             if name not in groups:
                 raise unknown_name("held-out client", name, groups)
         held_out = {name: groups.index(name) for name in wanted}
     if held_out and len(held_out) == len(groups):
-        raise ConfigError(f"held-out-clients={text!r} leaves none of the {len(groups)} clients to train.")
+        raise ConfigError(
+            f"held-out-clients={text!r} leaves none of the {len(groups)} clients to"
+            " train."
+        )
     return held_out
 
 
-def put_aside(samples: Samples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+def put_aside(
+    samples: Samples, indices: Indices, share: float, seed: int
+) -> tuple[Indices, Indices]:
     """Return a client's training and validation examples, given all of its examples."""
     units = None if samples.units is None else samples.units.cpu().numpy()
     return split_off(indices, samples.labels.cpu().numpy(), share, seed, units)

@@ -1,4 +1,6 @@
-"""The split of a config: numbers of training examples by client and class, and by client and group."""
+"""The split of a config: numbers of training examples by client and class, and by
+client and group.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ __all__ = ["Counts", "count_split", "draw_split"]
 
 @dataclass(frozen=True)
 class Counts:
-    """Training or validation examples by ``what``, int64 (clients, columns), and the columns' names."""
+    """Training or validation examples by ``what``, int64 (clients, columns), and the
+    columns' names.
+    """
 
     what: str
     counts: Indices
@@ -26,9 +30,11 @@ class Counts:
 
 
 def count_split(config: Config) -> tuple[Counts, ...]:
-    """Return the tables of a config's split: by class if images have one class, and by group if there are groups.
+    """Return the tables of a config's split: by class if images have one class, and by
+    group if there are groups.
 
-    With ``validation-share``, the tables of the validation examples follow those of the training examples.
+    With ``validation-share``, the tables of the validation examples follow those of the
+    training examples.
 
     Raises:
         ConfigError: the split does not fit the data, or the number of clients.
@@ -46,7 +52,14 @@ def count_split(config: Config) -> tuple[Counts, ...]:
     tables = []
     for of, parts in (("training", split.train), ("validation", split.validation)):
         for what, numbers, names in columns if parts else ():
-            tables.append(Counts(what, partition_counts(parts, numbers.cpu().numpy(), len(names)), names, of))
+            tables.append(
+                Counts(
+                    what,
+                    partition_counts(parts, numbers.cpu().numpy(), len(names)),
+                    names,
+                    of,
+                )
+            )
     return tuple(tables)
 
 
@@ -57,9 +70,17 @@ def draw_split(config: Config, table: Counts, path: Path) -> None:
         ConfigError: the file exists, or it cannot be written.
     """
     if path.exists():
-        raise ConfigError(f"out={str(path)!r} is there; results are never overwritten. Choose another file.")
-    title = f"{config.dataset}, partition={config.partition}, {len(table.counts)} clients, seed {config.seed}"
-    picture = partition_picture(table.counts, title, () if table.what == "class" else table.names)
+        raise ConfigError(
+            f"out={str(path)!r} is there; results are never overwritten. Choose another"
+            " file."
+        )
+    title = (
+        f"{config.dataset}, partition={config.partition}, {len(table.counts)} clients,"
+        f" seed {config.seed}"
+    )
+    picture = partition_picture(
+        table.counts, title, () if table.what == "class" else table.names
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, picture)

@@ -1,4 +1,6 @@
-"""The default Flower app: a ServerApp and a ClientApp with all settings from the run config."""
+"""The default Flower app: a ServerApp and a ClientApp with all settings from the run
+config.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server part of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
+    """Run the server part of ``flwr run``; results go to ``out`` or
+    ``$FLWR_HOME/fedbn-runs/RUN_ID``.
+    """
     # The client app, which a process imports for each message, is this module, too.
     from fedbn_flwr.lab.runs.serve import serve
     from fedbn_flwr.lab.runs.start_checks import check
@@ -35,10 +39,12 @@ def main(grid: Grid, context: Context) -> None:
 def _out(config: Config, run_id: int) -> Path:
     if config.out and not Path(config.out).is_absolute():
         raise ConfigError(
-            f"out={config.out!r} is relative, and under `flwr run` the working directory is not yours. Write "
-            f"out='/the/absolute/path/{config.out}'."
+            f"out={config.out!r} is relative, and under `flwr run` the working"
+            f" directory is not yours. Write out='/the/absolute/path/{config.out}'."
         )
     if config.resume and not config.out:
-        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to continue.")
+        raise ConfigError(
+            "resume=true needs out='/the/absolute/path' of the run to continue."
+        )
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     return Path(config.out) if config.out else home / "fedbn-runs" / str(run_id)

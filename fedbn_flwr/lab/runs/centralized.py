@@ -24,10 +24,20 @@ from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.serve import beginning, divergence_of, ends_diverged, tests_of_clients
+from fedbn_flwr.lab.runs.serve import (
+    beginning,
+    divergence_of,
+    ends_diverged,
+    tests_of_clients,
+)
 from fedbn_flwr.lab.runs.start_checks import Checked
 from fedbn_flwr.lab.setup import local_training, ready_to_train
-from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
+from fedbn_flwr.messages.protocol import (
+    DROPPED_BATCHES,
+    EXAMPLES_PROCESSED,
+    TRAIN_ACCURACY,
+    TRAIN_LOSS,
+)
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, losses_not_finite
@@ -43,11 +53,14 @@ logger = logging.getLogger("flwr")
 _OPTIMIZER = "optimizer"  # in a checkpoint, in place of a strategy's state
 
 
-def centralized(checked: Checked, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
-    """Run the reference over the union of the clients' data, E steps or epochs per "round", and write its folder.
+def centralized(
+    checked: Checked, out: Path, on_round: OnRound | None = None
+) -> dict[str, Any]:
+    """Run the reference over the union of the clients' data, E steps or epochs per
+    "round", and write its folder.
 
-    One optimizer is used for all rounds; everything else is as for a client. Arguments and errors are those of
-    ``serve``.
+    One optimizer is used for all rounds; everything else is as for a client. Arguments
+    and errors are those of ``serve``.
     """
     for line in checked.warnings:
         logger.warning("%s", line)
@@ -57,13 +70,23 @@ def centralized(checked: Checked, out: Path, on_round: OnRound | None = None) ->
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config with the tests that the reference can do: those of one model, also where the clients are."""
-    tests = [name for name in method_of(config).tests if name.startswith(("global", "personal"))] or ["global"]
+    """Return the config with the tests that the reference can do: those of one model,
+    also where the clients are.
+    """
+    tests = [
+        name
+        for name in method_of(config).tests
+        if name.startswith(("global", "personal"))
+    ] or ["global"]
     return config.model_copy(update={"eval_on": ",".join(tests)})
 
 
 def _centralized(
-    config: Config, plain: nn.Module, out: Path, on_round: OnRound | None, closing: ExitStack
+    config: Config,
+    plain: nn.Module,
+    out: Path,
+    on_round: OnRound | None,
+    closing: ExitStack,
 ) -> dict[str, Any]:
     data = partitioned_data(config, count_clients(config))
     model = ready_to_train(plain, config)
@@ -73,14 +96,22 @@ def _centralized(
         load_state(plain, tensors(saved.state))
     optimizer = make_optimizer(model, local_training(config))
     if saved:
-        logger.info("resumed after round %d from %s", saved.server_round, start.checkpoints.folder)
+        logger.info(
+            "resumed after round %d from %s",
+            saved.server_round,
+            start.checkpoints.folder,
+        )
         _restore(optimizer, saved.strategy[_OPTIMIZER])
         start.checkpoints.set_aside_after(saved.server_round)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     recorder = Recorder(folder, config, plain, data, None, on_round)
-    reference = _Reference(config, model, optimizer, recorder, start, tests_of_clients(config, data))
-    line: Mapping[str, Any] = read_metrics(out / "metrics.jsonl")[-1] if start.after else {}
+    reference = _Reference(
+        config, model, optimizer, recorder, start, tests_of_clients(config, data)
+    )
+    line: Mapping[str, Any] = (
+        read_metrics(out / "metrics.jsonl")[-1] if start.after else {}
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
@@ -98,7 +129,9 @@ def _centralized(
 
 
 class _Reference:
-    """The rounds of the reference: the model, its one optimizer, the checkpoints of both, and the best state."""
+    """The rounds of the reference: the model, its one optimizer, the checkpoints of
+    both, and the best state.
+    """
 
     def __init__(
         self,
@@ -109,21 +142,35 @@ class _Reference:
         start: StartingPoint,
         tests: Sequence[str],
     ) -> None:
-        self._config, self._model, self._optimizer, self._tests = config, model, optimizer, tests
+        self._config, self._model, self._optimizer, self._tests = (
+            config,
+            model,
+            optimizer,
+            tests,
+        )
         self._recorder, self._stopping, self._start = recorder, recorder.stopping, start
         saved, stopping = start.saved, recorder.stopping
         best = start.checkpoints.best(stopping) if saved and stopping else None
         self._best: State = best.state if best else {}
         self._run = saved.run if saved else uuid4().hex[:16]
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
-        self._whole: Checkpoint | None = None  # after the last whole round: a copy, which training does not change
+        # after the last whole round: a copy, which training does not change
+        self._whole: Checkpoint | None = None
 
     def train(self, union: Subset, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
-        config, settings, task = self._config, local_training(self._config), data_of(self._config).test_task
+        """Do the rounds that are left; return the line of the last one, ``line`` if
+        none was left.
+        """
+        config, settings, task = (
+            self._config,
+            local_training(self._config),
+            data_of(self._config).test_task,
+        )
         if not self._start.saved:
             self._save(0, False)
-        for server_round in range((self._start.after or 0) + 1, config.num_server_rounds + 1):
+        for server_round in range(
+            (self._start.after or 0) + 1, config.num_server_rounds + 1
+        ):
             if _ends(config, line, self._stopping):
                 break
             result = train(
@@ -136,11 +183,17 @@ class _Reference:
                 task=task,
             )
             report = _report(server_round, result, self._recorder.test(server_round))
-            report.evaluations = self._recorder.test_at_clients(server_round, self._tests)
+            report.evaluations = self._recorder.test_at_clients(
+                server_round, self._tests
+            )
             line = self._recorder.write(report)
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
-            self._save(server_round, server_round == config.num_server_rounds or _ends(config, line, self._stopping))
+            self._save(
+                server_round,
+                server_round == config.num_server_rounds
+                or _ends(config, line, self._stopping),
+            )
         return line
 
     def result(self) -> State:
@@ -149,13 +202,18 @@ class _Reference:
 
     def on_signal(self) -> None:
         """Save the last whole round of a run that a signal ends in mid-round."""
-        if self._whole and self._whole.server_round not in self._start.checkpoints.rounds:
+        if (
+            self._whole
+            and self._whole.server_round not in self._start.checkpoints.rounds
+        ):
             self._start.checkpoints.save(self._whole, self._stopping)
 
     def _save(self, server_round: int, last: bool) -> None:
         if self._config.checkpoint_every:
             about = {_OPTIMIZER: _state_of(self._optimizer)}
-            self._whole = Checkpoint(server_round, self._state(), about, self._run, self.resumed_after)
+            self._whole = Checkpoint(
+                server_round, self._state(), about, self._run, self.resumed_after
+            )
             if self._start.checkpoints.due(server_round, last, self._stopping):
                 self._start.checkpoints.save(self._whole, self._stopping)
 
@@ -164,7 +222,9 @@ class _Reference:
         return {name: array.copy() for name, array in state.items()}
 
 
-def _report(server_round: int, result: TrainResult, tested: Mapping[str, Any]) -> RoundReport:
+def _report(
+    server_round: int, result: TrainResult, tested: Mapping[str, Any]
+) -> RoundReport:
     """Return the report of a round, and log losses that are not finite."""
     report = RoundReport(server_round, "centralized")
     report.metrics = {
@@ -180,25 +240,44 @@ def _report(server_round: int, result: TrainResult, tested: Mapping[str, Any]) -
     return report
 
 
-def _ends(config: Config, line: Mapping[str, Any], stopping: EarlyStopping | None) -> bool:
+def _ends(
+    config: Config, line: Mapping[str, Any], stopping: EarlyStopping | None
+) -> bool:
     return ends_diverged(config, line) or (stopping is not None and stopping.stops)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the optimizer keeps between steps, by number of the parameter and name; None and numbers as such."""
+    """Return what the optimizer keeps between steps, by number of the parameter and
+    name; None and numbers as such.
+    """
     state: dict[str, Any] = {}
     for number, entries in optimizer.state_dict()["state"].items():
-        arrays = {name: value.cpu().numpy().copy() for name, value in entries.items() if torch.is_tensor(value)}
+        arrays = {
+            name: value.cpu().numpy().copy()
+            for name, value in entries.items()
+            if torch.is_tensor(value)
+        }
         state[str(number)] = {**entries, **arrays}
     return state
 
 
-def _restore(optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, Any]]) -> None:
+def _restore(
+    optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, Any]]
+) -> None:
     state = {}
     for number, entries in kept.items():
-        arrays = {name: value for name, value in entries.items() if isinstance(value, np.ndarray)}
-        state[int(number)] = {**entries, **{name: torch.from_numpy(value.copy()) for name, value in arrays.items()}}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        arrays = {
+            name: value
+            for name, value in entries.items()
+            if isinstance(value, np.ndarray)
+        }
+        state[int(number)] = {
+            **entries,
+            **{name: torch.from_numpy(value.copy()) for name, value in arrays.items()},
+        }
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:

@@ -1,7 +1,8 @@
 """Ray for runs: a cluster of machines that is running already.
 
-The machines of a cluster have the same versions of Python, Ray, Flower and torch, and share the disk on which the data
-and the output folder lie. This package and the user's modules go to them with the job, by Ray's ``runtime_env``.
+The machines of a cluster have the same versions of Python, Ray, Flower and torch, and
+share the disk on which the data and the output folder lie. This package and the user's
+modules go to them with the job, by Ray's ``runtime_env``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from fedbn_flwr.lab.models.own import is_own, own_module
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.channel_frame import is_loopback
 
-__all__ = ["check_cluster", "check_room", "check_shared", "cluster", "join_cluster", "user_modules"]
+__all__ = [
+    "check_cluster",
+    "check_room",
+    "check_shared",
+    "cluster",
+    "join_cluster",
+    "user_modules",
+]
 
 _ANSWER_SECONDS = 5.0  # of the address; ``ray.init`` would wait for minutes
 _WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
@@ -38,22 +46,32 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 @contextmanager
-def cluster(configs: Sequence[Config], address: str, *, log_to_driver: bool = False) -> Iterator[None]:
+def cluster(
+    configs: Sequence[Config], address: str, *, log_to_driver: bool = False
+) -> Iterator[None]:
     """Connect this process to Ray for runs of these configs.
 
     Args:
-        configs: the settings; modules of the user that they name go to the machines of the cluster.
+        configs: the settings; modules of the user that they name go to the machines of
+            the cluster.
         address: ``host:port`` of a running cluster, of which this machine is one.
         log_to_driver: print what the tasks print.
     """
     with needs_package("ray", "runs on a cluster"):
         import ray
     if ray.is_initialized():
-        raise EngineError("this process is connected to Ray already. Call ray.shutdown() first.")
+        raise EngineError(
+            "this process is connected to Ray already. Call ray.shutdown() first."
+        )
     _check_address(address)
     modules = [str(path) for path in (_PACKAGE, *user_modules(configs))]
     runtime = {"env_vars": {"FLWR_TELEMETRY_ENABLED": "0"}, "py_modules": modules}
-    _init(address=address, runtime_env=runtime, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    _init(
+        address=address,
+        runtime_env=runtime,
+        log_to_driver=log_to_driver,
+        logging_level=logging.ERROR,
+    )
     try:
         yield
     finally:
@@ -61,54 +79,92 @@ def cluster(configs: Sequence[Config], address: str, *, log_to_driver: bool = Fa
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
-    """Return the files and folders of the user's modules, and of those beside them that they import."""
-    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+    """Return the files and folders of the user's modules, and of those beside them that
+    they import.
+    """
+    installed = [
+        Path(sysconfig.get_path(name)).resolve()
+        for name in ("stdlib", "purelib", "platlib")
+    ]
     named = [own_module(config.model) for config in configs if is_own(config.model)]
     named += [
-        own_code.own_module("dataset", config.dataset, KINDS) for config in configs if data_of(config).by_function
+        own_code.own_module("dataset", config.dataset, KINDS)
+        for config in configs
+        if data_of(config).by_function
     ]
-    homes = {path.parent for module in named if (path := _location(module.__name__.partition(".")[0]))}
-    own = {home for home in homes if not any(home.is_relative_to(folder) for folder in installed)}
-    imported = [_location(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
+    homes = {
+        path.parent
+        for module in named
+        if (path := _location(module.__name__.partition(".")[0]))
+    }
+    own = {
+        home
+        for home in homes
+        if not any(home.is_relative_to(folder) for folder in installed)
+    }
+    imported = [
+        _location(name)
+        for name in list(sys.modules)
+        if "." not in name and name != "__main__"
+    ]
     return sorted({path for path in imported if path and path.parent in own})
 
 
 def _location(module: str) -> Path | None:
-    """Return the file of an imported module, or the folder of a package; None for others."""
+    """Return the file of an imported module, or the folder of a package; None for
+    others.
+    """
     imported = sys.modules.get(module)
     paths = [*getattr(imported, "__path__", []), getattr(imported, "__file__", None)]
     return Path(paths[0]).resolve() if paths[0] else None
 
 
 def check_cluster(config: Config, out: Path, address: str) -> None:
-    """Check, before a run, that its clients have room on a cluster, and see the files that they keep."""
+    """Check, before a run, that its clients have room on a cluster, and see the files
+    that they keep.
+    """
     with cluster([config], address):
-        check_room(config, [(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0)) for node in _nodes()])
+        check_room(
+            config,
+            [
+                (node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0))
+                for node in _nodes()
+            ],
+        )
         if config.state_dir:
-            check_shared("state-dir", out if config.state_dir == STATE_IN_OUT else Path(config.state_dir))
+            check_shared(
+                "state-dir",
+                out if config.state_dir == STATE_IN_OUT else Path(config.state_dir),
+            )
 
 
 def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
-    """Check that clients that wait for one another have room on machines, by address and CPUs, and reach the server."""
+    """Check that clients that wait for one another have room on machines, by address
+    and CPUs, and reach the server.
+    """
     if not method_of(config).methods.whole.needs_all_at_once:
         return
     clients = share_of(config.fraction_train, config.num_clients)
     places = sum(int(cpus // config.torch_threads) for _, cpus in machines)
     if places < clients:
         raise ConfigError(
-            f"the {clients} clients of a round wait for one another in the channel, and the cluster has room for "
-            f"{places} (torch-threads={config.torch_threads}). Set fedtan-transport=messages."
+            f"the {clients} clients of a round wait for one another in the channel, and"
+            f" the cluster has room for {places}"
+            f" (torch-threads={config.torch_threads}). Set fedtan-transport=messages."
         )
     bind = str(getattr(method_of(config).params, "fedtan_bind", ""))
     if len({address for address, _ in machines}) > 1 and is_loopback(bind):
         raise ConfigError(
-            f"fedtan-bind={bind!r} is this machine only. Set fedtan-transport=messages; or fedtan-bind to an address "
-            "that all machines reach, with fedtan-tls-dir."
+            f"fedtan-bind={bind!r} is this machine only. Set fedtan-transport=messages;"
+            " or fedtan-bind to an address that all machines reach, with"
+            " fedtan-tls-dir."
         )
 
 
 def check_shared(setting: str, folder: Path) -> None:
-    """Check that every machine of the cluster sees what this one writes into a folder, made if it is absent."""
+    """Check that every machine of the cluster sees what this one writes into a folder,
+    made if it is absent.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -118,24 +174,38 @@ def check_shared(setting: str, folder: Path) -> None:
     task, nodes = ray.remote(num_cpus=0)(Path.exists), _nodes()
     on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     try:
-        there = ray.get([task.options(scheduling_strategy=place).remote(mark) for place in on], timeout=_WORK_SECONDS)
+        there = ray.get(
+            [task.options(scheduling_strategy=place).remote(mark) for place in on],
+            timeout=_WORK_SECONDS,
+        )
     except ray.exceptions.RayError as error:  # also that it takes too long
-        raise EngineError(f"a machine of the cluster failed at its first task: {error}") from error
+        raise EngineError(
+            f"a machine of the cluster failed at its first task: {error}"
+        ) from error
     finally:
         mark.unlink()
-    if without := ", ".join(node["NodeManagerAddress"] for node, seen in zip(nodes, there, strict=True) if not seen):
+    if without := ", ".join(
+        node["NodeManagerAddress"]
+        for node, seen in zip(nodes, there, strict=True)
+        if not seen
+    ):
         raise ConfigError(
-            f"{setting}={str(folder)!r} is not one folder for all machines: {without} does not see what this machine "
-            "writes there. Name a folder that all machines share."
+            f"{setting}={str(folder)!r} is not one folder for all machines: {without}"
+            " does not see what this machine writes there. Name a folder that all"
+            " machines share."
         )
 
 
 def join_cluster(address: str, pyproject: Path) -> None:
-    """Connect this process to a cluster until it ends: Flower's simulation uses the Ray that it finds connected."""
+    """Connect this process to a cluster until it ends: Flower's simulation uses the Ray
+    that it finds connected.
+    """
     values = tomllib.loads(pyproject.read_text())["tool"]["flwr"]["app"]["config"]
     stack = ExitStack()
     atexit.register(stack.close)
-    stack.enter_context(cluster([Config.make(values, complete=True)], address, log_to_driver=True))
+    stack.enter_context(
+        cluster([Config.make(values, complete=True)], address, log_to_driver=True)
+    )
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -150,24 +220,28 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise ConfigError(
-            f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray start --head` shows it; the "
-            "command runs on one of its machines, without Ray's client (ray://)."
+            f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray"
+            " start --head` shows it; the command runs on one of its machines, without"
+            " Ray's client (ray://)."
         )
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise EngineError(
-            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head`, and "
-            "`ray start --address=HOST:PORT` on each other machine."
+            f"no Ray cluster answers at {address} ({error}). Start one with `ray start"
+            " --head`, and `ray start --address=HOST:PORT` on each other machine."
         ) from error
 
 
 def _init(**options: Any) -> None:
-    """Call ``ray.init`` without its warnings; the handler of SIGTERM stays that of this process."""
+    """Call ``ray.init`` without its warnings; the handler of SIGTERM stays that of this
+    process.
+    """
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else Ray looks how this process was started
+    # else Ray looks how this process was started
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:
@@ -177,8 +251,8 @@ def _init(**options: Any) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
         ray.shutdown()
         raise EngineError(
-            f"Ray at {options['address']}: {error}. This machine must be one of the cluster's, with the same "
-            "versions of Ray and Python."
+            f"Ray at {options['address']}: {error}. This machine must be one of the"
+            " cluster's, with the same versions of Ray and Python."
         ) from error
     finally:
         if handler is not None:

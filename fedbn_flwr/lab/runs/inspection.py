@@ -1,4 +1,6 @@
-"""Predict what a strategy does with a model: shared, kept and frozen parts; floats, bytes and exchanges per round."""
+"""Predict what a strategy does with a model: shared, kept and frozen parts; floats,
+bytes and exchanges per round.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,17 @@ class Inspection:
         floats: number of elements of floating entries by part.
         counters: number of elements of integer entries by part.
         local: the parts that stay with the clients.
-        synchronised: the channels of each BatchNorm call in a synchronised step, in order; empty without such a step.
+        synchronised: the channels of each BatchNorm call in a synchronised step, in
+            order; empty without such a step.
         phases: the phases of the run in order.
-        reestimation: additional traffic of re-estimated BN statistics in each round with a test; None without.
+        reestimation: additional traffic of re-estimated BN statistics in each round
+            with a test; None without.
         plain: traffic of a round of FedAvg with the same model.
         warnings: why the method would have no effect, or only a part of it.
-        frozen: the parameters that do not train (``train-only``); they are sent all the same.
-        fixed: the BN layers whose running statistics do not move either (``frozen-bn=eval``,
-            or the model's own function leaves them in eval mode).
+        frozen: the parameters that do not train (``train-only``); they are sent all the
+            same.
+        fixed: the BN layers whose running statistics do not move either
+            (``frozen-bn=eval``, or the model's own function leaves them in eval mode).
     """
 
     parts: Parts
@@ -96,19 +101,27 @@ class Inspection:
         total = Traffic()
         for phase in (*self.phases, *filter(None, [self.reestimation])):
             if phase.rounds is None:
-                raise ConfigError(f"the number of rounds of phase {phase.name!r} is found out during the run")
+                raise ConfigError(
+                    f"the number of rounds of phase {phase.name!r} is found out during"
+                    " the run"
+                )
             total = total.plus(phase.traffic, phase.rounds)
         return total
 
 
-def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Config | None = None) -> Inspection:
-    """Return the predicted traffic of ``strategy`` between the server and ``num_clients`` clients of a round.
+def inspect_model(
+    model: nn.Module, strategy: str, num_clients: int, config: Config | None = None
+) -> Inspection:
+    """Return the predicted traffic of ``strategy`` between the server and
+    ``num_clients`` clients of a round.
 
     Args:
-        model: the model; one forward pass in eval mode finds the BatchNorm calls of a synchronised step.
+        model: the model; one forward pass in eval mode finds the BatchNorm calls of a
+            synchronised step.
         strategy: a key of ``STRATEGIES``.
         num_clients: clients of a round.
-        config: gives the number of rounds, the model's input and the method's settings; None = all defaults.
+        config: gives the number of rounds, the model's input and the method's settings;
+            None = all defaults.
 
     Raises:
         KeyError: the strategy is not in ``STRATEGIES``.
@@ -120,7 +133,10 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     calls = batchnorm_calls(model, config) if methods.whole.exchanges else ()
     step = costs.synchronised_step(calls, model) if methods.whole.exchanges else None
     plan, in_eval = freeze_plan(methods), stays_in_eval(model)
-    refused = [f"{fit.text}; the model has {fit.has or 'none'}: a run is refused" for fit in misfits(config, model)]
+    refused = [
+        f"{fit.text}; the model has {fit.has or 'none'}: a run is refused"
+        for fit in misfits(config, model)
+    ]
     return Inspection(
         parts=costs.parts,
         sizes=costs.sizes,
@@ -137,8 +153,12 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
             *config.warnings(),
             *_uncounted(config),
         ),
-        frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
-        fixed=tuple(path for path, module in model.named_modules() if module in in_eval),
+        frozen=tuple(
+            name for name, p in model.named_parameters() if not p.requires_grad
+        ),
+        fixed=tuple(
+            path for path, module in model.named_modules() if module in in_eval
+        ),
     )
 
 
@@ -161,7 +181,9 @@ class _Costs:
         self.parts, self._state = split_state(model), to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
         self.everything = num_bytes(to_record(self._state))
-        self.shared = num_bytes(to_record({name: a for name, a in self._state.items() if self._sends(name)}))
+        self.shared = num_bytes(
+            to_record({name: a for name, a in self._state.items() if self._sends(name)})
+        )
         self._trained = sum(
             p.numel() * p.element_size()
             # as the state dict, where a tied weight has two names
@@ -184,48 +206,87 @@ class _Costs:
         return numbers
 
     def one_round(self, down: Sizes, up: Sizes) -> Traffic:
-        """Return the traffic of a round with one exchange: a broadcast, and a reply of each client."""
-        return Traffic(1, down[0], self._num_clients * up[0], down[1], self._num_clients * up[1])
+        """Return the traffic of a round with one exchange: a broadcast, and a reply of
+        each client.
+        """
+        return Traffic(
+            1, down[0], self._num_clients * up[0], down[1], self._num_clients * up[1]
+        )
 
     def rounds(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of round 1 and of each later one, without a synchronised step."""
-        start, later = self.one_round(self.everything, self.shared), self.one_round(self.shared, self.shared)
-        # Further records (variates, momentum) start at zero and are not sent down in the first round.
-        (copies_down, copies_up), (rows_down, rows_up) = self._travels.extra_copies, self._travels.extra_statistics
+        """Return the traffic of round 1 and of each later one, without a synchronised
+        step.
+        """
+        start, later = (
+            self.one_round(self.everything, self.shared),
+            self.one_round(self.shared, self.shared),
+        )
+        # Further records (variates, momentum) start at zero and are not sent down
+        # in # the first round.
+        (copies_down, copies_up), (rows_down, rows_up) = (
+            self._travels.extra_copies,
+            self._travels.extra_statistics,
+        )
         counts = sum(beside.size == "moments" for beside in self._travels.beside)
         later.down += copies_down * self._trained + int(rows_down * self._statistics)
         for traffic in (start, later):
-            traffic.up += self._num_clients * (copies_up * self._trained + int(rows_up * self._statistics))
+            traffic.up += self._num_clients * (
+                copies_up * self._trained + int(rows_up * self._statistics)
+            )
             traffic.counters_up += self._num_clients * 8 * self._layers * counts
             if SHARED_BN in method_of(self._config).tests:
                 traffic.up += self._num_clients * (self.everything[0] - self.shared[0])
-                traffic.counters_up += self._num_clients * (self.everything[1] - self.shared[1])
+                traffic.counters_up += self._num_clients * (
+                    self.everything[1] - self.shared[1]
+                )
         return start, later
 
-    def synchronised_step(self, calls: Sequence[tuple[int, bool]], model: nn.Module) -> Traffic:
+    def synchronised_step(
+        self, calls: Sequence[tuple[int, bool]], model: nn.Module
+    ) -> Traffic:
         """Return the traffic of a synchronised step with these BatchNorm calls."""
         exchanges = self._travels.exchanges
-        costs = [(channels, *exchanges.cost(gradient)) for channels, gradient in calls] if exchanges else []
+        costs = (
+            [(channels, *exchanges.cost(gradient)) for channels, gradient in calls]
+            if exchanges
+            else []
+        )
         width = next(model.parameters()).element_size() if costs else 0
         size = width * sum(channels * rows for channels, _, rows in costs)
         apart = width * exchanges.apart * len(calls) if exchanges else 0
         exchanged = sum(number for _, number, _ in costs)
-        return Traffic(exchanged, size, self._num_clients * size, apart, self._num_clients * apart)
+        return Traffic(
+            exchanged, size, self._num_clients * size, apart, self._num_clients * apart
+        )
 
     def reestimation(self) -> Phase | None:
-        """Return what re-estimated statistics add in each round with a test; None without them."""
+        """Return what re-estimated statistics add in each round with a test; None
+        without them.
+        """
         if not (method_of(self._config).reestimates and self._layers):
             return None
         tested = -(-self._config.num_server_rounds // self._config.eval_every)
-        return Phase("re-estimation", tested, self.one_round(self.shared, (self._statistics, 8 * self._layers)))
+        return Phase(
+            "re-estimation",
+            tested,
+            self.one_round(self.shared, (self._statistics, 8 * self._layers)),
+        )
 
 
 def _uncounted(config: Config) -> Iterator[str]:
-    """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
+    """Yield what a run with these settings sends beyond the traffic of
+    ``inspect_model``.
+    """
     if config.masked_sums:
-        yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
+        yield (
+            "masked-sums: its further exchanges, and the 64 bits of each masked float,"
+            " are not counted here"
+        )
     if config.fraction_train < 1 and method_of(config).methods.local:
-        yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
+        yield (
+            "fraction-train: a client first asked after round 1 gets the whole model,"
+            " which is not counted here"
+        )
 
 
 def _phases(
@@ -240,13 +301,19 @@ def _phases(
     Args:
         start: traffic of round 1, without the synchronised step.
         later: traffic of the other rounds.
-        exchanges: traffic of the synchronised step, which each round has until BN is frozen; None = no such step.
+        exchanges: traffic of the synchronised step, which each round has until BN is
+            frozen; None = no such step.
         rounds: rounds of the run.
         plan: when and what is frozen; None = BN is never frozen.
     """
     last = rounds if plan is None else freeze_round(plan.at, rounds)
     parts = frozenset() if plan is None else plan.parts
-    cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
+    cuts = {
+        0,
+        rounds,
+        1 if start != later else 0,
+        rounds if last is None else min(last, rounds),
+    }
     phases = []
     for begin, end in itertools.pairwise(sorted(cuts)):
         traffic = start if begin == 0 else later
@@ -258,7 +325,9 @@ def _phases(
             name = "first" if begin == 0 else "later"
         else:
             name = "before T*" if plan else "every"
-        phases.append(Phase(name, end - begin, traffic, parts if frozen else frozenset()))
+        phases.append(
+            Phase(name, end - begin, traffic, parts if frozen else frozenset())
+        )
     if last is None:
         phases[-1] = dataclasses.replace(phases[-1], rounds=None)
         phases.append(Phase("frozen", None, later, parts))
@@ -266,23 +335,39 @@ def _phases(
 
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
-    """Return the BatchNorm calls of a forward pass, in order: channels, and whether the input needs a gradient.
+    """Return the BatchNorm calls of a forward pass, in order: channels, and whether the
+    input needs a gradient.
 
     A layer called twice counts twice; layers that are kept in eval mode are left out.
     """
     parameter = next(model.parameters())
     calls: list[tuple[int, bool]] = []
 
-    def note(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+    def note(
+        _: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+    ) -> None:
         x = args[0] if args else kwargs["input"]
         calls.append((x.shape[1], x.requires_grad))
 
     in_eval = stays_in_eval(model)
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in in_eval]
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module not in in_eval
+    ]
+    handles = [
+        layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers
+    ]
     try:
         with kept_modes(model), torch.enable_grad():
-            model.eval()(torch.zeros(2, *data_of(config).shape, dtype=parameter.dtype, device=parameter.device))
+            model.eval()(
+                torch.zeros(
+                    2,
+                    *data_of(config).shape,
+                    dtype=parameter.dtype,
+                    device=parameter.device,
+                )
+            )
     finally:
         for handle in handles:
             handle.remove()

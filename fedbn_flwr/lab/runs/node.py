@@ -26,7 +26,12 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
     whole_data,
 )
-from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_model
+from fedbn_flwr.lab.setup import (
+    local_training,
+    pick_device,
+    ready_to_train,
+    training_model,
+)
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,
     DATA_PATH,
@@ -46,31 +51,40 @@ __all__ = ["RunClients", "client_fn", "node_report"]
 
 
 def client_fn(context: Context) -> TorchClient:
-    """Return a node's client, made from the run config and the node config in its Flower context.
+    """Return a node's client, made from the run config and the node config in its
+    Flower context.
 
-    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition.
+    A node with a ``data-path`` in its config trains and tests on the data there, not on
+    a partition.
 
     Raises:
-        ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``; or a value
-            that cannot be, or a key that is nearly one of ours.
-        DataError: the node's own data cannot be used, or ``eval-on`` names a test set that they do not have.
+        ConfigError: the node config has neither ``partition-id`` and ``num-partitions``
+            nor ``data-path``; or a value that cannot be, or a key that is nearly one of
+            ours.
+        DataError: the node's own data cannot be used, or ``eval-on`` names a test set
+            that they do not have.
     """
     for key in context.node_config:
         # A node serves other apps, too: keys that are unlike ours are theirs.
-        if key not in NODE_KEYS and difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
+        if key not in NODE_KEYS and difflib.get_close_matches(
+            key.replace("_", "-"), NODE_KEYS, cutoff=0.9
+        ):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
     return _run_clients(tuple(context.run_config.items())).client(context)
 
 
 @functools.lru_cache(maxsize=4)  # called for every message
 def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
-    """Return what makes the clients of a run that this process knows by its run config only."""
+    """Return what makes the clients of a run that this process knows by its run config
+    only.
+    """
     config = Config.make(dict(items), complete=True)
     return RunClients(config, functools.partial(training_model, config))
 
 
 class RunClients:
-    """Makes the clients of one run: the nodes of a process share the config, the data and the models.
+    """Makes the clients of one run: the nodes of a process share the config, the data
+    and the models.
 
     Args:
         config: the settings.
@@ -79,16 +93,24 @@ class RunClients:
 
     def __init__(self, config: Config, build: BuildModel) -> None:
         self._config, self._build = config, build
-        self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config))
+        self._split = functools.lru_cache(maxsize=4)(
+            functools.partial(partitioned_data, config)
+        )
 
     @classmethod
     def of(cls, checked: Checked) -> RunClients:
-        """Return those of a run that this process has checked: they train copies of its model."""
+        """Return those of a run that this process has checked: they train copies of its
+        model.
+        """
         model = copied(checked.model)  # the server takes over the other one
-        return cls(checked.config, lambda: ready_to_train(copied(model), checked.config))
+        return cls(
+            checked.config, lambda: ready_to_train(copied(model), checked.config)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send the config alone to a new process, which imports the user's modules before it builds the model."""
+        """Send the config alone to a new process, which imports the user's modules
+        before it builds the model.
+        """
         return _run_clients, (tuple(self._config.to_mapping().items()),)
 
     def client(self, context: Context) -> TorchClient:
@@ -109,20 +131,27 @@ class RunClients:
         )
 
     def num_examples(self, context: Context) -> int:
-        """Return the number of a node's training examples; the node has a partition of the run's data."""
+        """Return the number of a node's training examples; the node has a partition of
+        the run's data.
+        """
         client, num_clients = _part(context)
         return len(self._split(num_clients).train[client])
 
-    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
+    def _node_data(
+        self, context: Context
+    ) -> tuple[Subset, dict[str, Subset], Subset | None]:
         """Return a node's training data, its test sets, and its validation data if any."""
         config = self._config
         of_site = data_of(config).by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
-            shared = {"personal-global", "personal-domains"} & {*method_of(config).tests}
+            shared = {"personal-global", "personal-domains"} & {
+                *method_of(config).tests
+            }
             if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
-                    f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with a site's "
-                    "data or a data-path has the test set own alone. Use eval-on=personal-own.",
+                    f"eval-on={','.join(sorted(shared))} needs a test set that all"
+                    " nodes hold; a node with a site's data or a data-path has the"
+                    " test set own alone. Use eval-on=personal-own.",
                     code=ABOUT_THE_RUN,
                 )
             split, client = _own_data(config, context)[0], 0
@@ -132,14 +161,21 @@ class RunClients:
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
             if "personal-domains" in method_of(config).tests:
-                tests |= {domain_test(name): view for name, view in split.domain_views().items()}
+                tests |= {
+                    domain_test(name): view
+                    for name, view in split.domain_views().items()
+                }
         validation = split.validation_view(client) if config.validation_share else None
         return split.train_view(client), tests, validation
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:
-    """Return a node's state folder; for ``state-dir=out`` it is in the run's output folder."""
-    if (str(context.node_config.get(STATE_DIR, "")) or config.state_dir) == STATE_IN_OUT:
+    """Return a node's state folder; for ``state-dir=out`` it is in the run's output
+    folder.
+    """
+    if (
+        str(context.node_config.get(STATE_DIR, "")) or config.state_dir
+    ) == STATE_IN_OUT:
         return state_in_out(config)
     return state_dir(context, config.state_dir)
 
@@ -148,27 +184,34 @@ def _part(context: Context) -> tuple[int, int]:
     """Return the number of a node's part of the data, and that of all parts.
 
     Raises:
-        ConfigError: the node's config does not say one of them, or there is no such part. The text does not name the
-            node, so that it is the same for all nodes with this fault, which ends the run; the server names the node.
+        ConfigError: the node's config does not say one of them, or there is no such
+            part. The text does not name the node, so that it is the same for all nodes
+            with this fault, which ends the run; the server names the node.
     """
     node = context.node_config
-    if missing := [str(key) for key in (PARTITION_ID, NUM_PARTITIONS) if key not in node]:
+    if missing := [
+        str(key) for key in (PARTITION_ID, NUM_PARTITIONS) if key not in node
+    ]:
         raise ConfigError(
-            f"{missing[0]!r} is missing from the node's config. Start the SuperNode with --node-config 'partition-id=0 "
-            "num-partitions=3' (its own number and the number of nodes), or with --node-config 'partition-id=0 "
-            'data-path="/its/own/data"\'.'
+            f"{missing[0]!r} is missing from the node's config. Start the SuperNode"
+            " with --node-config 'partition-id=0 num-partitions=3' (its own number and"
+            " the number of nodes), or with --node-config 'partition-id=0"
+            ' data-path="/its/own/data"\'.'
         )
     client, num_clients = partition_of(context), num_partitions_of(context)
     if client is None or not num_clients or client >= num_clients:
         raise ConfigError(
-            f"partition-id={node[PARTITION_ID]!r} num-partitions={node[NUM_PARTITIONS]!r} in the node's config: "
-            "num-partitions must be a whole number from 1, and partition-id a smaller one from 0"
+            f"partition-id={node[PARTITION_ID]!r}"
+            f" num-partitions={node[NUM_PARTITIONS]!r} in the node's config:"
+            " num-partitions must be a whole number from 1, and partition-id a smaller"
+            " one from 0"
         )
     return client, num_clients
 
 
 def _data_of_site(config: Config, context: Context) -> PartitionedData:
-    """Return what the run's function gives for a node: for its ``data-path``, else for its partition id.
+    """Return what the run's function gives for a node: for its ``data-path``, else for
+    its partition id.
 
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
@@ -182,15 +225,17 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     info, shape = own_info(request), data_of(config).shape
     if (info.input_shape, info.num_classes) != (shape, data_of(config).num_outputs):
         raise DataError(
-            f"dataset={config.dataset!r}: it has inputs {info.input_shape} and {info.num_classes} classes or target "
-            f"columns; the run's model takes {shape} and has {data_of(config).num_outputs} outputs."
+            f"dataset={config.dataset!r}: it has inputs {info.input_shape} and"
+            f" {info.num_classes} classes or target columns; the run's model takes"
+            f" {shape} and has {data_of(config).num_outputs} outputs."
         )
     data = load_dataset(info, device=pick_device(config.device))
     return whole_data(config, data, client)
 
 
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
-    """Return the data that a node has for itself, all for one client, and the config that describes them.
+    """Return the data that a node has for itself, all for one client, and the config
+    that describes them.
 
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
@@ -210,7 +255,9 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         )
         return whole_data(config, data, client), config
     kind = config.dataset.partition(":")[0]
-    here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
+    here = config.model_copy(
+        update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1}
+    )
     try:
         _check_fit(config, here)
         data = load_data(here, data_of(config).shape)
@@ -220,33 +267,50 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
 
 
 def node_report(config: Config, context: Context) -> str:
-    """Return the counts of the data that a node has for itself, or of its share of those that all have.
+    """Return the counts of the data that a node has for itself, or of its share of
+    those that all have.
 
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
     """
     from fedbn_flwr.lab.partitioned.counts import data_text
 
-    if DATA_PATH in context.node_config or (data_of(config).by_function and on_network_node()):
+    if DATA_PATH in context.node_config or (
+        data_of(config).by_function and on_network_node()
+    ):
         split, config = _own_data(config, context)
     else:
         client, num_clients = _part(context)
         split = partitioned_data(config, num_clients)
         mine = slice(client, client + 1)
-        split = replace(split, train=split.train[mine], test=split.test[mine], validation=split.validation[mine])
+        split = replace(
+            split,
+            train=split.train[mine],
+            test=split.test[mine],
+            validation=split.validation[mine],
+        )
     return data_text(split, config)
 
 
 def _check_fit(config: Config, here: Config) -> None:
-    """Raise DataError unless the data of the config ``here``, a node's, fit the run's config."""
+    """Raise DataError unless the data of the config ``here``, a node's, fit the run's
+    config.
+    """
     info, wanted = data_of(here).info, data_of(config).info
     if info.input_shape != wanted.input_shape:
-        raise DataError(f"it has inputs {data_of(here).shape}; the run's model takes {data_of(config).shape}.")
+        raise DataError(
+            f"it has inputs {data_of(here).shape}; the run's model takes"
+            f" {data_of(config).shape}."
+        )
     needed, given = data_of(here).num_outputs, data_of(config).num_outputs
     if needed != given:
-        raise DataError(f"it needs a model with {needed} outputs; the run's has {given}. Set num-classes.")
+        raise DataError(
+            f"it needs a model with {needed} outputs; the run's has {given}. Set"
+            " num-classes."
+        )
     if wanted.class_names and info.class_names != wanted.class_names:
         raise DataError(
-            f"its classes are {', '.join(info.class_names[:20])}; those of the run are "
-            f"{', '.join(wanted.class_names[:20])}. Give each class a folder of the same name; it may be empty."
+            f"its classes are {', '.join(info.class_names[:20])}; those of the run are"
+            f" {', '.join(wanted.class_names[:20])}. Give each class a folder of the"
+            " same name; it may be empty."
         )

@@ -18,16 +18,19 @@ __all__ = ["REPLY_WAIT", "count_nodes"]
 logger = logging.getLogger("flwr")
 
 NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
-RETURN_GRACE = 60.0  # NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
+# NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
+RETURN_GRACE = 60.0
 REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
 
 
 def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
-    """Wait for the number of nodes in the config, and return the number of clients of the run.
+    """Wait for the number of nodes in the config, and return the number of clients of
+    the run.
 
-    Over a network nodes come one after another: ``num_clients`` = 0 is then the number of parts into which they say
-    that they split the data. There a resumed run may also continue with fewer nodes, and one of ``num_clients`` = 0
-    with more; in other engines this would change the split.
+    Over a network nodes come one after another: ``num_clients`` = 0 is then the number
+    of parts into which they say that they split the data. There a resumed run may also
+    continue with fewer nodes, and one of ``num_clients`` = 0 with more; in other
+    engines this would change the split.
 
     Raises:
         EngineError: there are no nodes.
@@ -38,41 +41,78 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
     grace = RETURN_GRACE if may_differ else NODE_GRACE
     connected = _wait_for_nodes(grid, wanted or 1, grace)
     if not connected:
-        raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
+        raise EngineError(
+            f"no nodes connected within {grace:g} s; start the SuperNodes first"
+        )
     if not wanted:
         return _all_nodes(grid, config) if network else connected
     if may_differ and connected < wanted == begun_with:
-        logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, connected)
+        logger.warning(
+            "the run began with %d nodes and continues with %d: the others may come"
+            " back",
+            wanted,
+            connected,
+        )
     elif may_differ and connected > wanted and not config.num_clients:
-        logger.warning("the run began with %d nodes and continues with %d", wanted, connected)
+        logger.warning(
+            "the run began with %d nodes and continues with %d", wanted, connected
+        )
     elif connected != wanted:
-        start = f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
+        start = (
+            f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr"
+            " run`"
+        )
         if network:
             start = f"Start {wanted} SuperNodes"
-        why = f"the run began with {begun_with}" if begun_with else "or set num-clients=0 to take all nodes"
-        raise ConfigError(f"num-clients={wanted}, but the federation has {connected} node(s). {start}; {why}.")
+        why = (
+            f"the run began with {begun_with}"
+            if begun_with
+            else "or set num-clients=0 to take all nodes"
+        )
+        raise ConfigError(
+            f"num-clients={wanted}, but the federation has {connected} node(s)."
+            f" {start}; {why}."
+        )
     return wanted
 
 
 def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
-    """Return how many nodes are connected once there are enough, at the latest after ``grace`` seconds."""
+    """Return how many nodes are connected once there are enough, at the latest after
+    ``grace`` seconds.
+    """
     deadline = time.monotonic() + grace
-    while (connected := len(list(grid.get_node_ids()))) < at_least and time.monotonic() <= deadline:
+    while (
+        connected := len(list(grid.get_node_ids()))
+    ) < at_least and time.monotonic() <= deadline:
         time.sleep(0.2)
     return connected
 
 
 def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
-    """Return the number of nodes with the data: at least that of the parts of which the first to answer has one."""
-    messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in grid.get_node_ids()]
+    """Return the number of nodes with the data: at least that of the parts of which the
+    first to answer has one.
+    """
+    messages = [
+        Message(RecordDict(), node_id, MessageType.QUERY)
+        for node_id in grid.get_node_ids()
+    ]
     replies = grid.send_and_receive_until(
         messages,
         lambda replies: any(reply.has_content() for reply in replies),
         timeout=config.round_timeout or REPLY_WAIT,
     )
-    answers = [NodeProperties.read(reply).num_partitions or 0 for reply in replies if reply.has_content()]
+    answers = [
+        NodeProperties.read(reply).num_partitions or 0
+        for reply in replies
+        if reply.has_content()
+    ]
     parts = max(answers, default=0)
     connected = _wait_for_nodes(grid, parts, NODE_GRACE)
     if connected < parts:
-        logger.warning("num-partitions=%d, and the run begins with %d node(s): the others may join", parts, connected)
+        logger.warning(
+            "num-partitions=%d, and the run begins with %d node(s): the others may"
+            " join",
+            parts,
+            connected,
+        )
     return max(connected, parts)

@@ -29,16 +29,19 @@ __all__ = ["Engine", "default_workers", "preflight", "run", "start", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
 
-_WORTH_PROCESSES = 1e8  # ``work_of`` from which processes pay: a tenth of a second with the smallest models
+# ``work_of`` from which processes pay: a tenth of a second with the smallest models
+_WORTH_PROCESSES = 1e8
 
 
 def preflight(config: Config, out: Path) -> Checked:
-    """Check a run before anything is written; the resolved config names the absolute folder and the clients.
+    """Check a run before anything is written; the resolved config names the absolute
+    folder and the clients.
 
     The data and their split are in memory afterwards.
 
     Raises:
-        FedBNError: settings are bad, data is missing, the split is impossible, or the folder is in use.
+        FedBNError: settings are bad, data is missing, the split is impossible, or the
+            folder is in use.
     """
     out = out.absolute()
     if not config.resume:
@@ -49,12 +52,14 @@ def preflight(config: Config, out: Path) -> Checked:
     federated = config.strategy != CENTRALIZED
     keeps = federated and bool(method_of(config).methods.local)
     if not config.state_dir and (keeps or (federated and config.checkpoint_every)):
-        changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
+        # the clients of both engines share the server's files
+        changes["state_dir"] = STATE_IN_OUT
     config = config.model_copy(update=changes)
     if config.series and not config.resume and not Path(config.state_dir).is_absolute():
         raise ConfigError(
-            f"series={config.series} has no effect: what clients keep lies in the folder of this run. Set state-dir to "
-            "an absolute folder, which all runs of the series share."
+            f"series={config.series} has no effect: what clients keep lies in the"
+            " folder of this run. Set state-dir to an absolute folder, which all runs"
+            " of the series share."
         )
     checked = check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
@@ -64,26 +69,38 @@ def preflight(config: Config, out: Path) -> Checked:
 
 
 def default_workers(checked: Checked) -> int:
-    """Return how many worker processes make the run faster: as many as cores, at most one for a client of a round.
+    """Return how many worker processes make the run faster: as many as cores, at most
+    one for a client of a round.
 
-    0 for small runs, which are over before processes have started, and on CUDA: clients share a GPU in one process.
+    0 for small runs, which are over before processes have started, and on CUDA: clients
+    share a GPU in one process.
     """
     config = checked.config
     cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))
     if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
         return 0
-    return min(cores, clients) if work_of(config, checked.model) > _WORTH_PROCESSES else 0
+    return (
+        min(cores, clients) if work_of(config, checked.model) > _WORTH_PROCESSES else 0
+    )
 
 
 def work_of(config: Config, model: nn.Module) -> float:
-    """Return the work of a run: the examples of all local steps, times the model's parameters."""
+    """Return the work of a run: the examples of all local steps, times the model's
+    parameters.
+    """
     num_clients = count_clients(config)
     examples = sum(map(len, partitioned_data(config, num_clients).train)) / num_clients
     batch = min(config.batch_size or examples, examples)
     steps = config.local_steps or config.local_epochs * examples / batch
     parameters = sum(p.numel() for p in model.parameters())
-    return config.num_server_rounds * max(1, share_of(config.fraction_train, num_clients)) * steps * batch * parameters
+    return (
+        config.num_server_rounds
+        * max(1, share_of(config.fraction_train, num_clients))
+        * steps
+        * batch
+        * parameters
+    )
 
 
 def run(
@@ -97,21 +114,28 @@ def run(
     """Do one run and return its summary.
 
     Args:
-        config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
-        out: the output folder, empty or missing; with ``resume`` also that of a run to resume.
-        engine: "in-process" runs the clients without Flower's runtime, "simulation" in Flower's Ray simulation.
+        config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group
+            under a split by group.
+        out: the output folder, empty or missing; with ``resume`` also that of a run to
+            resume.
+        engine: "in-process" runs the clients without Flower's runtime, "simulation" in
+            Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
-        workers: worker processes of the engine in-process, 0 = none beside this one; None = ``default_workers``. The
-            results have the same bits for any number.
-        ray_address: ``host:port`` of a Ray cluster for the engine "simulation": the clients run on its machines, which
-            get code and data from this one.
+        workers: worker processes of the engine in-process, 0 = none beside this one;
+            None = ``default_workers``. The results have the same bits for any number.
+        ray_address: ``host:port`` of a Ray cluster for the engine "simulation": the
+            clients run on its machines, which get code and data from this one.
 
     Raises:
-        FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed. After a
-            DivergedError the folder is complete, up to the round that diverged.
+        FedBNError: settings are bad, data is missing, the folder is in use, or the
+            federation failed. After a DivergedError the folder is complete, up to the
+            round that diverged.
     """
     if ray_address is not None and engine != "simulation":
-        raise ConfigError(f"ray-address={ray_address} is for the engine simulation; {engine} runs on this machine.")
+        raise ConfigError(
+            f"ray-address={ray_address} is for the engine simulation; {engine} runs on"
+            " this machine."
+        )
     return start(preflight(config, out), engine, on_round, workers, ray_address)
 
 

@@ -1,4 +1,6 @@
-"""The simulation engine: the default app through ``flwr run``; it needs only the installed package."""
+"""The simulation engine: the default app through ``flwr run``; it needs only the
+installed package.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,24 @@ __all__ = ["echo", "simulate"]
 
 logger = logging.getLogger("flwr")
 
-_RECORD = re.compile(r"(?P<level>WARNING|ERROR|CRITICAL)(?: ?\d[\d-]* [\d:,.]+)? ?:\s*(?P<text>.*)")  # of Flower's log
-_OF_EVERY_RUN = ("Since flwr 1.32, default simulated SuperNodes", "Manually terminating ClientAppActor")
+# of Flower's log
+_RECORD = re.compile(
+    r"(?P<level>WARNING|ERROR|CRITICAL)(?: ?\d[\d-]* [\d:,.]+)? ?:\s*(?P<text>.*)"
+)
+_OF_EVERY_RUN = (
+    "Since flwr 1.32, default simulated SuperNodes",
+    "Manually terminating ClientAppActor",
+)
 """Warnings of Flower that each simulation has and that say nothing about the run."""
 
 
 def echo(line: str) -> None:
-    """Log a line of a Flower run's log that begins a warning or an error; the whole log is in its file."""
+    """Log a line of a Flower run's log that begins a warning or an error; the whole log
+    is in its file.
+    """
     source, found = "", _RECORD.match(line)
-    if found is None and line.startswith("("):  # Ray names the process of a client: "(ClientAppActor pid=7) "
+    # Ray names the process of a client: "(ClientAppActor pid=7) "
+    if found is None and line.startswith("("):
         source, _, text = line.partition(") ")
         found = _RECORD.match(text)
     if found and not found["text"].startswith(_OF_EVERY_RUN):
@@ -86,13 +97,15 @@ def simulate(
     on_round: OnRound | None = None,
     ray_address: str | None = None,
 ) -> dict[str, Any]:
-    """Run a config in Flower's Ray simulation and return its summary; log the warnings and errors of its log.
+    """Run a config in Flower's Ray simulation and return its summary; log the warnings
+    and errors of its log.
 
     Args:
         config: the settings, with ``num_clients`` and an absolute ``out``.
         out: the output folder; it also gets the run's log, ``flower.log``.
         on_round: called with each line of ``metrics.jsonl`` as it appears.
-        ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run; None = a private Ray here.
+        ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run;
+            None = a private Ray here.
 
     Raises:
         ConfigError: the cluster cannot do the run.
@@ -117,7 +130,9 @@ def simulate(
         _write_app(app, config, ray_address)
         following = follower.submit(_follow, out / "metrics.jsonl", on_round, ended)
         try:
-            flower_run(app, run_config={}, federation_config=federation, on_line=on_line)
+            flower_run(
+                app, run_config={}, federation_config=federation, on_line=on_line
+            )
         except EngineError as error:
             raise _failure(error, out, before) from error
         finally:
@@ -129,41 +144,61 @@ def simulate(
     following.result()  # raises what on_round raised
     if summary := read_json(out / "summary.json"):
         return summary
-    raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
+    raise EngineError(
+        f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:])
+    )
 
 
-def _failure(error: EngineError, out: Path, before: Mapping[str, Any]) -> EngineError | DivergedError:
-    """Return the error of a run that did not complete; ``before`` is the summary that the folder had."""
+def _failure(
+    error: EngineError, out: Path, before: Mapping[str, Any]
+) -> EngineError | DivergedError:
+    """Return the error of a run that did not complete; ``before`` is the summary that
+    the folder had.
+    """
     summary = read_json(out / "summary.json")
-    whole = f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
+    whole = (
+        f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
+    )
     if summary == before or DIVERGED_AT not in summary:
         return EngineError(whole)
     return DivergedError(whole, summary[DIVERGED_AT])
 
 
 def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
-    """Write the app; its ClientApp is in a module of its own if that module connects to a cluster."""
+    """Write the app; its ClientApp is in a module of its own if that module connects to
+    a cluster.
+    """
     (folder / "fedbn_simulation.py").write_text(_APP)
     module = "fedbn_simulation"
     if ray_address is not None:
         module = "fedbn_cluster"
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
     settings = [toml_pairs({key: value}) for key, value in config.to_mapping().items()]
-    (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(settings) + "\n")
+    (folder / "pyproject.toml").write_text(
+        _PYPROJECT.format(module=module) + "\n".join(settings) + "\n"
+    )
 
 
 def _resources(config: Config, private: bool) -> dict[str, Scalar]:
-    """Return the federation config: the nodes and what each asks of Ray, a private one or that of a cluster."""
+    """Return the federation config: the nodes and what each asks of Ray, a private one
+    or that of a cluster.
+    """
     clients, threads = config.num_clients, config.torch_threads
-    resources: dict[str, Scalar] = {"num-supernodes": clients, "client-resources-num-cpus": threads}
+    resources: dict[str, Scalar] = {
+        "num-supernodes": clients,
+        "client-resources-num-cpus": threads,
+    }
     if not private:
         return resources
     at_once = min(clients, num_cores() // threads)
     if method_of(config).methods.whole.needs_all_at_once:
         at_once = clients  # who wait for each other in the channel: one actor for each
         resources["init-args-num-cpus"] = clients * threads
-    if pick_device(config.device).type == "cuda":  # an actor without a part of a GPU would compute on the CPU
-        resources["client-resources-num-gpus"] = gpu_share(at_once, torch.cuda.device_count())
+    # an actor without a part of a GPU would compute on the CPU
+    if pick_device(config.device).type == "cuda":
+        resources["client-resources-num-gpus"] = gpu_share(
+            at_once, torch.cuda.device_count()
+        )
     return resources
 
 

@@ -1,7 +1,8 @@
-"""The checks before a run: whether it can start here, and whether the model fits the method and the task.
+"""The checks before a run: whether it can start here, and whether the model fits the
+method and the task.
 
-``check`` returns the config as a ``Checked``, with the model that was built for the checks: what takes a ``Checked``
-neither checks the config nor builds the model again.
+``check`` returns the config as a ``Checked``, with the model that was built for the
+checks: what takes a ``Checked`` neither checks the config nor builds the model again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, me
 from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
-from fedbn_flwr.lab.setup import build_options, initialise, model_and_warnings, pick_device
+from fedbn_flwr.lab.setup import (
+    build_options,
+    initialise,
+    model_and_warnings,
+    pick_device,
+)
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.method import Problem
@@ -32,7 +38,10 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
 
 __all__ = ["Checked", "check", "misfits", "moved_buffers", "refuse_too_few_clients"]
 
-_WAYS = " Use norm='batch' or another model; or strategy='fedavg' with client-hooks='' and local-part=''."
+_WAYS = (
+    " Use norm='batch' or another model; or strategy='fedavg' with client-hooks='' and"
+    " local-part=''."
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,8 @@ class Checked:
     Attributes:
         config: the settings.
         model: the initial model, on the CPU; the run takes it over.
-        warnings: what a user may not expect, one line each; the run logs them when it begins.
+        warnings: what a user may not expect, one line each; the run logs them when it
+            begins.
     """
 
     config: Config
@@ -51,14 +61,17 @@ class Checked:
 
 
 def check(config: Config) -> Checked:
-    """Check that a run can start here: the device, the folders, the layers that the method needs.
+    """Check that a run can start here: the device, the folders, the layers that the
+    method needs.
 
-    Forward passes of the model on two examples, in eval mode and in train mode, find errors that would occur in every
-    client.
+    Forward passes of the model on two examples, in eval mode and in train mode, find
+    errors that would occur in every client.
 
     Raises:
-        ConfigError: all problems, one per line; an augmentation that does not fit the images.
-        NormLayerError: the model does not fit the strategy, or a norm does not fit the layers.
+        ConfigError: all problems, one per line; an augmentation that does not fit the
+            images.
+        NormLayerError: the model does not fit the strategy, or a norm does not fit the
+            layers.
     """
     if problems := list(_problems_here(config)):
         raise ConfigError("\n".join(problems))
@@ -70,14 +83,21 @@ def check(config: Config) -> Checked:
     warnings, device = [], pick_device(config.device)
     if config.amp and not has_bfloat16(device):
         warnings.append(
-            f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times "
-            "slower than float32. Leave amp out, unless the clients run on other machines."
+            f"amp=true: this machine's {device.type} has no instructions for bfloat16,"
+            " and emulates it several times slower than float32. Leave amp out, unless"
+            " the clients run on other machines."
         )
-    return Checked(config, model, (*warnings, *_try_model(config, trial), *config.late_decays(), *of_model))
+    return Checked(
+        config,
+        model,
+        (*warnings, *_try_model(config, trial), *config.late_decays(), *of_model),
+    )
 
 
 def _problems_here(config: Config) -> Iterator[str]:
-    """Yield why the run cannot start on this machine: its device, its packages, its files and folders."""
+    """Yield why the run cannot start on this machine: its device, its packages, its
+    files and folders.
+    """
     try:
         pick_device(config.device)
     except ConfigError as error:
@@ -89,37 +109,61 @@ def _problems_here(config: Config) -> Iterator[str]:
         )
     if config.data_dir and not Path(config.data_dir).is_absolute():
         yield (
-            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "
-            f"(seen from the folder of this process: {str(Path(config.data_dir).absolute())!r})."
+            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders."
+            " Write the absolute path (seen from the folder of this process:"
+            f" {str(Path(config.data_dir).absolute())!r})."
         )
     elif config.data_dir and not Path(config.data_dir).is_dir():
-        yield f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data."
+        yield (
+            f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one"
+            " with the data."
+        )
     if config.init.endswith(FILES) and not Path(config.init).is_absolute():
         yield (
-            f"init={config.init!r} is relative, and the server may run in another folder. Write the absolute path "
-            f"(seen from the folder of this process: {str(Path(config.init).absolute())!r})."
+            f"init={config.init!r} is relative, and the server may run in another"
+            " folder. Write the absolute path (seen from the folder of this process:"
+            f" {str(Path(config.init).absolute())!r})."
         )
     if config.state_dir == STATE_IN_OUT and not config.out:
-        yield f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set it to an absolute path"
-    elif config.state_dir not in ("", STATE_IN_OUT) and not Path(config.state_dir).is_absolute():
-        yield f"state-dir={config.state_dir!r} is relative, and nodes run in other folders. Write it in full."
+        yield (
+            f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set it"
+            " to an absolute path"
+        )
+    elif (
+        config.state_dir not in ("", STATE_IN_OUT)
+        and not Path(config.state_dir).is_absolute()
+    ):
+        yield (
+            f"state-dir={config.state_dir!r} is relative, and nodes run in other"
+            " folders. Write it in full."
+        )
 
 
 def _refuse_norms(config: Config, model: nn.Module) -> None:
     """Raise NormLayerError if the norm layers of the model do not fit the settings."""
     if not config.resume and _replaces_nothing(config):  # an older run may go on
         raise NormLayerError(
-            f"norm={config.norm!r} changes nothing: model {config.model!r} has no BatchNorm. Use norm='batch'."
+            f"norm={config.norm!r} changes nothing: model {config.model!r} has no"
+            " BatchNorm. Use norm='batch'."
         )
     if unfit := misfits(config, model):
-        lines = [f"{fit.text}; model {config.model!r} has {fit.has or _norms(model)}." for fit in unfit]
+        lines = [
+            f"{fit.text}; model {config.model!r} has {fit.has or _norms(model)}."
+            for fit in unfit
+        ]
         raise NormLayerError("\n".join(lines) + _WAYS)
     if config.protected:
-        refuse_cumulative(model, f"dp={config.dp}" if config.dp != "off" else "masked-sums=true")
-    if config.test_bn and not any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
+        refuse_cumulative(
+            model, f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
+        )
+    if config.test_bn and not any(
+        isinstance(m, _BatchNorm) and m.running_mean is not None
+        for m in model.modules()
+    ):
         raise NormLayerError(
-            f"test-bn={config.test_bn} needs BatchNorm with running statistics; model {config.model!r} has "
-            f"{_norms(model)}. Leave test-bn out, or use a model with BatchNorm."
+            f"test-bn={config.test_bn} needs BatchNorm with running statistics; model"
+            f" {config.model!r} has {_norms(model)}. Leave test-bn out, or use a model"
+            " with BatchNorm."
         )
 
 
@@ -127,25 +171,32 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
     """Check that a round can have as many replies as it needs.
 
     Raises:
-        ConfigError: it cannot, so that every round would keep the model of the one before.
+        ConfigError: it cannot, so that every round would keep the model of the one
+            before.
     """
     asked = max(1, share_of(config.fraction_train, num_clients))
     if config.strategy != CENTRALIZED and config.min_replies > asked:
         raise ConfigError(
-            f"min-replies={config.min_replies} is more than the {asked} clients of a round (fraction-train="
-            f"{config.fraction_train:g} of {num_clients}): no round would change the model. Use at most {asked}."
+            f"min-replies={config.min_replies} is more than the {asked} clients of a"
+            f" round (fraction-train={config.fraction_train:g} of {num_clients}): no"
+            f" round would change the model. Use at most {asked}."
         )
 
 
 def _replaces_nothing(config: Config) -> bool:
-    """Return whether a norm finds no BatchNorm to replace; wsconv and fixup act without it, or refuse the model."""
+    """Return whether a norm finds no BatchNorm to replace; wsconv and fixup act without
+    it, or refuse the model.
+    """
     if config.norm not in ("group", "layer", "instance", "group+ws", "batch-renorm"):
         return False
-    return not split_state(build_model(**{**build_options(config), "norm": "batch"})).layers
+    return not split_state(
+        build_model(**{**build_options(config), "norm": "batch"})
+    ).layers
 
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:
-    """Return why the model does not fit the method of a config; BN layers that ``train-only`` leaves out do not count.
+    """Return why the model does not fit the method of a config; BN layers that
+    ``train-only`` leaves out do not count.
 
     A method for BatchNorm would have no effect on layers that do not change.
     """
@@ -157,10 +208,18 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
     if not found:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
-        by = f"train-only={config.train_only} freezes {which} them" if config.train_only else "freezes them itself"
+        by = (
+            f"train-only={config.train_only} freezes {which} them"
+            if config.train_only
+            else "freezes them itself"
+        )
         has = f"{parts.named_layers()}, and {by}"
         run = replace(run, parts=learning_parts(model))
-        found = [problem._replace(has=has) for problem in methods.problems(run) if problem.kind == "model"]
+        found = [
+            problem._replace(has=has)
+            for problem in methods.problems(run)
+            if problem.kind == "model"
+        ]
     return found
 
 
@@ -172,28 +231,44 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
     _outputs(config, model.eval(), examples.float())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"model {config.model!r} has no parameter to train: all have requires_grad=False, or there are none. Leave "
-            "some of them trainable."
+            f"model {config.model!r} has no parameter to train: all have"
+            " requires_grad=False, or there are none. Leave some of them trainable."
         )
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
     outputs = _outputs(config, model.train(), noise)
     if data_of(config).task.name not in (CLASSIFICATION.name, SEGMENTATION.name):
         return []
-    if (outputs < 0).any() or not torch.allclose(outputs.float().sum(1), torch.ones(())):
+    if (outputs < 0).any() or not torch.allclose(
+        outputs.float().sum(1), torch.ones(())
+    ):
         return []
     return [
-        f"model {config.model!r} seems to end with a softmax: its outputs are not negative and have the sum 1. The "
-        "loss takes outputs without softmax: leave it out."
+        f"model {config.model!r} seems to end with a softmax: its outputs are not"
+        " negative and have the sum 1. The loss takes outputs without softmax: leave"
+        " it out."
     ]
 
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
-    """Return the buffers that a step of training changes: running statistics, or an average of a user's own."""
+    """Return the buffers that a step of training changes: running statistics, or an
+    average of a user's own.
+    """
     trial = copied(model).to("cpu").train()
-    before = {name: buffer.clone() for name, buffer in trial.named_buffers(remove_duplicate=False)}
-    _outputs(config, trial, torch.rand(2, *data_of(config).shape, generator=torch.Generator().manual_seed(0)))
+    before = {
+        name: buffer.clone()
+        for name, buffer in trial.named_buffers(remove_duplicate=False)
+    }
+    _outputs(
+        config,
+        trial,
+        torch.rand(
+            2, *data_of(config).shape, generator=torch.Generator().manual_seed(0)
+        ),
+    )
     now = trial.named_buffers(remove_duplicate=False)
-    return frozenset(name for name, buffer in now if not torch.equal(buffer, before[name]))
+    return frozenset(
+        name for name, buffer in now if not torch.equal(buffer, before[name])
+    )
 
 
 def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.Tensor:
@@ -202,14 +277,19 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     Raises:
         ConfigError: the model fails, or its outputs do not fit the task.
     """
-    what = f"{'in train mode ' if model.training else ''}for a batch of inputs {tuple(examples.shape)}"
+    what = (
+        f"{'in train mode ' if model.training else ''}for a batch of inputs"
+        f" {tuple(examples.shape)}"
+    )
     try:
         with torch.no_grad(), seeded_on_cpu(0):
             outputs = model(examples)
     except FedBNError:
         raise
     except Exception as error:  # the model's own, which may raise anything
-        raise ConfigError(f"model {config.model!r} fails {what}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"model {config.model!r} fails {what}: {type(error).__name__}: {error}"
+        ) from error
     pixels = examples.shape[2:] if data_of(config).task.by_pixel else ()
     wanted = (2, data_of(config).num_outputs, *pixels)
     got = f"a {type(outputs).__name__}"
@@ -219,8 +299,8 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
             return outputs
         got = f"shape {shape}"
     raise ConfigError(
-        f"model {config.model!r} returns {got} {what}; {data_of(config).task.name} needs a tensor of shape "
-        f"{wanted} (outputs without softmax)."
+        f"model {config.model!r} returns {got} {what}; {data_of(config).task.name}"
+        f" needs a tensor of shape {wanted} (outputs without softmax)."
     )
 
 
@@ -228,9 +308,16 @@ def _norms(model: nn.Module) -> str:
     """Return the kinds and the first paths of the model's norm layers, for messages."""
     kinds: dict[str, str] = {}
     for path, module in model.named_modules():
-        in_torch = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn")]
+        in_torch = [
+            kind.__name__
+            for kind in type(module).__mro__
+            if kind.__module__.startswith("torch.nn")
+        ]
         if in_torch and "Norm" in in_torch[0]:
             kinds[path] = in_torch[0]
     if not kinds:
         return "no normalisation"
-    return f"only {' and '.join(sorted(set(kinds.values())))} ({', '.join([*kinds][:2])}, ...)"
+    return (
+        f"only {' and '.join(sorted(set(kinds.values())))} ({', '.join([*kinds][:2])},"
+        " ...)"
+    )

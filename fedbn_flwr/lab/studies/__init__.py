@@ -1,1 +1,3 @@
-"""Studies: grids of runs read from a file, done one after another or in parallel, with one table."""
+"""Studies: grids of runs read from a file, done one after another or in parallel, with
+one table.
+"""

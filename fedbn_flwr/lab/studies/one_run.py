@@ -1,4 +1,6 @@
-"""One run of a study: what became of it, and doing it from the start or on from its last checkpoint."""
+"""One run of a study: what became of it, and doing it from the start or on from its
+last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import FedBNError, NotResumableError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_json
-from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings, lock_folder
+from fedbn_flwr.lab.output.folder import (
+    PLACES,
+    RunFolder,
+    changed_settings,
+    lock_folder,
+)
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.runs.centralized import reference_config
 from fedbn_flwr.lab.runs.run import run
@@ -34,7 +41,8 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 
-FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
+# in the folder of a run that a sweep could not finish: the error
+FAILED = "failed.json"
 
 
 def is_done(cell: Cell, out: Path) -> bool:
@@ -43,9 +51,11 @@ def is_done(cell: Cell, out: Path) -> bool:
 
 
 def of_study(cell: Cell, out: Path) -> bool:
-    """Return whether the run in a cell's folder, finished or not, has the settings that the study has now.
+    """Return whether the run in a cell's folder, finished or not, has the settings that
+    the study has now.
 
-    Where the cell's config cannot be made, as its data are elsewhere, the run counts as the study's.
+    Where the cell's config cannot be made, as its data are elsewhere, the run counts as
+    the study's.
     """
     try:
         config = cell.config
@@ -55,19 +65,22 @@ def of_study(cell: Cell, out: Path) -> bool:
 
 
 def changed(config: Config, folder: Path) -> str:
-    """Return the settings of the folder's run that differ from the config, as ``changed_settings`` does.
+    """Return the settings of the folder's run that differ from the config, as
+    ``changed_settings`` does.
 
     A ``config.yaml`` that cannot be read differs, too; the text is then its error.
     """
     now = reference_config(config) if config.strategy == CENTRALIZED else config
-    free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
+    # 0 follows from the other settings
+    free = PLACES if config.num_clients else PLACES | {"num-clients"}
     try:
         settings = {**RunFolder.settings(folder), "resume": False}
     except FedBNError as error:
         return str(error)
     try:
         saved = Config.make(settings).to_mapping()
-    except FedBNError:  # the data of that run are not here any more, or this version refuses its settings
+    # the data of that run are not here any more, or this version refuses its settings
+    except FedBNError:
         saved = settings
     return changed_settings(saved, now.to_mapping(), free)
 
@@ -87,18 +100,25 @@ def failure_of(cell: Cell, out: Path) -> dict[str, Any]:
     return read_json(cell.folder(out) / FAILED)
 
 
-def do_cell(cell: Cell, out: Path, on_round: OnRound | None = None, workers: int | None = None) -> str:
-    """Do or continue a run of a study; return its error, "" if it is finished or diverged as the study allows.
+def do_cell(
+    cell: Cell, out: Path, on_round: OnRound | None = None, workers: int | None = None
+) -> str:
+    """Do or continue a run of a study; return its error, "" if it is finished or
+    diverged as the study allows.
 
-    An exception is written to ``failed.json`` in its folder: other runs do not depend on it.
+    An exception is written to ``failed.json`` in its folder: other runs do not depend
+    on it.
     """
     folder, threads = cell.folder(out), torch.get_num_threads()
-    torch.set_num_threads(cell.config.torch_threads)  # of the server's tests, too: the same bits on any machine
+    # of the server's tests, too: the same bits on any machine
+    torch.set_num_threads(cell.config.torch_threads)
     try:
         _do(cell.config, folder, on_round, workers)
     except Exception as error:  # whatever it is, the other runs go on
         if not finished(folder):
-            note_failure(folder, str(error), type(error).__name__, traceback.format_exc())
+            note_failure(
+                folder, str(error), type(error).__name__, traceback.format_exc()
+            )
         return str(error) or type(error).__name__
     finally:
         torch.set_num_threads(threads)
@@ -116,18 +136,28 @@ def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
         logger.warning("%s cannot be written: %s", folder / FAILED, problem)
 
 
-def _do(config: Config, folder: Path, on_round: OnRound | None, workers: int | None) -> None:
+def _do(
+    config: Config, folder: Path, on_round: OnRound | None, workers: int | None
+) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if folder.is_dir():
-        with lock_folder(folder):  # an error if another process still writes there: nothing is renamed under it
+        # an error if another process still writes there: nothing is renamed under it
+        with lock_folder(folder):
             if finished(folder):  # with other settings, see ``_do_all``
                 _set_aside(folder, "earlier")
             (folder / FAILED).unlink(missing_ok=True)  # of a former try
     if (folder / "checkpoint").is_dir():
         try:
             if settings := changed(config, folder):
-                raise NotResumableError(f"it belongs to a run with other settings: {settings}")
-            run(config.model_copy(update={"resume": True}), folder, on_round=on_round, workers=workers)
+                raise NotResumableError(
+                    f"it belongs to a run with other settings: {settings}"
+                )
+            run(
+                config.model_copy(update={"resume": True}),
+                folder,
+                on_round=on_round,
+                workers=workers,
+            )
             return
         except NotResumableError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)

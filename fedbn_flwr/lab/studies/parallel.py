@@ -1,4 +1,6 @@
-"""The runs of a study in parallel, each in a process of its own on ``torch-threads`` cores."""
+"""The runs of a study in parallel, each in a process of its own on ``torch-threads``
+cores.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,23 @@ __all__ = ["default_parallel", "in_parallel"]
 
 logger = logging.getLogger("flwr")
 
-_PROCESS = 0.8 * 2**30  # bytes of a process that has imported torch and Flower, measured
-_WORTH_PROCESSES = 1e10  # examples times parameters; below, the runs are done before the processes have started
+# bytes of a process that has imported torch and Flower, measured
+_PROCESS = 0.8 * 2**30
+# examples times parameters; below, the runs are done before the processes have started
+_WORTH_PROCESSES = 1e10
 
 
 def default_parallel(cells: Sequence[Cell]) -> int:
-    """Return how many runs at a time pay on this machine: one for each core, or GPU, as far as memory allows.
+    """Return how many runs at a time pay on this machine: one for each core, or GPU, as
+    far as memory allows.
 
     A small study is done one run after another.
     """
-    if not cells or sum(work_of(cell.config, make_model(cell.config)) for cell in cells) < _WORTH_PROCESSES:
+    if (
+        not cells
+        or sum(work_of(cell.config, make_model(cell.config)) for cell in cells)
+        < _WORTH_PROCESSES
+    ):
         return 1
     places = num_cores() // max(cell.config.torch_threads for cell in cells)
     if any(pick_device(cell.config.device).type == "cuda" for cell in cells):
@@ -51,7 +60,9 @@ def default_parallel(cells: Sequence[Cell]) -> int:
 
 
 def _memory_need(config: Config) -> float:
-    """Return an estimate of a run's memory in bytes: the process, the data twice, and the models of a round."""
+    """Return an estimate of a run's memory in bytes: the process, the data twice, and
+    the models of a round.
+    """
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
     held = sum(part.inputs.nbytes for part in (data.train, data.test) if part.in_memory)
@@ -64,7 +75,9 @@ def in_parallel(parallel: int) -> Runner:
     """Return a runner that does so many runs at a time; runs share the GPUs evenly."""
     spawn = multiprocessing.get_context("spawn")
 
-    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
+    def runner(
+        cells: Sequence[Cell], out: Path, follower: Follower
+    ) -> Generator[Outcome]:
         for cell in cells:
             refuse_named_gpu(cell.config)
         waiting, free = deque(cells), [*range(parallel)]
@@ -76,7 +89,9 @@ def in_parallel(parallel: int) -> Runner:
                     cell, place = waiting.popleft(), free.pop()
                     receiver, sender = spawn.Pipe(duplex=False)
                     plain = replace(cell)  # without the config that it has computed
-                    process = spawn.Process(target=_work, args=(sender, plain, out, place))
+                    process = spawn.Process(
+                        target=_work, args=(sender, plain, out, place)
+                    )
                     # Ctrl-C is of the whole terminal; the sweep ends its processes.
                     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     process.start()
@@ -89,7 +104,8 @@ def in_parallel(parallel: int) -> Runner:
                     error, warnings = _outcome(answered, process, cell.folder(out))
                     free.append(place)
                     for warning in warnings:
-                        if warning not in warned:  # several runs of a study often have the same
+                        # several runs of a study often have the same
+                        if warning not in warned:
                             logger.warning("%s: %s", cell.name, warning)
                             warned.add(warning)
                     yield cell, error

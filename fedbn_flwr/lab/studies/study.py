@@ -10,29 +10,35 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35 ± 0.24}
 
-The table shows the main metric of each run, the first one of ``eval-on``; ``metrics`` names others, by their keys in
-``summary.json``: ``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not have is left
-out there.
+The table shows the main metric of each run, the first one of ``eval-on``; ``metrics``
+names others, by their keys in ``summary.json``:
+``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not
+have is left out there.
 
-The paper's number, with its ± or without, may also be given by domain, ``{amazon: 61.3, average: 66.3 ± 0.7}``: it then
-stands beside the result of that domain, or beside the plain average of the domains.
+The paper's number, with its ± or without, may also be given by domain,
+``{amazon: 61.3, average: 66.3 ± 0.7}``: it then stands beside the result of that
+domain, or beside the plain average of the domains.
 
-``methods`` and ``splits`` override ``base``, a method's settings override those of the split, and ``overrides``, by
-METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each
-run has the folder ``OUT/METHOD/SPLIT/seed-N``.
+``methods`` and ``splits`` override ``base``, a method's settings override those of the
+split, and ``overrides``, by METHOD/SPLIT, override all. A key of ``base`` that has no
+effect in a run is left out there, and the log says so. Each run has the folder
+``OUT/METHOD/SPLIT/seed-N``.
 
-``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at 60, in the unit of the table.
+``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at
+60, in the unit of the table.
 
-``tune`` chooses settings before the runs, for each METHOD/SPLIT on its own, by the score on validation examples::
+``tune`` chooses settings before the runs, for each METHOD/SPLIT on its own, by the
+score on validation examples::
 
     tune:
       grid: {learning-rate: [0.3, 0.1, 0.03, 0.01]}
       base: {validation-share: 0.2, num-server-rounds: 30}
       seeds: [0]
 
-Every combination of the grid is run with the settings of ``tune.base``; the one with the highest mean score of the last
-round (of the best, with ``early-stopping``) over ``tune.seeds`` is used. The test set is not used to choose. Trials are
-in ``OUT/tune/METHOD/SPLIT/``.
+Every combination of the grid is run with the settings of ``tune.base``; the one with
+the highest mean score of the last round (of the best, with ``early-stopping``) over
+``tune.seeds`` is used. The test set is not used to choose. Trials are in
+``OUT/tune/METHOD/SPLIT/``.
 """
 
 from __future__ import annotations
@@ -46,21 +52,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    field_validator,
+)
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
 from fedbn_flwr.lab.config.problems import text_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 
-__all__ = ["AVERAGE", "WHOLE", "Cell", "PaperNumber", "Study", "StudySettings", "Tuning", "trial_name"]
+__all__ = [
+    "AVERAGE",
+    "WHOLE",
+    "Cell",
+    "PaperNumber",
+    "Study",
+    "StudySettings",
+    "Tuning",
+    "trial_name",
+]
 
 AVERAGE = "average"  # of the domains
 WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
 
 
 class PaperNumber(NamedTuple):
-    """A number of a paper, in the unit of the table, with its ± where the paper has one."""
+    """A number of a paper, in the unit of the table, with its ± where the paper has
+    one.
+    """
 
     mean: float | None = None  # None: the paper has none
     std: float | None = None
@@ -75,17 +99,28 @@ class PaperNumber(NamedTuple):
         try:
             if isinstance(value, bool):
                 raise TypeError
-            number = cls(*map(float, value.split("±"))) if isinstance(value, str) else cls(float(value))
+            number = (
+                cls(*map(float, value.split("±")))
+                if isinstance(value, str)
+                else cls(float(value))
+            )
         except (TypeError, ValueError):  # also more than one ±
             number = cls(math.nan)
-        if not all(math.isfinite(part) for part in number if part is not None) or (number.std or 0) < 0:
-            raise ValueError(f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18")
+        if (
+            not all(math.isfinite(part) for part in number if part is not None)
+            or (number.std or 0) < 0
+        ):
+            raise ValueError(
+                f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18"
+            )
         return number
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study: its own settings, and those of ``base``. ``trial`` is its point of ``tune``; "" for none."""
+    """One run of a study: its own settings, and those of ``base``. ``trial`` is its
+    point of ``tune``; "" for none.
+    """
 
     method: str
     split: str
@@ -98,7 +133,11 @@ class Cell:
     def name(self) -> str:
         """METHOD/SPLIT/seed-N; of a trial tune/METHOD/SPLIT/KEY=VALUE/seed-N."""
         pair = f"{self.method}/{self.split}"
-        return f"tune/{pair}/{self.trial}/seed-{self.seed}" if self.trial else f"{pair}/seed-{self.seed}"
+        return (
+            f"tune/{pair}/{self.trial}/seed-{self.seed}"
+            if self.trial
+            else f"{pair}/seed-{self.seed}"
+        )
 
     @functools.cached_property
     def config(self) -> Config:
@@ -116,8 +155,13 @@ class Cell:
 
     def folder(self, out: Path) -> Path:
         """Return the run's folder under ``out``."""
-        parts = [re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")]
-        return out.joinpath(*(part if part.strip(".") else "_" * max(1, len(part)) for part in parts))  # not "..", ""
+        parts = [
+            re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")
+        ]
+        # not "..", ""
+        return out.joinpath(
+            *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)
+        )
 
 
 def trial_name(point: Mapping[str, Scalar]) -> str:
@@ -141,11 +185,16 @@ class Tuning(BaseModel):
     @classmethod
     def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
         """Take ``1e-3`` as a number, which YAML reads as a text."""
-        return {key: [_number(value) for value in values] for key, values in grid.items()}
+        return {
+            key: [_number(value) for value in values] for key, values in grid.items()
+        }
 
     def points(self) -> list[StudySettings]:
         """Return every combination of the grid, the last key changing first."""
-        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return [
+            dict(zip(self.grid, values, strict=True))
+            for values in itertools.product(*self.grid.values())
+        ]
 
 
 class Study(BaseModel):
@@ -181,27 +230,41 @@ class Study(BaseModel):
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
-        """Read a study file; the configs of its runs are not made, so that their data may be elsewhere.
+        """Read a study file; the configs of its runs are not made, so that their data
+        may be elsewhere.
 
         Args:
             path: the YAML file.
-            overrides: ``key=value`` settings that override its ``base``, such as a data folder.
+            overrides: ``key=value`` settings that override its ``base``, such as a data
+                folder.
 
         Raises:
             ConfigError: the file is no study.
         """
         read = read_yaml(path, "study")
         try:
-            if overrides and isinstance(read, dict) and isinstance(base := read.get("base") or {}, dict):
+            if (
+                overrides
+                and isinstance(read, dict)
+                and isinstance(base := read.get("base") or {}, dict)
+            ):
                 read["base"] = {**base, **read_overrides(overrides)}
             return cls.model_validate(read)
         except ValidationError as error:
-            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {text_of(e)}" for e in error.errors()]
+            lines = [
+                f"study {path}: {'.'.join(map(str, e['loc']))}: {text_of(e)}"
+                for e in error.errors()
+            ]
             raise ConfigError("\n".join(lines)) from error
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
-        """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the domain ``WHOLE``."""
-        return {domain: PaperNumber.read(value) for domain, value in _by_domain(self.paper.get(name, {})).items()}
+        """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the
+        domain ``WHOLE``.
+        """
+        return {
+            domain: PaperNumber.read(value)
+            for domain, value in _by_domain(self.paper.get(name, {})).items()
+        }
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the content of a study file that ``read`` reads as this study."""
@@ -212,7 +275,9 @@ class Study(BaseModel):
         return [f"{method}/{split}" for method in self.methods for split in self.splits]
 
     def cells(self) -> Iterator[Cell]:
-        """Yield all runs except skipped ones, seed by seed: a stopped study has complete tables for the first seeds."""
+        """Yield all runs except skipped ones, seed by seed: a stopped study has
+        complete tables for the first seeds.
+        """
         for seed in self.seeds:
             yield from self._cells(seed, {})
 
@@ -229,13 +294,26 @@ class Study(BaseModel):
         for split, of_split in self.splits.items():
             for method, of_method in self.methods.items():
                 if (name := f"{method}/{split}") not in self.skip:
-                    settings = {**of_split, **of_method, **self.overrides.get(name, {}), **of_trial, "seed": seed}
+                    settings = {
+                        **of_split,
+                        **of_method,
+                        **self.overrides.get(name, {}),
+                        **of_trial,
+                        "seed": seed,
+                    }
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
-        """Return the study with the settings that ``tune`` chose, by METHOD/SPLIT, and without ``tune``."""
-        overrides = {name: {**self.overrides.get(name, {}), **settings} for name, settings in chosen.items()}
-        return self.model_copy(update={"overrides": {**self.overrides, **overrides}, "tune": None})
+        """Return the study with the settings that ``tune`` chose, by METHOD/SPLIT, and
+        without ``tune``.
+        """
+        overrides = {
+            name: {**self.overrides.get(name, {}), **settings}
+            for name, settings in chosen.items()
+        }
+        return self.model_copy(
+            update={"overrides": {**self.overrides, **overrides}, "tune": None}
+        )
 
 
 def _by_domain(stated: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A study, checked before any work: its names, settings and numbers, and the part of it that a sweep does now."""
+"""A study, checked before any work: its names, settings and numbers, and the part of it
+that a sweep does now.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ __all__ = ["EVERYTHING", "Selection", "load_study"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of methods and splits, and seeds, of a study; an empty one selects all of its kind.
+    """Names of methods and splits, and seeds, of a study; an empty one selects all of
+    its kind.
 
     The trials of ``tune`` have seeds of their own, which ``seeds`` does not limit.
     """
@@ -27,14 +30,21 @@ class Selection:
     seeds: Sequence[int] = ()
 
     def __contains__(self, cell: Cell) -> bool:
-        pair = cell.method in (self.methods or [cell.method]) and cell.split in (self.splits or [cell.split])
+        pair = cell.method in (self.methods or [cell.method]) and cell.split in (
+            self.splits or [cell.split]
+        )
         return pair and (bool(cell.trial) or cell.seed in (self.seeds or [cell.seed]))
 
     def check(self, study: Study) -> None:
-        """Raise ConfigError if something selected is not in the study, or the study skips all of it."""
+        """Raise ConfigError if something selected is not in the study, or the study
+        skips all of it.
+        """
         problems = [*self._unknown(study)]
         if not problems and not any(cell in self for cell in study.cells()):
-            problems = [f"study {study.name!r}: skip leaves out every run that is selected: {', '.join(study.skip)}"]
+            problems = [
+                f"study {study.name!r}: skip leaves out every run that is selected:"
+                f" {', '.join(study.skip)}"
+            ]
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -47,7 +57,10 @@ class Selection:
         for kind, selected, of_study in kinds:
             for name in selected:
                 if name not in of_study:
-                    yield f"--{kind} {name}: study {study.name!r} has {', '.join(map(str, of_study))}"
+                    yield (
+                        f"--{kind} {name}: study {study.name!r} has"
+                        f" {', '.join(map(str, of_study))}"
+                    )
 
 
 EVERYTHING = Selection()
@@ -64,18 +77,27 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         ConfigError: all problems, each with the name of the run.
     """
     study = Study.read(path, overrides)
-    if problems := [f"study {path}: {problem}" for problem in _problems_of(study, read_overrides(overrides))]:
+    if problems := [
+        f"study {path}: {problem}"
+        for problem in _problems_of(study, read_overrides(overrides))
+    ]:
         raise ConfigError("\n".join(problems))
     return study
 
 
 def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
+    """Yield what is wrong, with the name of the run; ``given`` are the settings of the
+    command.
+    """
     yield from _wrong_names(study)
     yield from _unusable_names(study)
     for what, keys in _places(study):
-        if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
-            yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
+        # of the command: see below
+        if "seed" in keys and not (what == "base" and "seed" in given):
+            yield (
+                f"{what}: seed has no effect here; list the seeds under"
+                f" {'tune.' * what.startswith('tune')}seeds"
+            )
     yield from _problems_of_runs(study)
     for key in given:
         if all(key in cell.settings for cell in study.cells()):
@@ -97,16 +119,27 @@ def _wrong_names(study: Study) -> Iterator[str]:
 
 
 def _problems_of_runs(study: Study) -> Iterator[str]:
-    """Yield folders that two runs would share, settings that are wrong, and runs that are tied together."""
+    """Yield folders that two runs would share, settings that are wrong, and runs that
+    are tied together.
+    """
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
     shares: dict[str, float] = {}  # of the runs, which come before the trials
     for cell in (*study.cells(), *study.trials()):
-        folder, place = cell.folder(Path()), (cell.method, cell.split, cell.trial, cell.seed)
+        folder, place = (
+            cell.folder(Path()),
+            (cell.method, cell.split, cell.trial, cell.seed),
+        )
         first = folders.setdefault(folder, place)
         if first != place:
-            twins = [f"method {method!r} on split {split!r}" for method, split, *_ in (first, place)]
-            yield f"{twins[0]} and {twins[1]} would share the folder {folder}; rename one of them"
+            twins = [
+                f"method {method!r} on split {split!r}"
+                for method, split, *_ in (first, place)
+            ]
+            yield (
+                f"{twins[0]} and {twins[1]} would share the folder {folder}; rename one"
+                " of them"
+            )
         try:
             config = cell.config
         except ConfigError as error:
@@ -118,18 +151,24 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
         if not cell.trial:
             shares[pair] = config.validation_share
         elif not config.validation_share:
-            yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
+            yield (
+                f"{cell.name}: tune chooses by validation examples; set"
+                " validation-share in tune.base"
+            )
         elif config.strategy == FedBS.name and not shares.get(pair):
             yield (
-                f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
-                "training loss; set validation-share for the runs, too, so that trials and runs do the same"
+                f"{cell.name}: with validation-share fedbs weighs by the validation"
+                " loss, without by the training loss; set validation-share for the"
+                " runs, too, so that trials and runs do the same"
             )
     if tied:
         one, more = next(iter(tied)), len(tied) - 1
         yield (
-            f"{one}{f' and {more} other runs' if more else ''}: series={tied[one]} ties runs together: a run "
-            "starts with the parts that clients kept in the run before, and parallel runs would depend on their "
-            "timing. Leave series out of a study; for a series do the runs one after another with `fedbn-flwr run`"
+            f"{one}{f' and {more} other runs' if more else ''}: series={tied[one]} ties"
+            " runs together: a run starts with the parts that clients kept in the run"
+            " before, and parallel runs would depend on their timing. Leave series out"
+            " of a study; for a series do the runs one after another with `fedbn-flwr"
+            " run`"
         )
 
 
@@ -143,7 +182,11 @@ def _unusable_names(study: Study) -> Iterator[str]:
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
     """Yield each place in the file that has settings, and their keys."""
     yield "base", study.base
-    for what, named in (("methods", study.methods), ("splits", study.splits), ("overrides", study.overrides)):
+    for what, named in (
+        ("methods", study.methods),
+        ("splits", study.splits),
+        ("overrides", study.overrides),
+    ):
         yield from ((f"{what}.{name}", settings) for name, settings in named.items())
     if study.tune:
         yield from (("tune.base", study.tune.base), ("tune.grid", study.tune.grid))
@@ -153,4 +196,6 @@ def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
     yield from (("seeds", study.seeds), ("metrics", study.metrics))
     if study.tune:
         yield "tune.seeds", study.tune.seeds
-        yield from ((f"tune.grid: {key}", values) for key, values in study.tune.grid.items())
+        yield from (
+            (f"tune.grid: {key}", values) for key, values in study.tune.grid.items()
+        )

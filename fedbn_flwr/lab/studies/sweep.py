@@ -1,8 +1,9 @@
 """Doing the runs of a study, one after another or several at a time.
 
-A finished run (with ``summary.json``) is skipped, and an unfinished or failed one is resumed from its last checkpoint.
-A run whose folder has other settings than the study is repeated, and so is an unfinished one without a usable
-checkpoint; the former folder is renamed, never removed. A run has the same bits alone, in series and in parallel.
+A finished run (with ``summary.json``) is skipped, and an unfinished or failed one is
+resumed from its last checkpoint. A run whose folder has other settings than the study
+is repeated, and so is an unfinished one without a usable checkpoint; the former folder
+is renamed, never removed. A run has the same bits alone, in series and in parallel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of
+from fedbn_flwr.lab.studies.one_run import (
+    changed,
+    do_cell,
+    finished,
+    is_done,
+    summary_of,
+)
 from fedbn_flwr.lab.studies.results import write_results
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
@@ -45,7 +52,9 @@ class Follower(Protocol):
         """Take note of all runs of a phase, and of those that are left to do."""
 
     def begin(self, cell: Cell) -> OnRound | None:
-        """Take note that a run begins; the return value is called with each new line of its ``metrics.jsonl``."""
+        """Take note that a run begins; the return value is called with each new line of
+        its ``metrics.jsonl``.
+        """
 
     def end(self, cell: Cell, error: str) -> None:
         """Take note that a run ended; ``error`` is "" if it is finished."""
@@ -82,20 +91,24 @@ def sweep(
     """Do the unfinished runs of a study, write its table and return it.
 
     Args:
-        study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md`` shows them.
-        out: folder of all runs; ``write_results`` names the files of results. ``study.yaml`` is the study with the
-            settings of the command and the tuned ones.
-        runner: does the runs; ``in_series`` by default, ``parallel.in_parallel`` on several cores.
+        study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md``
+            shows them.
+        out: folder of all runs; ``write_results`` names the files of results.
+            ``study.yaml`` is the study with the settings of the command and the tuned
+            ones.
+        runner: does the runs; ``in_series`` by default, ``parallel.in_parallel`` on
+            several cores.
         follower: is told what happens; by default a ``LogFollower``.
         selection: the runs to do now. The tables show all that the folder has.
 
     Raises:
-        ConfigError: another process writes to the folder, it is that of a run or of another study, data cannot be used,
-            finished runs are of other data, or what is selected is not in the study; nothing was done.
+        ConfigError: another process writes to the folder, it is that of a run or of
+            another study, data cannot be used, finished runs are of other data, or what
+            is selected is not in the study; nothing was done.
         EngineError: the study's own files cannot be written; the runs stay.
-        RunFailedError: trials failed; or runs failed, trained nothing, or diverged and their ``on-divergence`` is
-            "stop". All other runs are finished, and the error holds the table. The same call tries the failed ones
-            again.
+        RunFailedError: trials failed; or runs failed, trained nothing, or diverged and
+            their ``on-divergence`` is "stop". All other runs are finished, and the
+            error holds the table. The same call tries the failed ones again.
     """
     runner, follower = runner or in_series, follower or LogFollower()
     selection.check(study)
@@ -110,14 +123,18 @@ def sweep(
         _write(study, out)
         cells = [cell for cell in study.cells() if cell in selection]
         with writing(out, _AGAIN):
-            write_results(study, out)  # a sweep that is stopped leaves no tables of other settings
+            # a sweep that is stopped leaves no tables of other settings
+            write_results(study, out)
         _do_all(cells, out, runner, follower)
         with writing(out, _AGAIN):
             table = write_results(study, out)
     if absent := _absent_metrics(study, out):
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
     if failed := [cell.name for cell in cells if _failed(cell, out)]:
-        message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
+        message = (
+            f"{len(failed)} of {len(cells)} runs failed or diverged:"
+            f" {', '.join(failed)}"
+        )
         raise RunFailedError(message, table)
     return table
 
@@ -127,13 +144,17 @@ def _log_dropped(study: Study, selection: Selection) -> None:
     dropped: dict[tuple[str, str, str], str] = {}
     for cell in study.cells():
         if cell in selection:
-            dropped |= {(cell.method, cell.split, key): why for key, why in cell.dropped.items()}
+            dropped |= {
+                (cell.method, cell.split, key): why for key, why in cell.dropped.items()
+            }
     for (method, split, key), why in dropped.items():
         logger.warning("%s/%s: %s of base is left out: %s", method, split, key, why)
 
 
 def _check_before(study: Study, out: Path, selection: Selection) -> None:
-    """Raise ConfigError if the data of a run that is left cannot be used, or finished ones are of other data."""
+    """Raise ConfigError if the data of a run that is left cannot be used, or finished
+    ones are of other data.
+    """
     cells = [*study.trials(), *study.cells()]
     done = [cell for cell in cells if is_done(cell, out)]
     left = [cell for cell in cells if cell in selection and cell not in done]
@@ -142,13 +163,16 @@ def _check_before(study: Study, out: Path, selection: Selection) -> None:
         _refuse_results_of_other_data(done, out)
 
 
-def _tune(study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follower: Follower) -> Study:
+def _tune(
+    study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follower: Follower
+) -> Study:
     """Do the trials, write ``tuning.md`` and return the study with the chosen settings.
 
     Raises:
         RunFailedError: trials failed.
     """
-    if not (out / STUDY_FILE).exists():  # a former one has the settings that its tables are of
+    # a former one has the settings that its tables are of
+    if not (out / STUDY_FILE).exists():
         _write(study, out)
     _do_all(trials, out, runner, follower)
     _refuse_lost(trials, out)
@@ -158,60 +182,88 @@ def _tune(study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follo
     return study.with_chosen(chosen)
 
 
-def in_series(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
+def in_series(
+    cells: Sequence[Cell], out: Path, follower: Follower
+) -> Generator[Outcome]:
     """Do one run after another, in this process."""
     for cell in cells:
         yield cell, do_cell(cell, out, follower.begin(cell))
 
 
-def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower) -> None:
+def _do_all(
+    cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
+) -> None:
     """Do the runs that are left."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
         if finished(folder := cell.folder(out)):
             other = changed(cell.config, folder)
-            logger.warning("%s is repeated, its settings are not the study's: %s", cell.name, other)
+            logger.warning(
+                "%s is repeated, its settings are not the study's: %s", cell.name, other
+            )
     follower.plan(cells, left)
     if left:
-        with closing(runner(left, out, follower)) as outcomes:  # ends the other runs if something fails here
+        # ends the other runs if something fails here
+        with closing(runner(left, out, follower)) as outcomes:
             for cell, error in outcomes:
                 follower.end(cell, error)
 
 
 def _write(study: Study, out: Path) -> None:
     with writing(out, _AGAIN):
-        write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
+        write_atomically(
+            out / STUDY_FILE,
+            yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True),
+        )
 
 
 def _absent_metrics(study: Study, out: Path) -> list[str]:
     """Return the metrics that the study asks for and that no finished run has."""
     finals = [summary_of(cell.folder(out)).get("final", {}) for cell in study.cells()]
-    return [name for name in study.metrics if not any(name in final for final in finals)]
+    return [
+        name for name in study.metrics if not any(name in final for final in finals)
+    ]
 
 
 def _refuse_folder_of_another(study: Study, out: Path) -> None:
-    """Raise ConfigError if the folder is that of a run or of another study: their files would be replaced."""
+    """Raise ConfigError if the folder is that of a run or of another study: their files
+    would be replaced.
+    """
     if (out / "config.yaml").exists():
-        raise ConfigError(f"out={str(out)!r} is the folder of a run; choose another folder for a study.")
-    content = read_yaml(out / STUDY_FILE, "study") if (out / STUDY_FILE).exists() else None
-    if isinstance(content, dict) and (name := content.get("name", study.name)) != study.name:
         raise ConfigError(
-            f"out={str(out)!r} has the study {name!r}, whose tables those of {study.name!r} would replace. Choose "
-            "another folder, or give the study its former name."
+            f"out={str(out)!r} is the folder of a run; choose another folder for a"
+            " study."
+        )
+    content = (
+        read_yaml(out / STUDY_FILE, "study") if (out / STUDY_FILE).exists() else None
+    )
+    if (
+        isinstance(content, dict)
+        and (name := content.get("name", study.name)) != study.name
+    ):
+        raise ConfigError(
+            f"out={str(out)!r} has the study {name!r}, whose tables those of"
+            f" {study.name!r} would replace. Choose another folder, or give the study"
+            " its former name."
         )
 
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
-    """Raise RunFailedError if trials have no result: without them another setting could be chosen."""
+    """Raise RunFailedError if trials have no result: without them another setting could
+    be chosen.
+    """
     if lost := [cell.name for cell in trials if not is_done(cell, out)]:
         raise RunFailedError(
-            f"{len(lost)} of {len(trials)} trials of tune failed: {', '.join(lost)}. Nothing was chosen; the same "
-            "command tries them again. (A trial that diverges is a result: its setting is not chosen.)"
+            f"{len(lost)} of {len(trials)} trials of tune failed: {', '.join(lost)}."
+            " Nothing was chosen; the same command tries them again. (A trial that"
+            " diverges is a result: its setting is not chosen.)"
         )
 
 
 def _check_data(cells: Sequence[Cell]) -> None:
-    """Raise ConfigError with all problems of the data and their splits, before any work."""
+    """Raise ConfigError with all problems of the data and their splits, before any
+    work.
+    """
     problems: dict[str, str] = {}
     for cell in {(cell.method, cell.split): cell for cell in reversed(cells)}.values():
         try:
@@ -220,20 +272,31 @@ def _check_data(cells: Sequence[Cell]) -> None:
         except FedBNError as error:
             problems.setdefault(str(error), cell.name)
     if problems:
-        raise ConfigError("\n".join(f"{name}: {error}" for error, name in reversed(problems.items())))
+        raise ConfigError(
+            "\n".join(f"{name}: {error}" for error, name in reversed(problems.items()))
+        )
 
 
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
-    """Raise ConfigError if own data have changed since runs of the study: a table would compare results of both."""
-    if other := [cell.name for cell in done if has_other_data(cell.folder(out), cell.config)]:
+    """Raise ConfigError if own data have changed since runs of the study: a table would
+    compare results of both.
+    """
+    if other := [
+        cell.name for cell in done if has_other_data(cell.folder(out), cell.config)
+    ]:
         shown = ", ".join(other[:3] + (["..."] if len(other) > 3 else []))
         raise ConfigError(
-            f"{len(other)} finished runs of the study in {out} ({shown}) are of other data: those of dataset have "
-            "changed since, or are divided in another way. Restore the data, or choose another --out."
+            f"{len(other)} finished runs of the study in {out} ({shown}) are of other"
+            " data: those of dataset have changed since, or are divided in another"
+            " way. Restore the data, or choose another --out."
         )
 
 
 def _failed(cell: Cell, out: Path) -> bool:
-    """Return whether a run is not done, or says that it diverged although ``on-divergence`` is "stop"."""
+    """Return whether a run is not done, or says that it diverged although
+    ``on-divergence`` is "stop".
+    """
     stop = cell.config.on_divergence == "stop"
-    return not is_done(cell, out) or (stop and DIVERGED_AT in summary_of(cell.folder(out)))
+    return not is_done(cell, out) or (
+        stop and DIVERGED_AT in summary_of(cell.folder(out))
+    )

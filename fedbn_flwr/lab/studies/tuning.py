@@ -31,8 +31,10 @@ class Tuned:
     Attributes:
         name: METHOD/SPLIT.
         metric: the name of the score.
-        scores: by point, such as "learning-rate=0.1", the mean over the seeds; None if a run failed or diverged.
-        best: the point with the best score, the first of equal ones; None if no point has a score.
+        scores: by point, such as "learning-rate=0.1", the mean over the seeds; None if
+            a run failed or diverged.
+        best: the point with the best score, the first of equal ones; None if no point
+            has a score.
     """
 
     name: str
@@ -42,18 +44,21 @@ class Tuned:
 
 
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
-    """Return the scores of the trials, and by METHOD/SPLIT the settings of the best point.
+    """Return the scores of the trials, and by METHOD/SPLIT the settings of the best
+    point.
 
-    A METHOD/SPLIT with a trial that is not done is left out. One whose trials all diverged keeps the study's own
-    settings, with a warning; a warning, too, tells of a best point at the end of a grid: a larger grid may have a
-    better one.
+    A METHOD/SPLIT with a trial that is not done is left out. One whose trials all
+    diverged keeps the study's own settings, with a warning; a warning, too, tells of a
+    best point at the end of a grid: a larger grid may have a better one.
     """
     if not study.tune:
         return [], {}
     points = {trial_name(point): point for point in study.tune.points()}
     chosen: dict[str, StudySettings] = {}
     results = []
-    for name, cells in _grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}").items():
+    for name, cells in _grouped(
+        study.trials(), lambda cell: f"{cell.method}/{cell.split}"
+    ).items():
         if not all(is_done(cell, out) for cell in cells):
             continue
         by_trial = _grouped(cells, lambda cell: cell.trial)
@@ -64,13 +69,25 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
         best = choose(usable, key=lambda trial: usable[trial], default=None)
         results.append(Tuned(name, validation_metric(config), scores, best))
         if best is None:
-            logger.warning("%s: no trial of tune has a score; the study's own settings are used", name)
+            logger.warning(
+                "%s: no trial of tune has a score; the study's own settings are used",
+                name,
+            )
             continue
         chosen[name] = points[best]
         for key, value in chosen[name].items():
-            grid = [number for number in study.tune.grid[key] if isinstance(number, (int, float))]
+            grid = [
+                number
+                for number in study.tune.grid[key]
+                if isinstance(number, (int, float))
+            ]
             if len(grid) > 2 and value in (min(grid), max(grid)):
-                logger.warning("%s: %s=%s is best and ends the grid; a larger grid may do better", name, key, value)
+                logger.warning(
+                    "%s: %s=%s is best and ends the grid; a larger grid may do better",
+                    name,
+                    key,
+                    value,
+                )
     return results, chosen
 
 
@@ -84,7 +101,9 @@ def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
     return f"# {name}, settings chosen by validation\n\n{table}\n"
 
 
-def _grouped(cells: Iterable[Cell], key: Callable[[Cell], str]) -> dict[str, list[Cell]]:
+def _grouped(
+    cells: Iterable[Cell], key: Callable[[Cell], str]
+) -> dict[str, list[Cell]]:
     """Return the cells by key, in the order in which the keys come first."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -93,11 +112,17 @@ def _grouped(cells: Iterable[Cell], key: Callable[[Cell], str]) -> dict[str, lis
 
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
-    """Return the mean over the seeds of the validation score of the last round; None if a seed has none."""
+    """Return the mean over the seeds of the validation score of the last round; None if
+    a seed has none.
+    """
     values = []
     for cell in cells:
         summary = summary_of(cell.folder(out))
-        value = None if DIVERGED_AT in summary else summary["final"].get(validation_metric(cell.config))
+        value = (
+            None
+            if DIVERGED_AT in summary
+            else summary["final"].get(validation_metric(cell.config))
+        )
         if value is None or not math.isfinite(value):
             return None
         values.append(value)

@@ -1,4 +1,6 @@
-"""Clients as threads that wait at a barrier, and the centralised steps to compare them with."""
+"""Clients as threads that wait at a barrier, and the centralised steps to compare them
+with.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ class Barrier:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
-        self.slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * len(self.weights)
+        self.slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * len(
+            self.weights
+        )
         self.log: list[tuple[str, torch.Size, torch.dtype]] = []
-        self.barrier = threading.Barrier(len(self.weights), action=self.answer, timeout=30)
+        self.barrier = threading.Barrier(
+            len(self.weights), action=self.answer, timeout=30
+        )
 
     def answer(self) -> None:
         tags = {tag for tag, _ in self.slots}
@@ -60,7 +66,9 @@ def federated(
     autocast: bool = False,
     **options: str,
 ) -> State:
-    """Return the average of the clients' models after one step. ``forge`` changes what a client sends."""
+    """Return the average of the clients' models after one step. ``forge`` changes what
+    a client sends.
+    """
     barrier = barrier or Barrier(weights)
     union = sum(len(x) for x, _ in batches)
     models = [copy.deepcopy(model) for _ in batches]
@@ -72,7 +80,9 @@ def federated(
 
         x, target = batches[i]
         try:
-            with synchronised(models[i], reduce, batch_size=len(x), union_batch_size=union, **options):
+            with synchronised(
+                models[i], reduce, batch_size=len(x), union_batch_size=union, **options
+            ):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     value = loss(models[i](x), target)
                 value.backward()
@@ -87,7 +97,10 @@ def federated(
     for thread in threads:
         thread.join(timeout=60)
     if failures:
-        raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+        raise next(
+            (e for e in failures if not isinstance(e, threading.BrokenBarrierError)),
+            failures[0],
+        )
     return average([m.state_dict() for m in models], weights)
 
 
@@ -95,7 +108,10 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
     result = {}
     for name, first in states[0].items():
         if first.is_floating_point():
-            terms = [w / sum(weights) * s[name].double() for w, s in zip(weights, states, strict=True)]
+            terms = [
+                w / sum(weights) * s[name].double()
+                for w, s in zip(weights, states, strict=True)
+            ]
             result[name] = torch.stack(terms).sum(0)
         else:
             result[name] = torch.stack([s[name] for s in states]).max(0).values
@@ -103,7 +119,11 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
 
 
 def centralised(
-    model: nn.Module, batches: Sequence[Batch], *, loss: Loss = functional.cross_entropy, autocast: bool = False
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = functional.cross_entropy,
+    autocast: bool = False,
 ) -> State:
     """Return the model after one plain torch step on the union of the batches."""
     model = copy.deepcopy(model)
@@ -114,10 +134,17 @@ def centralised(
     return sgd_step(model)
 
 
-def weighted_centralised(model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]) -> State:
-    """One step on the loss sum p_i mean_i(loss): examples of client i have weight p_i / b_i, also in BatchNorm."""
+def weighted_centralised(
+    model: nn.Module, batches: Sequence[Batch], weights: Sequence[float]
+) -> State:
+    """One step on the loss sum p_i mean_i(loss): examples of client i have weight p_i /
+    b_i, also in BatchNorm.
+    """
     q = torch.cat(
-        [x.new_full((len(x),), w / sum(weights) / len(x)) for w, (x, _) in zip(weights, batches, strict=True)]
+        [
+            x.new_full((len(x),), w / sum(weights) / len(x))
+            for w, (x, _) in zip(weights, batches, strict=True)
+        ]
     )
     model = copy.deepcopy(model)
     for module in list(model.modules()):
@@ -129,12 +156,15 @@ def weighted_centralised(model: nn.Module, batches: Sequence[Batch], weights: Se
     return sgd_step(model)
 
 
-def client_batches(shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0) -> list[Batch]:
+def client_batches(
+    shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0
+) -> list[Batch]:
     """Float64 batches of clients that differ in offset and scale."""
     g = torch.Generator().manual_seed(seed)
     return [
         (
-            torch.randn(size, *shape, generator=g, dtype=torch.float64) * (1 + 0.3 * i) + 0.5 * i,
+            torch.randn(size, *shape, generator=g, dtype=torch.float64) * (1 + 0.3 * i)
+            + 0.5 * i,
             torch.randint(classes, (size,), generator=g),
         )
         for i, size in enumerate(sizes)

@@ -1,4 +1,6 @@
-"""Law: the average of one synchronised step of all clients is one centralised step; float64, public models."""
+"""Law: the average of one synchronised step of all clients is one centralised step;
+float64, public models.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,28 @@ class OwnForward(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         self.num_batches_tracked.add_(1)
         return functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            True,
+            self.momentum,
+            self.eps,
         ).relu()
 
 
 class Branches(nn.Module):
-    """Parallel branches, a layer used twice, every option of the layer, one frozen, one functional, one builtin."""
+    """Parallel branches, a layer used twice, every option of the layer, one frozen, one
+    functional, one builtin.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Conv2d(2, 4, 3), nn.Conv2d(2, 4, 3, stride=1, bias=False)
+        self.left, self.right = (
+            nn.Conv2d(2, 4, 3),
+            nn.Conv2d(2, 4, 3, stride=1, bias=False),
+        )
         self.a, self.b = nn.BatchNorm2d(4, momentum=None), OwnForward(4, momentum=0.3)
         self.twice = nn.BatchNorm2d(4, eps=1e-2)
         self.plain = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
@@ -72,7 +86,9 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.a(self.left(x))) + self.twice(self.b(self.right(x)))
-        x = torch.tanh(self.untracked(x) + self.frozen(self.plain(x * x)) + self.no_affine(x.abs()))
+        x = torch.tanh(
+            self.untracked(x) + self.frozen(self.plain(x * x)) + self.no_affine(x.abs())
+        )
         x = functional.batch_norm(x**3, None, None, training=True)
         x = torch.batch_norm(x * x, None, None, None, None, True, 0.1, 1e-5, False)
         return self.head(x.square().mean((2, 3)))
@@ -94,7 +110,9 @@ def test_federated_step_equals_centralised_step(lab, name):
 def test_weights_of_clients_may_differ_from_their_batch_sizes(lab):
     model = vision_model("mobilenet_v2")
     batches, weights = lab.client_batches((3, 32, 32), (2, 3, 1)), (0.3, 0.1, 0.6)
-    check(lab, model, batches, weights, lab.weighted_centralised(model, batches, weights))
+    check(
+        lab, model, batches, weights, lab.weighted_centralised(model, batches, weights)
+    )
 
 
 def test_every_way_to_call_batch_norm(lab):
@@ -106,7 +124,14 @@ def test_every_way_to_call_batch_norm(lab):
 
 def test_three_dimensions(lab):
     torch.manual_seed(2)
-    layers = [nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 2), nn.BatchNorm3d(3), nn.Flatten()]
+    layers = [
+        nn.Conv3d(2, 4, 2),
+        nn.BatchNorm3d(4),
+        nn.ReLU(),
+        nn.Conv3d(4, 3, 2),
+        nn.BatchNorm3d(3),
+        nn.Flatten(),
+    ]
     model = trained(nn.Sequential(*layers, nn.Tanh()))
     batches = lab.client_batches((2, 4, 4, 4), (2, 2, 2))
     check(lab, model, batches, (1, 1, 1), lab.centralised(model, batches))
@@ -123,7 +148,11 @@ def test_any_number_and_size_of_clients(lab, sizes, uneven, exchanges, seed):
     model = mlp()
     batches = lab.client_batches((6,), sizes, seed=seed)
     weights = [1 + (i * 7 + seed) % 5 for i in range(len(sizes))] if uneven else sizes
-    oracle = lab.weighted_centralised(model, batches, weights) if uneven else lab.centralised(model, batches)
+    oracle = (
+        lab.weighted_centralised(model, batches, weights)
+        if uneven
+        else lab.centralised(model, batches)
+    )
     found = lab.federated(model, batches, weights, exchanges=exchanges)
     assert lab.distance(found, oracle, model.state_dict()) < 1e-10
 
@@ -134,7 +163,9 @@ def test_a_frozen_backbone_exchanges_nothing_backward(lab):
         parameter.requires_grad_(False)
     batches, barrier = lab.client_batches((6,), (2, 3)), lab.Barrier((2, 3))
     found = lab.federated(model, batches, (2, 3), barrier=barrier)
-    assert lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
+    assert (
+        lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
+    )
     assert [tag for tag, _, _ in barrier.log][-1] == "gradients/1/4"
 
 
@@ -144,13 +175,16 @@ def test_the_law_does_not_hold_for_own_gradients(lab, exchanges):
     found = lab.federated(model, batches, (1, 1), exchanges=exchanges, backward="own")
     oracle = lab.centralised(model, batches)
     assert lab.distance(found, oracle, model.state_dict()) > 1e-2
-    # The forward half is exact all the same: after one step the running statistics agree.
+    # The forward half is exact all the same: after one step the running
+    # statistics # agree.
     for name in ("1.running_mean", "1.running_var", "4.running_mean", "4.running_var"):
         torch.testing.assert_close(found[name], oracle[name], rtol=1e-12, atol=1e-12)
 
 
 def test_own_gradients_are_the_derivatives_on_each_client(lab):
-    """FedDNA in plain autograd: mean and variance have the union's values and the client's derivatives."""
+    """FedDNA in plain autograd: mean and variance have the union's values and the
+    client's derivatives.
+    """
     model, batches = mlp()[:2], lab.client_batches((6,), (3, 5))
     sums = [float(len(x)) for x, _ in batches]
 
@@ -166,10 +200,13 @@ def test_own_gradients_are_the_derivatives_on_each_client(lab):
     for x, target in batches:
         y = model[0](x)
         own_mean = y.mean(0) - y.mean(0).detach() + mean
-        # The variance is a function of y at a mean that is held: the path through the mean is not counted.
+        # The variance is a function of y at a mean that is held: the path through
+        # the # mean is not counted.
         spread = (y - mean).square().mean(0)
         own_var = spread - spread.detach() + var
-        out = (y - own_mean) / (own_var + model[1].eps).sqrt() * model[1].weight + model[1].bias
+        out = (y - own_mean) / (own_var + model[1].eps).sqrt() * model[
+            1
+        ].weight + model[1].bias
         (gradient,) = torch.autograd.grad(loss(out, target), model[0].weight)
         expected = expected + len(x) / 8 * gradient
     got = (start["0.weight"] - found["0.weight"]) / 0.1 - 1e-2 * start["0.weight"]
@@ -177,9 +214,15 @@ def test_own_gradients_are_the_derivatives_on_each_client(lab):
 
 
 def test_the_path_through_the_local_variance_must_be_left_out(lab):
-    """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step is wrong."""
+    """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step
+    is wrong.
+    """
     model, batches = mlp(), lab.client_batches((6,), (4, 4))
-    oracle, start, barrier = lab.centralised(model, batches), model.state_dict(), lab.Barrier((1, 1))
+    oracle, start, barrier = (
+        lab.centralised(model, batches),
+        model.state_dict(),
+        lab.Barrier((1, 1)),
+    )
     own: dict[tuple[int, str], Tensor] = {}
     shared: dict[str, Tensor] = {}
 
@@ -194,7 +237,11 @@ def test_the_path_through_the_local_variance_must_be_left_out(lab):
             return torch.stack([tensor[0], tensor[1] + path])
         return tensor
 
-    wrong = lab.distance(lab.federated(model, batches, (1, 1), barrier=barrier, forge=forge), oracle, start)
+    wrong = lab.distance(
+        lab.federated(model, batches, (1, 1), barrier=barrier, forge=forge),
+        oracle,
+        start,
+    )
     right = lab.distance(lab.federated(model, batches, (1, 1)), oracle, start)
     assert wrong > 1e-4
     assert right < 1e-10

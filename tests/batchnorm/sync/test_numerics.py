@@ -1,4 +1,6 @@
-"""Float32 and bfloat16: as exact as torch's own BatchNorm, also with a mean far above the deviation."""
+"""Float32 and bfloat16: as exact as torch's own BatchNorm, also with a mean far above
+the deviation.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,40 @@ KEPT = ("running_mean", "running_var", "weight")
 def test_float32_is_as_close_to_float64_as_torch(lab, name, exchanges):
     torch.manual_seed(1)
     model = VISION[name](num_classes=3)
-    batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
+    batches = [
+        (x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))
+    ]
     wide = copy.deepcopy(model).double()
     oracle = lab.centralised(wide, [(x.double(), target) for x, target in batches])
-    torch_error = lab.distance(lab.centralised(model, batches), oracle, wide.state_dict())
-    error = lab.distance(lab.federated(model, batches, (5, 3), exchanges=exchanges), oracle, wide.state_dict())
+    torch_error = lab.distance(
+        lab.centralised(model, batches), oracle, wide.state_dict()
+    )
+    error = lab.distance(
+        lab.federated(model, batches, (5, 3), exchanges=exchanges),
+        oracle,
+        wide.state_dict(),
+    )
     assert 0 < error <= 3 * torch_error
 
 
 def far_clients(offset: float, spread: float) -> list[Tensor]:
     g = torch.Generator().manual_seed(3)
     return [
-        (offset + spread * (torch.randn(n, 4, 16, 16, generator=g, dtype=torch.float64) + 0.5 * i)).float()
+        (
+            offset
+            + spread
+            * (torch.randn(n, 4, 16, 16, generator=g, dtype=torch.float64) + 0.5 * i)
+        ).float()
         for i, n in enumerate((8, 12, 4))
     ]
 
 
-def one_layer(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor], exchanges: str) -> dict[str, Tensor]:
-    """Output, input gradient, statistics and stepped weight of one layer over the clients ``parts``, put together."""
+def one_layer(
+    lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor], exchanges: str
+) -> dict[str, Tensor]:
+    """Output, input gradient, statistics and stepped weight of one layer over the
+    clients ``parts``, put together.
+    """
     inputs = [part.clone().requires_grad_() for part in parts]
     outputs: list[Tensor | None] = [None] * len(parts)
 
@@ -51,10 +69,16 @@ def one_layer(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]
     batches = [(x, torch.tensor(i)) for i, x in enumerate(inputs)]
     state = lab.federated(layer, batches, sizes, loss=loss, exchanges=exchanges)
     gradients = [x.grad * len(x) / sum(sizes) for x in inputs]
-    return {"y": torch.cat(outputs), "dy": torch.cat(gradients), **{name: state[name] for name in KEPT}}
+    return {
+        "y": torch.cat(outputs),
+        "dy": torch.cat(gradients),
+        **{name: state[name] for name in KEPT},
+    }
 
 
-def one_layer_torch(lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]) -> dict[str, Tensor]:
+def one_layer_torch(
+    lab, layer: nn.Module, parts: list[Tensor], upstream: list[Tensor]
+) -> dict[str, Tensor]:
     layer = copy.deepcopy(layer).to(parts[0].dtype)
     x = torch.cat(parts).requires_grad_()
     y = layer(x)
@@ -64,19 +88,27 @@ def one_layer_torch(lab, layer: nn.Module, parts: list[Tensor], upstream: list[T
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize(("offset", "spread"), [(1e4, 1e-2), (1e4, 1.0), (-3e2, 1e-2), (0.0, 1.0)])
-def test_a_mean_far_above_the_deviation_loses_no_more_digits_than_torch(lab, offset, spread, exchanges):
+@pytest.mark.parametrize(
+    ("offset", "spread"), [(1e4, 1e-2), (1e4, 1.0), (-3e2, 1e-2), (0.0, 1.0)]
+)
+def test_a_mean_far_above_the_deviation_loses_no_more_digits_than_torch(
+    lab, offset, spread, exchanges
+):
     parts = far_clients(offset, spread)
     upstream = [part.double().sub(offset).mul(3 / spread).cos() + 0.5 for part in parts]
     layer = nn.BatchNorm2d(4, momentum=1.0)
     exact = one_layer_torch(lab, layer, [part.double() for part in parts], upstream)
     by_torch = one_layer_torch(lab, layer, parts, upstream)
     ours = one_layer(lab, layer, parts, upstream, exchanges)
-    # Fused moments carry what rounding left of the means: a few float32 roundings at any mean, far below torch's error.
-    # A mean that travels alone is rounded twice, by the client and by the server, where torch rounds it once; a
-    # variance about it is off by the square of that.
+    # Fused moments carry what rounding left of the means: a few float32 roundings at
+    # # # any mean, far below torch's error. A mean that travels alone is rounded twice,
+    # by # # the client and by the server, where torch rounds it once; a variance about it
+    # is # # off by the square of that.
     for name, value in exact.items():
-        ours_error, torch_error = ((r[name].double() - value).abs().max() / value.abs().max() for r in (ours, by_torch))
+        ours_error, torch_error = (
+            (r[name].double() - value).abs().max() / value.abs().max()
+            for r in (ours, by_torch)
+        )
         factor = 0 if exchanges == "2L+1" else 4 if name == "running_var" else 2
         assert ours_error <= factor * torch_error + 2**-21, name
 
@@ -86,46 +118,68 @@ def test_local_variance_is_about_the_mean_before_it_was_rounded():
     wide = x.double().transpose(0, 1).flatten(1)
     centred, centre, error = local_mean(x)
     mean, rest, var = local_moments(centred, centre, error)
-    torch.testing.assert_close(var.double(), wide.var(1, correction=0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        var.double(), wide.var(1, correction=0), rtol=1e-5, atol=0
+    )
     torch.testing.assert_close(mean.double(), wide.mean(1), rtol=2**-23, atol=0)
     assert float(rest.abs().max()) > 1e-4
-    torch.testing.assert_close(mean.double() + rest.double(), wide.mean(1), rtol=0, atol=1e-2 * 2**-21)
+    torch.testing.assert_close(
+        mean.double() + rest.double(), wide.mean(1), rtol=0, atol=1e-2 * 2**-21
+    )
     assert torch.equal(centred + centre.view(1, -1, 1, 1), x)
 
 
 def test_bfloat16_autocast_keeps_the_statistics_in_float32(lab):
     torch.manual_seed(1)
     model = VISION["resnet"](num_classes=3)
-    batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
+    batches = [
+        (x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))
+    ]
     barrier = lab.Barrier((5, 3))
     found = lab.federated(model, batches, (5, 3), autocast=True, barrier=barrier)
     assert {dtype for _, _, dtype in barrier.log} == {torch.float32}
     oracle = lab.centralised(model, batches)
     by_torch = lab.centralised(model, batches, autocast=True)
-    assert lab.distance(found, oracle, model.state_dict()) < 2 * lab.distance(by_torch, oracle, model.state_dict())
+    assert lab.distance(found, oracle, model.state_dict()) < 2 * lab.distance(
+        by_torch, oracle, model.state_dict()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_low_precision_model_keeps_its_types(dtype):
     layer = nn.BatchNorm1d(4).to(dtype)
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    x = (
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        .to(dtype)
+        .requires_grad_()
+    )
     plain = copy.deepcopy(layer)
     plain_x = x.detach().clone().requires_grad_()
-    with synchronised(layer, lambda tag, tensor: tensor, batch_size=6, union_batch_size=6):
+    with synchronised(
+        layer, lambda tag, tensor: tensor, batch_size=6, union_batch_size=6
+    ):
         y = layer(x)
         y.sin().sum().backward()
     plain_y = plain(plain_x)
     plain_y.sin().sum().backward()
-    for ours, theirs in [(y, plain_y), (x.grad, plain_x.grad), (layer.weight.grad, plain.weight.grad)]:
+    for ours, theirs in [
+        (y, plain_y),
+        (x.grad, plain_x.grad),
+        (layer.weight.grad, plain.weight.grad),
+    ]:
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0.02, atol=0.0)
+    torch.testing.assert_close(
+        layer.running_var, plain.running_var, rtol=0.02, atol=0.0
+    )
 
 
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("positions", [1, 3, 49, 784, 50_176])
 def test_equal_positions_give_the_unions_n_in_float32_too(positions, exchanges):
-    """The examples per element travel in float32, as 1/784; n/(n-1) has the bits as from whole numbers."""
+    """The examples per element travel in float32, as 1/784; n/(n-1) has the bits as
+    from whole numbers.
+    """
     sizes, union, answers = (3, 5), 8, {}
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
@@ -134,24 +188,44 @@ def test_equal_positions_give_the_unions_n_in_float32_too(positions, exchanges):
 
     for size in sizes:
         layer = nn.BatchNorm1d(1, momentum=1.0)
-        x = torch.randn(size, 1, positions, generator=torch.Generator().manual_seed(size))
-        with synchronised(layer, reduce, batch_size=size, union_batch_size=union, exchanges=exchanges):
+        x = torch.randn(
+            size, 1, positions, generator=torch.Generator().manual_seed(size)
+        )
+        with synchronised(
+            layer, reduce, batch_size=size, union_batch_size=union, exchanges=exchanges
+        ):
             layer(x)
-        var = answers["variance/0"][:1] if exchanges == "3L+1" else answers["moments/0"][2, :1]
+        var = (
+            answers["variance/0"][:1]
+            if exchanges == "3L+1"
+            else answers["moments/0"][2, :1]
+        )
         n = union * positions
         assert torch.equal(layer.running_var, var * (n / (n - 1)))
 
 
-@pytest.mark.parametrize(("dtype", "ulp"), [(torch.float32, 8.0), (torch.float64, 2.0**-26)])
+@pytest.mark.parametrize(
+    ("dtype", "ulp"), [(torch.float32, 8.0), (torch.float64, 2.0**-26)]
+)
 def test_fused_moments_do_not_cancel(dtype, ulp):
-    """Against fractions: means differ by some ulps, each has its own rest, variances are about one ulp squared."""
+    """Against fractions: means differ by some ulps, each has its own rest, variances
+    are about one ulp squared.
+    """
     rows = [(0, 0.25, 0.125), (1, -0.375, 0.25), (-2, 0.125, 0.5)]
-    tensors = [torch.tensor([[1e8 + m * ulp], [rest * ulp], [var * ulp**2]], dtype=dtype) for m, rest, var in rows]
+    tensors = [
+        torch.tensor([[1e8 + m * ulp], [rest * ulp], [var * ulp**2]], dtype=dtype)
+        for m, rest, var in rows
+    ]
     p = [Fraction(2, 10), Fraction(5, 10), Fraction(3, 10)]
     exact = [[Fraction(float(value)) for value in tensor] for tensor in tensors]
     mean = sum(q * (m + rest) for q, (m, rest, _) in zip(p, exact, strict=True))
-    var = sum(q * (v + (m + rest - mean) ** 2) for q, (m, rest, v) in zip(p, exact, strict=True))
-    found = [Fraction(float(value)) for value in combine("moments/0", tensors, (2, 5, 3))]
+    var = sum(
+        q * (v + (m + rest - mean) ** 2)
+        for q, (m, rest, v) in zip(p, exact, strict=True)
+    )
+    found = [
+        Fraction(float(value)) for value in combine("moments/0", tensors, (2, 5, 3))
+    ]
     assert abs(found[0] - mean) <= 2 * ulp
     assert found[1] != 0
     assert abs(found[0] + found[1] - mean) <= 2**-22 * ulp

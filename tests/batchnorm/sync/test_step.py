@@ -27,14 +27,24 @@ def alone(tag: str, tensor: Tensor) -> Tensor:
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    return nn.Sequential(
+        nn.Linear(4, 5),
+        nn.BatchNorm1d(5),
+        nn.ReLU(),
+        nn.Linear(5, 3),
+        nn.BatchNorm1d(3),
+    ).double()
 
 
 def inputs(n: int = 4) -> Tensor:
-    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
-def step(model: nn.Module, reduce=alone, n: int = 4, union: int = 8, **options: str) -> None:
+def step(
+    model: nn.Module, reduce=alone, n: int = 4, union: int = 8, **options: str
+) -> None:
     with synchronised(model, reduce, batch_size=n, union_batch_size=union, **options):
         model(inputs(n)).square().sum().backward()
 
@@ -42,7 +52,11 @@ def step(model: nn.Module, reduce=alone, n: int = 4, union: int = 8, **options: 
 @pytest.mark.parametrize(
     ("exchanges", "backward", "tags"),
     [
-        ("3L+1", "global", "mean/0/1 variance/0/1 mean/1/4 variance/1/4 gradients/1/4 gradients/0/1"),
+        (
+            "3L+1",
+            "global",
+            "mean/0/1 variance/0/1 mean/1/4 variance/1/4 gradients/1/4 gradients/0/1",
+        ),
         ("2L+1", "global", "moments/0/1 moments/1/4 gradients/1/4 gradients/0/1"),
         ("3L+1", "own", "mean/0/1 variance/0/1 mean/1/4 variance/1/4"),
         ("2L+1", "own", "moments/0/1 moments/1/4"),
@@ -59,13 +73,19 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         kind, _, path = tag.split("/")
         channels = {"1": 5, "4": 3}[path]
         rows = {"moments": (3,), "gradients": (2,)}.get(kind, ())
-        per_element = {"variance": [1.0], "moments": [1.0, 0.0, 0.0]}.get(kind, [])  # examples: a column beside
+        # examples: a column beside
+        per_element = {"variance": [1.0], "moments": [1.0, 0.0, 0.0]}.get(kind, [])
         assert tensor.shape == (*rows, channels + bool(per_element))
         assert tensor[..., channels:].flatten().tolist() == per_element
         return tensor
 
     with synchronised(
-        model, reduce, batch_size=4, union_batch_size=8, exchanges=exchanges, backward=backward
+        model,
+        reduce,
+        batch_size=4,
+        union_batch_size=8,
+        exchanges=exchanges,
+        backward=backward,
     ) as watched:
         model(inputs().float()).square().sum().backward()
     assert " ".join(seen) == tags
@@ -74,9 +94,17 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
 
 
 def test_exchanges_of_a_round():
-    """ResNet-20 has 19 layers: methods of 3L + 1, 2L + 1 and, without the backward half, 2L + 1, L + 1."""
-    methods = [method(fedtan_exchanges=e) for method in (FedTAN, FedDNA) for e in ("3L+1", "2L+1")]
-    assert [19 * method.methods.whole.exchanges.cost()[0] + 1 for method in methods] == [58, 39, 39, 20]
+    """ResNet-20 has 19 layers: methods of 3L + 1, 2L + 1 and, without the backward
+    half, 2L + 1, L + 1.
+    """
+    methods = [
+        method(fedtan_exchanges=e)
+        for method in (FedTAN, FedDNA)
+        for e in ("3L+1", "2L+1")
+    ]
+    assert [
+        19 * method.methods.whole.exchanges.cost()[0] + 1 for method in methods
+    ] == [58, 39, 39, 20]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +126,9 @@ class Pending(BaseException):
 
 
 @pytest.mark.parametrize("error", [ReplyError, Pending])
-@pytest.mark.parametrize("stop", ["mean/0/1", "variance/1/4", "gradients/1/4", "gradients/0/1"])
+@pytest.mark.parametrize(
+    "stop", ["mean/0/1", "variance/1/4", "gradients/1/4", "gradients/0/1"]
+)
 def test_errors_of_reduce_pass_through_and_all_hooks_are_removed(stop, error):
     model, raised = small(), error("dropped")
 
@@ -127,7 +157,9 @@ def test_errors_of_reduce_pass_through_and_all_hooks_are_removed(stop, error):
 
 def test_only_the_thread_of_the_step_is_synchronised():
     model, other, tags = small(), small(), []
-    with synchronised(model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4):
+    with synchronised(
+        model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4
+    ):
         thread = threading.Thread(target=lambda: other(inputs()).sum().backward())
         thread.start()
         thread.join()
@@ -141,7 +173,10 @@ def test_only_the_thread_of_the_step_is_synchronised():
 def test_a_model_that_two_clients_share_is_refused():
     """Their gradients and statistics would be mixed without a word."""
     model = small()
-    first, second = (synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8) for _ in range(2))
+    first, second = (
+        synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8)
+        for _ in range(2)
+    )
     with first, pytest.raises(NormLayerError, match="build a model in each call"):
         second.__enter__()
     with synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=4):
@@ -162,7 +197,9 @@ def test_backward_may_run_in_another_thread():
 
 
 def test_every_exchange_is_made_in_the_thread_of_the_step():
-    """Autograd has one thread for a GPU: clients of one process would wait for one another in it for ever."""
+    """Autograd has one thread for a GPU: clients of one process would wait for one
+    another in it for ever.
+    """
     threads, device_threads = set(), torch._C._is_multithreading_enabled
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
@@ -179,13 +216,19 @@ def test_every_exchange_is_made_in_the_thread_of_the_step():
 
 
 @pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
-def test_clients_in_threads_synchronise_their_steps_on_one_device(lab, device, exchanges):
+def test_clients_in_threads_synchronise_their_steps_on_one_device(
+    lab, device, exchanges
+):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
     batches, weights = lab.client_batches((3, 6, 6), (4, 5, 3)), (4, 5, 3)
     oracle = lab.centralised(model, batches)
     there = [(x.to(device), target.to(device)) for x, target in batches]
-    found = lab.federated(copy.deepcopy(model).to(device), there, weights, exchanges=exchanges)
+    found = lab.federated(
+        copy.deepcopy(model).to(device), there, weights, exchanges=exchanges
+    )
     found = {name: value.cpu() for name, value in found.items()}
     assert lab.distance(found, oracle, model.state_dict()) < 1e-9
 
@@ -193,7 +236,9 @@ def test_clients_in_threads_synchronise_their_steps_on_one_device(lab, device, e
 def test_eval_mode_is_not_synchronised_but_no_grad_is():
     tags = []
     model = small().eval()
-    with synchronised(model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4):
+    with synchronised(
+        model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4
+    ):
         model(inputs()).sum().backward()
         assert tags == []
         with torch.no_grad():
@@ -203,7 +248,10 @@ def test_eval_mode_is_not_synchronised_but_no_grad_is():
 
 def test_one_value_per_client_is_enough_if_the_union_has_more():
     step(small(), n=1, union=2)
-    with pytest.raises(NormLayerError, match=r"layer '1' has 1 values per channel in the union.*\(1, 5\)"):
+    with pytest.raises(
+        NormLayerError,
+        match=r"layer '1' has 1 values per channel in the union.*\(1, 5\)",
+    ):
         step(small(), n=1, union=1)
     with (
         pytest.raises(NormLayerError, match=r"layer '1' gets no rows"),
@@ -225,15 +273,21 @@ class Checkpointed(nn.Module):
 def test_checkpointed_layers_are_refused_by_name_before_any_exchange(reentrant):
     tags = []
     model = Checkpointed(lambda body, x: checkpoint(body, x, use_reentrant=reentrant))
-    with pytest.raises(NormLayerError, match=r"layer 'body\.1' runs inside torch\.utils\.checkpoint"):
+    with pytest.raises(
+        NormLayerError, match=r"layer 'body\.1' runs inside torch\.utils\.checkpoint"
+    ):
         step(model, lambda tag, t: tags.append(tag) or t)
     assert tags == []
     functional_model = Checkpointed(
         lambda body, x: checkpoint(
-            lambda y: functional.batch_norm(y, None, None, training=True), x, use_reentrant=reentrant
+            lambda y: functional.batch_norm(y, None, None, training=True),
+            x,
+            use_reentrant=reentrant,
         )
     )
-    with pytest.raises(NormLayerError, match=r"functional batch_norm of call 0 runs inside"):
+    with pytest.raises(
+        NormLayerError, match=r"functional batch_norm of call 0 runs inside"
+    ):
         step(functional_model)
 
 
@@ -256,7 +310,9 @@ class Recompute(torch.autograd.Function):
 
 
 def test_a_layer_called_again_in_the_backward_pass_is_refused():
-    with pytest.raises(NormLayerError, match=r"layer 'body\.1'.*called again in the backward pass"):
+    with pytest.raises(
+        NormLayerError, match=r"layer 'body\.1'.*called again in the backward pass"
+    ):
         step(Checkpointed(Recompute.apply))
 
 
@@ -272,7 +328,10 @@ class DataParallelLike(nn.DataParallel):
 
 
 def test_layers_that_cannot_be_synchronised_are_refused_by_name():
-    with pytest.raises(NormLayerError, match=r"layer '1' \(Arithmetic\) cannot be synchronised, because"):
+    with pytest.raises(
+        NormLayerError,
+        match=r"layer '1' \(Arithmetic\) cannot be synchronised, because",
+    ):
         step(nn.Sequential(nn.Linear(4, 3), Arithmetic(3)).double())
     with pytest.raises(NormLayerError, match="module '0' is a DataParallelLike"):
         step(nn.Sequential(DataParallelLike(small())))
@@ -289,7 +348,9 @@ def test_a_second_backward_pass_is_refused():
     with synchronised(model, alone, batch_size=4, union_batch_size=8):
         loss = model(inputs()).square().sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(NormLayerError, match="layer '4' was reached by a second backward pass"):
+        with pytest.raises(
+            NormLayerError, match="layer '4' was reached by a second backward pass"
+        ):
             loss.backward()
 
 
@@ -297,17 +358,27 @@ def test_backward_outside_the_block_is_refused():
     model = small()
     with synchronised(model, alone, batch_size=4, union_batch_size=8):
         loss = model(inputs()).square().sum()
-    with pytest.raises(NormLayerError, match=r"'gradients/1/4' comes after the synchronised block"):
+    with pytest.raises(
+        NormLayerError, match=r"'gradients/1/4' comes after the synchronised block"
+    ):
         loss.backward()
 
 
 def test_an_answer_of_another_shape_is_refused():
-    with pytest.raises(ReplyError, match=r"'mean/0/1' was answered with shape \(2, 5\); \(5,\) was sent"):
+    with pytest.raises(
+        ReplyError,
+        match=r"'mean/0/1' was answered with shape \(2, 5\); \(5,\) was sent",
+    ):
         step(small(), lambda tag, t: t.expand(2, -1))
 
 
 def test_an_answer_of_another_type_is_converted():
-    with synchronised(small(), lambda tag, t: t.double().requires_grad_(), batch_size=4, union_batch_size=8) as watched:
+    with synchronised(
+        small(),
+        lambda tag, t: t.double().requires_grad_(),
+        batch_size=4,
+        union_batch_size=8,
+    ) as watched:
         answer = watched.exchange("mean/0/1", torch.ones(5))
     assert answer.dtype == torch.float32
     assert not answer.requires_grad
@@ -316,32 +387,51 @@ def test_an_answer_of_another_type_is_converted():
 def test_a_step_in_eval_mode_is_refused():
     """It would be FedAvg's step under the name of FedTAN."""
     kept = small().eval()
-    kept.train = lambda mode=True: kept  # as a network that keeps its BatchNorm in eval mode
-    refused = pytest.raises(NormLayerError, match=r"no BatchNorm layer was called in train mode .* model\.train\(\)")
+    # as a network that keeps its BatchNorm in eval mode
+    kept.train = lambda mode=True: kept
+    refused = pytest.raises(
+        NormLayerError,
+        match=r"no BatchNorm layer was called in train mode .* model\.train\(\)",
+    )
     with refused:
         try_synchronised_step(kept, inputs(), len(inputs()))
-    hook = SynchroniseFirstStep(SimpleNamespace(begin=lambda: 8, reduce=lambda tag, t: t), "3L+1", "global")
+    hook = SynchroniseFirstStep(
+        SimpleNamespace(begin=lambda: 8, reduce=lambda tag, t: t), "3L+1", "global"
+    )
     with refused, hook.around(0, kept, 4):
         kept(inputs()).sum().backward()
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_trial_of_a_step_has_no_effect(refused):
-    """On state, modes, random numbers and gradients, of which it leaves none; also where a layer is refused."""
+    """On state, modes, random numbers and gradients, of which it leaves none; also
+    where a layer is refused.
+    """
     model = small()
     if refused:
         model.append(Arithmetic(3).double())
     model[0].eval()
     drawing = nn.Sequential(nn.Dropout(0.5), model)
     before = {name: value.clone() for name, value in drawing.state_dict().items()}
-    modes, generator = [module.training for module in drawing.modules()], torch.get_rng_state()
+    modes, generator = (
+        [module.training for module in drawing.modules()],
+        torch.get_rng_state(),
+    )
     for _ in range(2):
-        with pytest.raises(NormLayerError, match="Arithmetic") if refused else nullcontext():
+        with (
+            pytest.raises(NormLayerError, match="Arithmetic")
+            if refused
+            else nullcontext()
+        ):
             try_synchronised_step(drawing, inputs(), len(inputs()))
-        assert [parameter.grad for parameter in drawing.parameters()] == [None] * len([*drawing.parameters()])
+        assert [parameter.grad for parameter in drawing.parameters()] == [None] * len(
+            [*drawing.parameters()]
+        )
         for parameter in drawing.parameters():
             parameter.grad = torch.ones_like(parameter)  # of an earlier training
-    assert all(torch.equal(before[name], value) for name, value in drawing.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in drawing.state_dict().items()
+    )
     assert [module.training for module in drawing.modules()] == modes
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -350,11 +440,17 @@ def test_the_trial_names_a_layer_that_is_skipped_at_random():
     class StochasticDepth(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stem, self.block, self.head = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+            self.stem, self.block, self.head = (
+                nn.BatchNorm1d(3),
+                nn.BatchNorm1d(3),
+                nn.Linear(3, 2),
+            )
 
         def forward(self, x):
             x = self.stem(x)
-            return self.head(x if self.training and torch.rand(()) < 0.5 else x + self.block(x))
+            return self.head(
+                x if self.training and torch.rand(()) < 0.5 else x + self.block(x)
+            )
 
     with pytest.raises(NormLayerError, match="'block' is called at random"):
         try_synchronised_step(StochasticDepth(), torch.randn(2, 3), 2)
@@ -365,7 +461,11 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.act, self.last = small()[:2], nn.SiLU(inplace=True), nn.Linear(5, 2).double()
+        self.body, self.act, self.last = (
+            small()[:2],
+            nn.SiLU(inplace=True),
+            nn.Linear(5, 2).double(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.body[1](self.body[0](x))))
@@ -374,7 +474,9 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", ["function", "in place", "layer", "layer in place"])
 def test_a_compiled_model_is_synchronised(way, backend):
-    """Also by compilers that change an activation's input after their graph has saved it."""
+    """Also by compilers that change an activation's input after their graph has saved
+    it.
+    """
     torch.compiler.reset()
     model, tags = nn.Sequential(InPlace()), []
     step(reference := copy.deepcopy(model))
@@ -411,12 +513,17 @@ def test_steps_that_are_not_synchronised_stay_compiled():
 def test_combine_weighs_in_the_given_order_and_keeps_the_type():
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])]
     assert torch.equal(combine("mean/0/1", tensors, (3, 1)), torch.tensor([1.75, 1.0]))
-    assert torch.equal(combine("gradients/2", tensors, (0.75, 0.25)), torch.tensor([1.75, 1.0]))
+    assert torch.equal(
+        combine("gradients/2", tensors, (0.75, 0.25)), torch.tensor([1.75, 1.0])
+    )
     moments = [torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[4.0], [0.0], [6.0]])]
     assert torch.equal(
-        combine("moments/0/1", moments, (3, 1)), torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]])
+        combine("moments/0/1", moments, (3, 1)),
+        torch.tensor([[1.75], [0.0], [3.0 + 0.75 * 0.5625 + 0.25 * 5.0625]]),
     )
-    assert combine("mean/0/1", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
+    assert (
+        combine("mean/0/1", [t.half() for t in tensors], (1, 1)).dtype == torch.float16
+    )
     assert torch.equal(tensors[0], torch.tensor([1.0, 2.0]))
 
 

@@ -1,4 +1,6 @@
-"""The config: the same keys in every place, all problems at once, and the conditions between keys."""
+"""The config: the same keys in every place, all problems at once, and the conditions
+between keys.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,21 @@ def through_flower(config: Config) -> dict[str, Any]:
     return dict(parse_config_args([toml_pairs(config.to_mapping())]))
 
 
-# --- one schema, everywhere ------------------------------------------------------------------------------------------
+# --- one schema, everywhere -----------------------------------------------------------
 
 
 def test_every_key_is_in_the_toml_with_its_default() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert declared == {field.alias or name: field.default for name, field in Config.model_fields.items()}
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"][
+        "app"
+    ]["config"]
+    assert declared == {
+        field.alias or name: field.default
+        for name, field in Config.model_fields.items()
+    }
     kinds = {key: type(value) for key, value in declared.items()}
-    assert kinds == {key: type(value) for key, value in Config.make({}).to_mapping().items()}, "1 is not 1.0 to Flower"
+    assert kinds == {
+        key: type(value) for key, value in Config.make({}).to_mapping().items()
+    }, "1 is not 1.0 to Flower"
 
 
 def test_every_parameter_of_a_strategy_is_a_key() -> None:
@@ -77,8 +86,11 @@ def test_every_parameter_of_a_strategy_is_a_key() -> None:
     keys = set(Config.model_fields)
     for name, strategy in STRATEGIES.items():
         assert config_fields(strategy.Params).keys() <= keys, name
-        without = set(strategy.Params.model_fields) - {*config_fields(strategy.Params).values()}
-        assert without <= {"loss_key", "fedtan_timeout"}, name  # validation-share chooses the first
+        without = set(strategy.Params.model_fields) - {
+            *config_fields(strategy.Params).values()
+        }
+        # validation-share chooses the first
+        assert without <= {"loss_key", "fedtan_timeout"}, name
 
 
 def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
@@ -87,14 +99,26 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     assert Config.load(path) == config
-    assert Config.load(None, [f"{key}={yaml.safe_dump(value).split(chr(10))[0]}" for key, value in values.items()]) == (
-        config
-    )
+    assert Config.load(
+        None,
+        [
+            f"{key}={yaml.safe_dump(value).split(chr(10))[0]}"
+            for key, value in values.items()
+        ],
+    ) == (config)
     assert Config.make(through_flower(config), complete=True) == config
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, OTHERS, {"local-epochs": 3}, {**FIXBN, "freeze-at": 7}, {**FIXBN, "freeze-at": 0.3}, {"seed": 9}]
+    "settings",
+    [
+        {},
+        OTHERS,
+        {"local-epochs": 3},
+        {**FIXBN, "freeze-at": 7},
+        {**FIXBN, "freeze-at": 0.3},
+        {"seed": 9},
+    ],
 )
 def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
     config = Config.make(settings)
@@ -102,7 +126,9 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
     assert Config.make(config.to_mapping(), complete=True) == config
     received = through_flower(config)
     assert received == config.to_mapping()
-    assert {key: type(value) for key, value in received.items()} == {k: type(v) for k, v in config.to_mapping().items()}
+    assert {key: type(value) for key, value in received.items()} == {
+        k: type(v) for k, v in config.to_mapping().items()
+    }
     assert Config.make(received, complete=True) == config
 
 
@@ -111,15 +137,25 @@ def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
     config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
     assert (config.proximal_mu, config.seed) == (0.1, 3)
     assert dropped == {"freeze-at": "it is for fixbn"}
-    _, dropped = Config.make_of_shared({"lr-decay-at": "freeze", "lr-decay-factor": "0.5"}, {"strategy": "fedavg"})
-    assert list(dropped) == ["lr-decay-at", "lr-decay-factor"], "the factor has no effect without the decay"
+    _, dropped = Config.make_of_shared(
+        {"lr-decay-at": "freeze", "lr-decay-factor": "0.5"}, {"strategy": "fedavg"}
+    )
+    assert list(dropped) == [
+        "lr-decay-at",
+        "lr-decay-factor",
+    ], "the factor has no effect without the decay"
     with pytest.raises(ConfigError, match="freeze-at=5 has no effect"):
         Config.make_of_shared(shared, {"strategy": "fedprox", "freeze-at": 5})
 
 
 def test_methods_are_combined_by_their_keys() -> None:
     config = Config.make(
-        {"strategy": "mtfl", "server-step": "fedadam", "client-hooks": "fixbn, fedprox", "server-learning-rate": 0.3}
+        {
+            "strategy": "mtfl",
+            "server-step": "fedadam",
+            "client-hooks": "fixbn, fedprox",
+            "server-learning-rate": 0.3,
+        }
     )
     assert method_of(config).strategy is combined(
         *(STRATEGIES[name] for name in ("fixbn", "mtfl", "fedadam", "fedprox"))
@@ -137,14 +173,22 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
 
 
 def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
-    """In YAML 1.1 it would be a number in octal: ``held-out-clients=01`` another client."""
-    (tmp_path / "config.yaml").write_text("held-out-clients: 01\nseries: 010\nlocal-steps: 10\n")
+    """In YAML 1.1 it would be a number in octal: ``held-out-clients=01`` another
+    client.
+    """
+    (tmp_path / "config.yaml").write_text(
+        "held-out-clients: 01\nseries: 010\nlocal-steps: 10\n"
+    )
     assert read_yaml(tmp_path / "config.yaml", "config") == {
         "held-out-clients": "01",
         "series": "010",
         "local-steps": 10,
     }
-    assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {"held-out-clients": "01", "a": -3, "b": 0}
+    assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {
+        "held-out-clients": "01",
+        "a": -3,
+        "b": 0,
+    }
 
 
 def test_a_number_where_text_is_wanted_is_text() -> None:
@@ -158,7 +202,7 @@ def test_the_page_of_keys_has_every_key() -> None:
     assert sorted(rows) == sorted(Config.make({}).to_mapping())
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -172,7 +216,10 @@ def test_all_problems_are_reported_at_once() -> None:
     }
     assert refused(values) == [
         "seed=-1: input should be greater than or equal to 0",
-        "batch-size=0.5: input should be a valid integer, got a number with a fractional part",
+        (
+            "batch-size=0.5: input should be a valid integer, got a number with a"
+            " fractional part"
+        ),
         "unknown key 'learning-rat'. Did you mean 'learning-rate'?",
         "unknown key 'nonsense'. See docs/config.md for all keys.",
         "unknown strategy 'fedbnn'. Did you mean 'fedbn'? Allowed: "
@@ -191,12 +238,18 @@ def test_all_problems_are_reported_at_once() -> None:
         (b"a: \xff", "UTF-8"),
         ("seed: 1".encode("utf-16"), "UTF-8"),
         (b"series: 2026-13-45", "month"),
-        (b"learning-rate: 0.1\nlearning-rate: 0.2\n", "line 2: 'learning-rate' is also in line 1"),
+        (
+            b"learning-rate: 0.1\nlearning-rate: 0.2\n",
+            "line 2: 'learning-rate' is also in line 1",
+        ),
         (b"seed: 1\n\n'seed': 2", "line 3: 'seed' is also in line 1"),
-        (b"{seed: 1, seed: 2}", "line 1: 'seed' is also in line 1"),  # YAML readers take the last one, silently
+        # YAML readers take the last one, silently
+        (b"{seed: 1, seed: 2}", "line 1: 'seed' is also in line 1"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, named: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, content: bytes, named: str
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=named):
@@ -209,23 +262,34 @@ def test_an_override_that_cannot_be_read_is_refused(override: str) -> None:
         Config.load(None, [override])
 
 
-def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_effect() -> None:
-    """Its service ``cli`` names FedTAN's channel in each run config; elsewhere such a key is refused."""
+def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_effect() -> (
+    None
+):
+    """Its service ``cli`` names FedTAN's channel in each run config; elsewhere such a
+    key is refused.
+    """
     preset = {
         "fedtan-transport": "channel",
         "fedtan-bind": "a:9200",
         "fedtan-address": "b:9200",
         "fedtan-tls-dir": "/c",
     }
-    assert Config.make({**Config.make({}).to_mapping(), **preset}, complete=True) == Config.make({})
-    assert Config.make({**preset, "strategy": "fedtan"}, complete=True).fedtan_bind == "a:9200"
+    assert Config.make(
+        {**Config.make({}).to_mapping(), **preset}, complete=True
+    ) == Config.make({})
+    assert (
+        Config.make({**preset, "strategy": "fedtan"}, complete=True).fedtan_bind
+        == "a:9200"
+    )
     with pytest.raises(ConfigError, match="fedtan-bind='a:9200' has no effect"):
         Config.make(preset)
-    with pytest.raises(ConfigError, match=r"^proximal-mu=2\.0 has no effect: it is for fedprox, fedbs$"):
+    with pytest.raises(
+        ConfigError, match=r"^proximal-mu=2\.0 has no effect: it is for fedprox, fedbs$"
+    ):
         Config.make({**preset, "proximal-mu": 2.0}, complete=True)
 
 
-# --- conditions between keys ------------------------------------------------------------------------------------------
+# --- conditions between keys ----------------------------------------------------------
 
 
 def test_local_steps_replace_the_default_epochs() -> None:
@@ -238,7 +302,9 @@ def test_local_steps_replace_the_default_epochs() -> None:
 def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
     everything = Config.make({}).to_mapping()
     assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
-    (line,) = refused({**everything, "local-steps": 5, "local-epochs": 2}, complete=True)
+    (line,) = refused(
+        {**everything, "local-steps": 5, "local-epochs": 2}, complete=True
+    )
     assert "local-steps=5 and local-epochs=2 are both set" in line
 
 
@@ -259,21 +325,48 @@ def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> N
 
 
 def test_fedtan2s_learning_rates_of_the_paper() -> None:
-    """arXiv:2301.02982, 6.3: 0.5, 0.01 after M, 0.001 after 6000 and, with momentum, 0.0001 after 8000."""
-    decays = {"lr-decay-at": "freeze,6000,8000", "lr-decay-factor": "0.02,0.1,0.1", "learning-rate": 0.5}
-    config = Config.make({"strategy": "fedtan2", "num-server-rounds": 10_000, "sgd-momentum": 0.9, **decays})
+    """arXiv:2301.02982, 6.3: 0.5, 0.01 after M, 0.001 after 6000 and, with momentum,
+    0.0001 after 8000.
+    """
+    decays = {
+        "lr-decay-at": "freeze,6000,8000",
+        "lr-decay-factor": "0.02,0.1,0.1",
+        "learning-rate": 0.5,
+    }
+    config = Config.make(
+        {
+            "strategy": "fedtan2",
+            "num-server-rounds": 10_000,
+            "sgd-momentum": 0.9,
+            **decays,
+        }
+    )
     rate = local_training(config).learning_rate
-    rates = [rate.at(1000), rate.at(1001, True), rate.at(6000, True), rate.at(6001, True), rate.at(8001, True)]
+    rates = [
+        rate.at(1000),
+        rate.at(1001, True),
+        rate.at(6000, True),
+        rate.at(6001, True),
+        rate.at(8001, True),
+    ]
     assert rates == pytest.approx([0.5, 0.01, 0.01, 0.001, 0.0001])
 
 
 def test_a_fraction_is_read_as_the_decimal_written() -> None:
-    assert learning_rate_of(Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100})).decay_after == (29,)
+    assert learning_rate_of(
+        Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100})
+    ).decay_after == (29,)
 
 
 @pytest.mark.parametrize("value", [7, 0, 0.3, 1.0, "auto"])
 def test_freeze_at_keeps_its_type(value: Any) -> None:
-    config = Config.make({**FIXBN, "freeze-at": value, **({"freeze-window": 2} if value == "auto" else {})})
+    config = Config.make(
+        {
+            **FIXBN,
+            "freeze-at": value,
+            **({"freeze-window": 2} if value == "auto" else {}),
+        }
+    )
     assert (config.freeze_at, type(config.freeze_at)) == (value, type(value))
 
 
@@ -281,5 +374,10 @@ def test_the_default_evaluations_follow_the_strategy() -> None:
     for name, strategy in STRATEGIES.items():
         wanted = ("personal-own",) if strategy().local else ("global",)
         norm = "wsconv" if name == "fedwon" else "batch"
-        assert method_of(Config.make({"strategy": name, "norm": norm})).tests == wanted, name
-    assert method_of(Config.make({"eval-on": " personal-global , global"})).tests == ("personal-global", "global")
+        assert (
+            method_of(Config.make({"strategy": name, "norm": norm})).tests == wanted
+        ), name
+    assert method_of(Config.make({"eval-on": " personal-global , global"})).tests == (
+        "personal-global",
+        "global",
+    )

@@ -26,7 +26,9 @@ def test_every_key_is_tried_or_has_a_test_elsewhere() -> None:
     assert not KEYS.keys() & ELSEWHERE.keys()
     for key, path in ELSEWHERE.items():
         text = (ROOT / path).read_text()
-        assert key in text or key.replace("-", "_") in text, f"{path} does not speak of {key}"
+        assert key in text or key.replace("-", "_") in text, (
+            f"{path} does not speak of {key}"
+        )
 
 
 @pytest.mark.parametrize(("strategy", "key"), SAMPLE, ids=lambda value: value)
@@ -36,10 +38,18 @@ def test_a_key_acts_or_is_refused(strategy: str, key: str) -> None:
     assert alone in ("acts", "refused")
 
 
-@pytest.mark.parametrize("key", ["agc", "proximal-mu", "freeze-window", "server-momentum", "fedtan-exchanges"])
+@pytest.mark.parametrize(
+    "key",
+    ["agc", "proximal-mu", "freeze-window", "server-momentum", "fedtan-exchanges"],
+)
 def test_a_key_acts_under_its_own_method(key: str) -> None:
     """So that a table of refusals alone cannot pass."""
-    own = {"agc": "scaffold", "proximal-mu": "fedprox", "freeze-window": "fixbn", "server-momentum": "fedavgm"}
+    own = {
+        "agc": "scaffold",
+        "proximal-mu": "fedprox",
+        "freeze-window": "fixbn",
+        "server-momentum": "fedavgm",
+    }
     assert effect(own.get(key, "fedtan"), key)[0] == "acts"
 
 

@@ -1,4 +1,6 @@
-"""A method's settings are declared once, in its ``Params``: Python, config and command line agree."""
+"""A method's settings are declared once, in its ``Params``: Python, config and command
+line agree.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import RENAMED, Config, method_of
-from fedbn_flwr.lab.config.fields import config_fields, methods_with, own_defaults, settings_of_methods
+from fedbn_flwr.lab.config.fields import (
+    config_fields,
+    methods_with,
+    own_defaults,
+    settings_of_methods,
+)
 from fedbn_flwr.server.method_params import PARAMS
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import STRATEGIES
@@ -23,19 +30,37 @@ def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) ->
 
 def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
     assert own_defaults() == {"server_learning_rate": 0.0, "agc": -1.0}
-    own = {"fedavg": 0.0, "fedadam": 0.1, "fedyogi": 0.01, "fedavgm": 1.0, "scaffold": 1.0}
-    assert {name: Config.make({"strategy": name}).server_learning_rate for name in own} == own
+    own = {
+        "fedavg": 0.0,
+        "fedadam": 0.1,
+        "fedyogi": 0.01,
+        "fedavgm": 1.0,
+        "scaffold": 1.0,
+    }
+    assert {
+        name: Config.make({"strategy": name}).server_learning_rate for name in own
+    } == own
     set_ = Config.make({"strategy": "fedyogi", "server-learning-rate": 0.1})
-    assert (set_.server_learning_rate, method_of(set_).params.eta) == (0.1, 0.1), "Flower's name in Python"
+    assert (set_.server_learning_rate, method_of(set_).params.eta) == (
+        0.1,
+        0.1,
+    ), "Flower's name in Python"
     fedwon = {"strategy": "fedwon", "norm": "wsconv"}
-    assert [Config.make({**fedwon, **own}).agc for own in ({}, {"agc": 0.0}, {"agc": 0.5})] == [0.1, 0.0, 0.5]
+    assert [
+        Config.make({**fedwon, **own}).agc for own in ({}, {"agc": 0.0}, {"agc": 0.5})
+    ] == [0.1, 0.0, 0.5]
     assert [Config.make(own).agc for own in ({}, {"agc": 0.5})] == [0.0, 0.5]
     with pytest.raises(ConfigError, match=r"eta=-1\.0 must be a finite number above 0"):
         Config.make({"strategy": "fedadam", "server-learning-rate": -1.0})
 
 
-@pytest.mark.parametrize(("limits", "default"), [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)])
-def test_no_one_can_set_the_value_for_the_methods_own_default(limits: dict[str, float], default: float) -> None:
+@pytest.mark.parametrize(
+    ("limits", "default"),
+    [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)],
+)
+def test_no_one_can_set_the_value_for_the_methods_own_default(
+    limits: dict[str, float], default: float
+) -> None:
     def params(value: float) -> type[Params]:
         class OtherParams(Params):
             cut: float = setting(value, "a share", **limits)
@@ -49,25 +74,40 @@ def test_methods_must_agree_about_a_settings_limits() -> None:
     class OtherParams(Params):
         tau: float = setting(0.5, "another tau", ge=0)
 
-    with pytest.raises(ConfigError, match="methods declare the setting 'tau' with different types or limits"):
+    with pytest.raises(
+        ConfigError,
+        match="methods declare the setting 'tau' with different types or limits",
+    ):
         settings_of_methods({"fedadam": PARAMS["fedadam"], "other": OtherParams})
 
 
 def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     class OtherParams(Params):
-        cut: float = setting(0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5)
+        cut: float = setting(
+            0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5
+        )
 
     annotation, field = settings_of_methods({**PARAMS, "other": OtherParams})["cut"]
-    assert (annotation, field.default, field.description) == (float, 0.2, OtherParams.model_fields["cut"].description)
+    assert (annotation, field.default, field.description) == (
+        float,
+        0.2,
+        OtherParams.model_fields["cut"].description,
+    )
     params = {"fedavg": Params, "other": OtherParams}
     assert methods_with("cut", params) == ["other"]
-    assert methods_with("seed", params) == [], "those of every method are listed with none"
+    assert methods_with("seed", params) == [], (
+        "those of every method are listed with none"
+    )
 
 
 def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:
-    (tmp_path / "config.yaml").write_text("{strategy: fedtan, fedtan-exchange: channel}")
+    (tmp_path / "config.yaml").write_text(
+        "{strategy: fedtan, fedtan-exchange: channel}"
+    )
     config = Config.load(tmp_path / "config.yaml")
     assert config.to_mapping()["fedtan-transport"] == "channel"
     assert "config key 'fedtan-exchange' is now 'fedtan-transport'" in caplog.text
     assert Config.load(None, ["strategy=fedtan", "fedtan-exchange=channel"]) == config
-    assert not RENAMED.keys() & Config.make({}).to_mapping().keys(), "a name has one meaning"
+    assert not RENAMED.keys() & Config.make({}).to_mapping().keys(), (
+        "a name has one meaning"
+    )

@@ -1,4 +1,6 @@
-"""One validator: all problems of a config at once, each with its code and key, and most of them without torch."""
+"""One validator: all problems of a config at once, each with its code and key, and most
+of them without torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from fedbn_flwr.training.tasks import TASKS
 KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 
-def problems(settings: dict[str, Any], check: Any = Config.make) -> list[tuple[str, str]]:
+def problems(
+    settings: dict[str, Any], check: Any = Config.make
+) -> list[tuple[str, str]]:
     """The code and the key of each problem."""
     try:
         check(settings)
@@ -36,23 +40,37 @@ def test_there_are_at_most_95_keys_each_in_one_group() -> None:
 
 
 def test_the_names_that_need_no_torch_are_those_of_the_registries() -> None:
-    assert {name: strategy.Params for name, strategy in STRATEGIES.items()} == dict(PARAMS)
+    assert {name: strategy.Params for name, strategy in STRATEGIES.items()} == dict(
+        PARAMS
+    )
     assert list(allowed("strategy")) == [*STRATEGIES, CENTRALIZED]
-    registries = {"norm": NORMS, "dataset": DATASETS, "partition": PARTITIONS, "task": TASKS}
+    registries = {
+        "norm": NORMS,
+        "dataset": DATASETS,
+        "partition": PARTITIONS,
+        "task": TASKS,
+    }
     for key, registry in registries.items():
         assert {*allowed(key)} >= set(registry), key
     for role in ("local-part", "client-hooks", "server-step"):
-        assert list(allowed(role)) == [name for name, method in METHODS.items() if method.role == role]
+        assert list(allowed(role)) == [
+            name for name, method in METHODS.items() if method.role == role
+        ]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_title_is_the_name_of_the_combination(name: str) -> None:
     assert Config.model_construct(strategy=name).title == name
-    combination = {"strategy": "mtfl", "server-step": "fedadam", "client-hooks": "fixbn, fedprox"}
+    combination = {
+        "strategy": "mtfl",
+        "server-step": "fedadam",
+        "client-hooks": "fixbn, fedprox",
+    }
     assert Config.make(combination).title == "fedprox+fedadam+mtfl+fixbn"
 
 
-# Told without torch: a key by itself, names, keys together, keys without effect; all of them at once.
+# Told without torch: a key by itself, names, keys together, keys without effect; all
+# of # them at once.
 FIRST = {
     "an unknown key": ({"sed": 1}, [("unknown-key", "sed")]),
     "a key that is no text": ({3: 1}, [("unknown-key", "3")]),
@@ -63,24 +81,65 @@ FIRST = {
     ),
     "a bool": ({"seed": True}, [("bad-value", "seed")]),
     "not finite": ({"learning-rate": float("inf")}, [("bad-value", "learning-rate")]),
-    "a round that is none": ({"strategy": "fixbn", "freeze-at": "x"}, [("bad-value", "freeze-at")]),
-    "a share": ({"strategy": "fbn", "statistics-aggregation": "trimmed"}, [("bad-value", "statistics-aggregation")]),
-    "names": (
-        {"strategy": "fedbnn", "norm": "bach", "dataset": "x", "partition": "x", "eval-on": "x", "task": "x"},
-        [("unknown-name", key) for key in ("strategy", "norm", "dataset", "partition", "task", "eval-on")],
+    "a round that is none": (
+        {"strategy": "fixbn", "freeze-at": "x"},
+        [("bad-value", "freeze-at")],
     ),
-    "a method misspelt, and its key": ({"strategy": "fixbnn", "freeze-at": 5}, [("unknown-name", "strategy")]),
-    "a method that has no such role": ({"server-step": "fedprox"}, [("unknown-name", "server-step")]),
-    "a method twice": ({"strategy": "fixbn", "client-hooks": "fixbn"}, [("conflict", "strategy")]),
-    "two lengths": ({"local-steps": 3, "local-epochs": 2}, [("conflict", "local-steps")]),
+    "a share": (
+        {"strategy": "fbn", "statistics-aggregation": "trimmed"},
+        [("bad-value", "statistics-aggregation")],
+    ),
+    "names": (
+        {
+            "strategy": "fedbnn",
+            "norm": "bach",
+            "dataset": "x",
+            "partition": "x",
+            "eval-on": "x",
+            "task": "x",
+        },
+        [
+            ("unknown-name", key)
+            for key in ("strategy", "norm", "dataset", "partition", "task", "eval-on")
+        ],
+    ),
+    "a method misspelt, and its key": (
+        {"strategy": "fixbnn", "freeze-at": 5},
+        [("unknown-name", "strategy")],
+    ),
+    "a method that has no such role": (
+        {"server-step": "fedprox"},
+        [("unknown-name", "server-step")],
+    ),
+    "a method twice": (
+        {"strategy": "fixbn", "client-hooks": "fixbn"},
+        [("conflict", "strategy")],
+    ),
+    "two lengths": (
+        {"local-steps": 3, "local-epochs": 2},
+        [("conflict", "local-steps")],
+    ),
     "no length": ({"local-epochs": 0}, [("conflict", "local-steps")]),
     "a decay": ({"lr-decay-at": "5,x"}, [("config", "lr-decay-at")]),
-    "what stopping needs": ({"early-stopping": 2, "checkpoint-every": 0}, [("needs", "early-stopping")] * 2),
+    "what stopping needs": (
+        {"early-stopping": 2, "checkpoint-every": 0},
+        [("needs", "early-stopping")] * 2,
+    ),
     "another method's key": ({"proximal-mu": 0.1}, [("no-effect", "proximal-mu")]),
     "all kinds": (
-        {"sed": 1, "batch-size": "x", "norm": "bach", "early-stopping": 2, "proximal-mu": 0.1},
+        {
+            "sed": 1,
+            "batch-size": "x",
+            "norm": "bach",
+            "early-stopping": 2,
+            "proximal-mu": 0.1,
+        },
         [
-            *[("unknown-key", "sed"), ("bad-value", "batch-size"), ("unknown-name", "norm")],
+            *[
+                ("unknown-key", "sed"),
+                ("bad-value", "batch-size"),
+                ("unknown-name", "norm"),
+            ],
             *[("needs", "early-stopping"), ("no-effect", "proximal-mu")],
         ],
     ),
@@ -88,8 +147,14 @@ FIRST = {
         {"strategy": CENTRALIZED, "dp": "server", "fraction-train": 0.5},
         [("conflict", "dp"), ("no-effect", "fraction-train")],
     ),
-    "noise and fewer replies": ({"dp": "server", "min-replies": 2}, [("conflict", "min-replies")]),
-    "a sum over one": ({"masked-sums": True, "num-clients": 1}, [("conflict", "masked-sums")]),
+    "noise and fewer replies": (
+        {"dp": "server", "min-replies": 2},
+        [("conflict", "min-replies")],
+    ),
+    "a sum over one": (
+        {"masked-sums": True, "num-clients": 1},
+        [("conflict", "masked-sums")],
+    ),
 }
 
 
@@ -104,21 +169,42 @@ def test_what_is_told_without_torch_is_told_by_make_too(case: str) -> None:
 SECOND = {
     "a model": ({"model": "x"}, ("unknown-name", "model")),
     "classes": ({"num-classes": 5}, ("bad-value", "num-classes")),
-    "more classes than there are": ({"classes-per-client": 50}, ("bad-value", "classes-per-client")),
+    "more classes than there are": (
+        {"classes-per-client": 50},
+        ("bad-value", "classes-per-client"),
+    ),
     "a task": ({"task": "regression"}, ("config", "task")),
     "an augmentation": ({"augment": "x"}, None),
-    "a combination": ({"strategy": "fixbn", "client-hooks": "fedtan"}, ("config", "strategy")),
+    "a combination": (
+        {"strategy": "fixbn", "client-hooks": "fedtan"},
+        ("config", "strategy"),
+    ),
     "a law of the method": ({"strategy": "scaffold", "optimizer": "adam"}, None),
     "a series": ({"series": "/"}, ("bad-value", "series")),
-    "noise and tests of clients": ({"dp": "server", "eval-on": "personal-own"}, ("conflict", "dp")),
-    "masks and tests of clients": ({"masked-sums": True, "eval-on": "personal-own"}, ("conflict", "masked-sums")),
+    "noise and tests of clients": (
+        {"dp": "server", "eval-on": "personal-own"},
+        ("conflict", "dp"),
+    ),
+    "masks and tests of clients": (
+        {"masked-sums": True, "eval-on": "personal-own"},
+        ("conflict", "masked-sums"),
+    ),
     "a decay at a freeze": ({"lr-decay-at": "freeze"}, ("no-effect", "lr-decay-at")),
     "files that are not needed": ({"data-dir": "/data"}, ("no-effect", "data-dir")),
     "a size": ({"model": "lenet", "image-size": 20}, ("no-effect", "image-size")),
-    "clients that do not test": ({"fraction-evaluate": 0.5}, ("no-effect", "fraction-evaluate")),
+    "clients that do not test": (
+        {"fraction-evaluate": 0.5},
+        ("no-effect", "fraction-evaluate"),
+    ),
     "a test that nobody asks for": ({"test-bn": "mix"}, ("no-effect", "test-bn")),
-    "a setting of the method": ({"strategy": "fixbn", "freeze-window": 5}, ("no-effect", "freeze-window")),
-    "delta without noise": ({"dp": "server", "dp-delta": 1e-6}, ("no-effect", "dp-delta")),
+    "a setting of the method": (
+        {"strategy": "fixbn", "freeze-window": 5},
+        ("no-effect", "freeze-window"),
+    ),
+    "delta without noise": (
+        {"dp": "server", "dp-delta": 1e-6},
+        ("no-effect", "dp-delta"),
+    ),
 }
 
 
@@ -141,18 +227,37 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
     ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "no-effect", "eval-on"),
     ({"strategy": "scaffold", "optimizer": "adam"}, "needs-sgd", "strategy"),
-    ({"momentum-scope": "local", "optimizer": "adam"}, "momentum-without-sgd", "strategy"),
+    (
+        {"momentum-scope": "local", "optimizer": "adam"},
+        "momentum-without-sgd",
+        "strategy",
+    ),
     ({"server-step": "fedprox"}, "unknown-name", "server-step"),
     ({"local-part": "fedadam"}, "unknown-name", "local-part"),
     ({"local_steps": 3}, "unknown-key", "local_steps"),
-    ({"strategy": "fedtan", "fedtan-transport": "messages", "fedtan-exchange": "channel"}, "conflict", ""),
-    *(({"freeze-at": value}, "bad-value", "freeze-at") for value in (-1, 1.5, "half", False)),
+    (
+        {
+            "strategy": "fedtan",
+            "fedtan-transport": "messages",
+            "fedtan-exchange": "channel",
+        },
+        "conflict",
+        "",
+    ),
+    *(
+        ({"freeze-at": value}, "bad-value", "freeze-at")
+        for value in (-1, 1.5, "half", False)
+    ),
     ({"variance": "mode"}, "bad-value", "variance"),
     ({"eval-on": "global,own"}, "unknown-name", "eval-on"),
     ({"eval-on": ["global"]}, "bad-value", "eval-on"),
     ({"data-dir": None}, "bad-value", "data-dir"),
     ({"strategy": "fixbn", "freeze-at": "auto", **AUTO}, "long-window", "strategy"),
-    ({"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO}, "long-window", "strategy"),
+    (
+        {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
+        "long-window",
+        "strategy",
+    ),
     *(
         ({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}, "config", "lr-decay-at")
         for factor in ("0.1,0.2", "", "-1", "0", "x")
@@ -161,7 +266,9 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("settings", "code", "key"), FURTHER, ids=str)
-def test_a_problem_has_its_code_and_its_key(settings: dict[Any, Any], code: str, key: str) -> None:
+def test_a_problem_has_its_code_and_its_key(
+    settings: dict[Any, Any], code: str, key: str
+) -> None:
     assert problems(settings) == [(code, key)]
 
 
@@ -171,7 +278,12 @@ CONDITIONAL = [key for key in KEYS if only_if_of(Config, key)]
 def another(key: str) -> Any:
     """A value of a key that is not its default."""
     default = defaults_of(Config)[key]
-    choices = {"variance": "pooled", "frozen-bn": "train", "sampling": "without-replacement", "test-bn": "mix"}
+    choices = {
+        "variance": "pooled",
+        "frozen-bn": "train",
+        "sampling": "without-replacement",
+        "test-bn": "mix",
+    }
     choices |= {"dp-clipping": "adaptive", "lr-decay-factor": "0.5"}
     if key in choices:
         return choices[key]
@@ -183,9 +295,15 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
     unmet: dict[str, Any] = {}
     for other, values in only_if_of(Config, key).items():
         if values != SET and defaults_of(Config)[other] in values:
-            unmet[other] = {"norm": "group", "partition": "iid", "optimizer": "adam"}[other]
-    assert ("no-effect", key) in problems({**unmet, key: another(key)}, Config.check_keys)
-    (text,) = [p.text for p in _problems_of({**unmet, key: another(key)}) if p.key == key]
+            unmet[other] = {"norm": "group", "partition": "iid", "optimizer": "adam"}[
+                other
+            ]
+    assert ("no-effect", key) in problems(
+        {**unmet, key: another(key)}, Config.check_keys
+    )
+    (text,) = [
+        p.text for p in _problems_of({**unmet, key: another(key)}) if p.key == key
+    ]
     assert "has no effect: it is for " in text
 
 

@@ -15,15 +15,26 @@ from fedbn_flwr.lab.data.augment import Augment
 def oracle(inputs: Tensor, crop: int, flip: bool, generator: torch.Generator) -> Tensor:
     """One image, one pixel at a time, in Python."""
     count, channels, height, width = inputs.shape
-    offsets = torch.randint(0, 2 * crop + 1, (2, count), generator=generator).tolist() if crop else [[0] * count] * 2
-    flips = (torch.rand(count, generator=generator) < 0.5).tolist() if flip else [False] * count
+    offsets = (
+        torch.randint(0, 2 * crop + 1, (2, count), generator=generator).tolist()
+        if crop
+        else [[0] * count] * 2
+    )
+    flips = (
+        (torch.rand(count, generator=generator) < 0.5).tolist()
+        if flip
+        else [False] * count
+    )
     out = torch.empty_like(inputs)
     for n in range(count):
         for c in range(channels):
             for y in range(height):
                 for x in range(width):
                     column = width - 1 - x if flips[n] else x
-                    row, column = y + offsets[0][n] - crop, column + offsets[1][n] - crop
+                    row, column = (
+                        y + offsets[0][n] - crop,
+                        column + offsets[1][n] - crop,
+                    )
                     inside = 0 <= row < height and 0 <= column < width
                     out[n, c, y, x] = inputs[n, c, row, column] if inside else 0
     return out
@@ -31,25 +42,45 @@ def oracle(inputs: Tensor, crop: int, flip: bool, generator: torch.Generator) ->
 
 def images(count: int, channels: int, height: int, width: int, seed: int = 0) -> Tensor:
     shape = (count, channels, height, width)
-    return torch.randint(1, 256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    return torch.randint(
+        1, 256, shape, generator=torch.Generator().manual_seed(seed)
+    ).to(torch.uint8)
 
 
-@pytest.mark.parametrize(("text", "crop", "flip"), [("crop2", 2, False), ("flip", 0, True), ("crop3,flip", 3, True)])
-def test_equals_the_oracle(text: str, crop: int, flip: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("text", "crop", "flip"),
+    [("crop2", 2, False), ("flip", 0, True), ("crop3,flip", 3, True)],
+)
+def test_equals_the_oracle(
+    text: str, crop: int, flip: bool, device: torch.device
+) -> None:
     inputs = images(9, 3, 5, 7)
     augment = Augment.parse(text)
     assert augment == Augment(crop, flip)
     got = augment(inputs.to(device), torch.Generator().manual_seed(3)).cpu()
     assert got.dtype == torch.uint8
-    assert torch.equal(got, oracle(inputs, crop, flip, torch.Generator().manual_seed(3)))
+    assert torch.equal(
+        got, oracle(inputs, crop, flip, torch.Generator().manual_seed(3))
+    )
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(2, 5), st.integers(2, 5), st.integers(0, 1), st.booleans())
-def test_equals_the_oracle_for_any_shape(n: int, c: int, height: int, width: int, crop: int, flip: bool) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(2, 5),
+    st.integers(2, 5),
+    st.integers(0, 1),
+    st.booleans(),
+)
+def test_equals_the_oracle_for_any_shape(
+    n: int, c: int, height: int, width: int, crop: int, flip: bool
+) -> None:
     inputs = images(n, c, height, width)
     got = Augment(crop, flip)(inputs, torch.Generator().manual_seed(n))
-    assert torch.equal(got, oracle(inputs, crop, flip, torch.Generator().manual_seed(n)))
+    assert torch.equal(
+        got, oracle(inputs, crop, flip, torch.Generator().manual_seed(n))
+    )
 
 
 def test_every_offset_and_both_flips_occur_and_the_input_is_unchanged() -> None:
@@ -66,7 +97,11 @@ def test_every_offset_and_both_flips_occur_and_the_input_is_unchanged() -> None:
 
 
 def test_spaces_and_order_do_not_matter_and_an_empty_text_is_none() -> None:
-    assert Augment.parse(" flip , crop4") == Augment.parse("crop4,flip") == Augment(crop=4, flip=True)
+    assert (
+        Augment.parse(" flip , crop4")
+        == Augment.parse("crop4,flip")
+        == Augment(crop=4, flip=True)
+    )
     assert Augment.parse("") is Augment.parse("  ") is None
 
 

@@ -1,4 +1,6 @@
-"""Data sets of several domains: npz files, folders of images, digits of five kinds, and the embedded five."""
+"""Data sets of several domains: npz files, folders of images, digits of five kinds, and
+the embedded five.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ def real(folder: str) -> Path:
 def write_npz(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
     """Write the images as the training set and, backwards, as the test set."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, x_train=images, y_train=labels, x_test=images[::-1], y_test=labels[::-1])
+    np.savez(
+        path, x_train=images, y_train=labels, x_test=images[::-1], y_test=labels[::-1]
+    )
 
 
 def random_images(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
 
 
-def write_folders(root: Path, domains: tuple[str, ...], classes: tuple[str, ...], each: int) -> None:
+def write_folders(
+    root: Path, domains: tuple[str, ...], classes: tuple[str, ...], each: int
+) -> None:
     """Write grey-valued png images whose value is 40 * domain + 4 * number."""
     for d, domain in enumerate(domains):
         for name in classes:
@@ -52,7 +58,9 @@ def write_folders(root: Path, domains: tuple[str, ...], classes: tuple[str, ...]
             folder.mkdir(parents=True)
             for number in range(each):
                 value = 40 * d + 4 * number
-                Image.new("RGB", (3, 2), (value, value, value)).save(folder / f"image_{number:03}.png")
+                Image.new("RGB", (3, 2), (value, value, value)).save(
+                    folder / f"image_{number:03}.png"
+                )
 
 
 def of_group(data: Dataset, name: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,19 +78,29 @@ def test_real_office_caltech10_files() -> None:
         archive = np.load(SHARED / f"office_caltech10/{name}.npz")
         for split in SPLITS:
             inputs, targets = of_group(data, name, split)
-            assert np.array_equal(inputs.permute(0, 2, 3, 1).numpy(), archive[f"x_{split}"])
+            assert np.array_equal(
+                inputs.permute(0, 2, 3, 1).numpy(), archive[f"x_{split}"]
+            )
             assert np.array_equal(targets.numpy(), archive[f"y_{split}"])
     pixels = data.train.inputs.double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
-    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(data.std, abs=0.6e-4)
+    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(
+        data.std, abs=0.6e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "folder", "known"),
-    [("office-caltech10", "office_caltech10", OFFICE_CALTECH10), ("domainnet10", "domainnet", DOMAINNET10)],
+    [
+        ("office-caltech10", "office_caltech10", OFFICE_CALTECH10),
+        ("domainnet10", "domainnet", DOMAINNET10),
+    ],
 )
 def test_every_fifth_file_of_a_class_is_a_test_file(
-    tmp_path: Path, name: str, folder: str, known: tuple[tuple[str, ...], tuple[str, ...]]
+    tmp_path: Path,
+    name: str,
+    folder: str,
+    known: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> None:
     domains, classes = known
     write_folders(tmp_path / folder, domains, classes, each=6)
@@ -94,29 +112,80 @@ def test_every_fifth_file_of_a_class_is_a_test_file(
         for d, domain in enumerate(domains):
             for split, numbers in (("train", [0, 1, 2, 3, 5]), ("test", [4])):
                 inputs, targets = of_group(data, domain, split)
-                assert targets.tolist() == [label for label in range(10) for _ in numbers]
-                assert inputs[:, 0, 0, 0].tolist() == [40 * d + 4 * number for number in numbers] * 10
+                assert targets.tolist() == [
+                    label for label in range(10) for _ in numbers
+                ]
+                assert (
+                    inputs[:, 0, 0, 0].tolist()
+                    == [40 * d + 4 * number for number in numbers] * 10
+                )
                 assert (inputs == inputs[:, :1, :1, :1]).all()
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: (root / "webcam/mug/image_001.png").write_bytes(b"text"), "image_001.png"),
-        (lambda root: np.savez(root / "amazon.npz", x_train=np.zeros(2)), "amazon.npz .*x_test, y_test, y_train"),
-        (lambda root: write_npz(root / "amazon.npz", TWO_IMAGES, np.array([0, 10])), "0 to 10; 0 to 9"),
-        (lambda root: write_npz(root / "amazon.npz", TWO_IMAGES, np.array([0])), "an integer each"),
-        (lambda root: write_npz(root / "amazon.npz", TWO_IMAGES / 255, np.array([0, 1])), "float64 images"),
-        (lambda root: write_npz(root / "amazon.npz", TWO_IMAGES[..., None, None], np.array([0, 1])), "H, W, 3. needed"),
         (
-            lambda root: write_npz(root / "amazon.npz", np.repeat(TWO_IMAGES[..., None], 2, 3), np.array([0, 1])),
+            lambda root: (root / "webcam/mug/image_001.png").write_bytes(b"text"),
+            "image_001.png",
+        ),
+        (
+            lambda root: np.savez(root / "amazon.npz", x_train=np.zeros(2)),
+            "amazon.npz .*x_test, y_test, y_train",
+        ),
+        (
+            lambda root: write_npz(root / "amazon.npz", TWO_IMAGES, np.array([0, 10])),
+            "0 to 10; 0 to 9",
+        ),
+        (
+            lambda root: write_npz(root / "amazon.npz", TWO_IMAGES, np.array([0])),
+            "an integer each",
+        ),
+        (
+            lambda root: write_npz(
+                root / "amazon.npz", TWO_IMAGES / 255, np.array([0, 1])
+            ),
+            "float64 images",
+        ),
+        (
+            lambda root: write_npz(
+                root / "amazon.npz", TWO_IMAGES[..., None, None], np.array([0, 1])
+            ),
+            "H, W, 3. needed",
+        ),
+        (
+            lambda root: write_npz(
+                root / "amazon.npz",
+                np.repeat(TWO_IMAGES[..., None], 2, 3),
+                np.array([0, 1]),
+            ),
             "needed",
         ),
-        (lambda root: (root / "amazon.npz").write_bytes(b"PK\x03\x04 cut"), "could not be read"),
-        (lambda root: (root / "webcam").rename(root / "camera"), r"folder .*webcam/backpack is absent"),
-        (lambda root: [p.unlink() for p in (root / "webcam/mug").iterdir()], "webcam/mug has no image files"),
+        (
+            lambda root: (root / "amazon.npz").write_bytes(b"PK\x03\x04 cut"),
+            "could not be read",
+        ),
+        (
+            lambda root: (root / "webcam").rename(root / "camera"),
+            r"folder .*webcam/backpack is absent",
+        ),
+        (
+            lambda root: [p.unlink() for p in (root / "webcam/mug").iterdir()],
+            "webcam/mug has no image files",
+        ),
     ],
-    ids=["image", "keys", "labels", "lengths", "floats", "axes", "channels", "npz", "domain", "class"],
+    ids=[
+        "image",
+        "keys",
+        "labels",
+        "lengths",
+        "floats",
+        "axes",
+        "channels",
+        "npz",
+        "domain",
+        "class",
+    ],
 )
 def test_a_wrong_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
     write_folders(tmp_path, *OFFICE_CALTECH10, each=5)
@@ -127,17 +196,29 @@ def test_a_wrong_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
     assert "office_caltech10/ with amazon" in str(caught.value)
 
 
-def test_digits_five_takes_the_domains_that_are_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_five_takes_the_domains_that_are_present(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import scipy.io
     from torchvision.datasets import SVHN
 
     monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
-    rgb, grey, synth = random_images(1, 5, 32, 32, 3), random_images(2, 7, 16, 16), random_images(3, 32, 32, 3, 4)
+    rgb, grey, synth = (
+        random_images(1, 5, 32, 32, 3),
+        random_images(2, 7, 16, 16),
+        random_images(3, 32, 32, 3, 4),
+    )
     write_npz(tmp_path / "mnist_m/a_name.npz", rgb, np.arange(5))
     write_npz(tmp_path / "usps/usps.npz", grey, np.arange(7))
     for split in SPLITS:
-        scipy.io.savemat(tmp_path / f"synth_{split}_32x32.mat", {"X": synth, "y": np.array([[0], [9], [3], [10]])})
-        scipy.io.savemat(tmp_path / f"{split}_32x32.mat", {"X": synth, "y": np.array([[10], [1], [2], [9]])})
+        scipy.io.savemat(
+            tmp_path / f"synth_{split}_32x32.mat",
+            {"X": synth, "y": np.array([[0], [9], [3], [10]])},
+        )
+        scipy.io.savemat(
+            tmp_path / f"{split}_32x32.mat",
+            {"X": synth, "y": np.array([[10], [1], [2], [9]])},
+        )
     data = load_dataset("digits-five", tmp_path)
     assert data.group_names == ("svhn", "usps", "synth-digits", "mnist-m")
     assert data.train.inputs.shape == data.test.inputs.shape == (20, 3, 28, 28)
@@ -147,21 +228,36 @@ def test_digits_five_takes_the_domains_that_are_present(tmp_path: Path, monkeypa
     inputs, targets = of_group(data, "usps", "test")
     assert targets.tolist() == [6, 5, 4, 3, 2, 1, 0]
     expected = F.interpolate(
-        torch.from_numpy(grey[::-1].copy())[:, None].double(), (28, 28), mode="bilinear", antialias=True
+        torch.from_numpy(grey[::-1].copy())[:, None].double(),
+        (28, 28),
+        mode="bilinear",
+        antialias=True,
     )
     assert (inputs.double() - expected).abs().max() <= 0.5 + 1e-4
     original = load_dataset("digits-five", tmp_path, size=32)
-    assert np.array_equal(of_group(original, "mnist-m", "train")[0].permute(0, 2, 3, 1).numpy(), rgb)
-    assert np.array_equal(of_group(original, "synth-digits", "train")[0].permute(2, 3, 1, 0).numpy(), synth)
+    assert np.array_equal(
+        of_group(original, "mnist-m", "train")[0].permute(0, 2, 3, 1).numpy(), rgb
+    )
+    assert np.array_equal(
+        of_group(original, "synth-digits", "train")[0].permute(2, 3, 1, 0).numpy(),
+        synth,
+    )
 
 
 def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -> None:
-    """80 and 20 % of 9,298, as FedBN's authors have it, with each image once and its own label; the same each time."""
+    """80 and 20 % of 9,298, as FedBN's authors have it, with each image once and its
+    own label; the same each time.
+    """
     numbers = np.arange(9298)
     images = (numbers[:, None, None] >> np.array([[0, 8], [0, 8]])).astype(np.uint8)
     (tmp_path / "usps").mkdir()
     parts = {"x_train": images[:7291], "y_train": numbers[:7291] % 10}
-    np.savez(tmp_path / "usps/usps.npz", x_test=images[7291:], y_test=numbers[7291:] % 10, **parts)
+    np.savez(
+        tmp_path / "usps/usps.npz",
+        x_test=images[7291:],
+        y_test=numbers[7291:] % 10,
+        **parts,
+    )
     data = load_dataset("digits-five", tmp_path, size=2)
     assert (len(data.train), len(data.test)) == (7438, 1860)
     found = {}
@@ -169,10 +265,16 @@ def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -
         inputs, targets = of_group(data, "usps", split)
         found[split] = inputs[:, 0, 0, 0].long() + 256 * inputs[:, 0, 0, 1].long()
         assert torch.equal(targets, found[split] % 10)
-    assert torch.equal(torch.cat([*found.values()]).sort().values, torch.from_numpy(numbers))
-    assert 300 < int((found["test"] >= 7291).sum()) < 500, "a fifth of each published part is for testing"
+    assert torch.equal(
+        torch.cat([*found.values()]).sort().values, torch.from_numpy(numbers)
+    )
+    assert 300 < int((found["test"] >= 7291).sum()) < 500, (
+        "a fifth of each published part is for testing"
+    )
     loading._load.cache_clear()
-    assert torch.equal(load_dataset("digits-five", tmp_path, size=2).test.inputs, data.test.inputs)
+    assert torch.equal(
+        load_dataset("digits-five", tmp_path, size=2).test.inputs, data.test.inputs
+    )
 
 
 def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
@@ -180,7 +282,9 @@ def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
         load_dataset("digits-five", tmp_path)
     assert list(tmp_path.iterdir()) == []
     for name in ("a", "b"):
-        write_npz(tmp_path / f"usps/{name}.npz", random_images(0, 2, 4, 4), np.arange(2))
+        write_npz(
+            tmp_path / f"usps/{name}.npz", random_images(0, 2, 4, 4), np.arange(2)
+        )
     with pytest.raises(DataError, match="'usps' has 2 "):
         load_dataset("digits-five", tmp_path)
 
@@ -211,17 +315,29 @@ def test_the_embedded_domains_share_the_test_digits_and_no_training_digit() -> N
     everything = {tuple(image) for image in digits.train.inputs.flatten(1).tolist()}
     seen = []
     for name, back in undo.items():
-        assert torch.equal(back(of_group(data, name, "test")[0])[:, :1], digits.test.inputs)
-        seen += [tuple(image) for image in back(of_group(data, name, "train")[0])[:, 0].flatten(1).tolist()]
+        assert torch.equal(
+            back(of_group(data, name, "test")[0])[:, :1], digits.test.inputs
+        )
+        seen += [
+            tuple(image)
+            for image in (
+                back(of_group(data, name, "train")[0])[:, 0].flatten(1).tolist()
+            )
+        ]
     assert len(set(seen)) == len(seen) == 288 + 287
     assert set(seen) <= everything
 
 
 def test_the_embedded_transformations_by_hand() -> None:
-    data, digits = load_dataset("digits-domains"), load_dataset("digits").test.inputs.double()
+    data, digits = (
+        load_dataset("digits-domains"),
+        load_dataset("digits").test.inputs.double(),
+    )
     kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]], dtype=torch.float64) / 16
     blurred = (F.conv2d(digits, kernel[None, None], padding=1) + 0.5).floor()
-    assert torch.equal(of_group(data, "blurred", "test")[0].double(), blurred.expand(-1, 3, -1, -1))
+    assert torch.equal(
+        of_group(data, "blurred", "test")[0].double(), blurred.expand(-1, 3, -1, -1)
+    )
     noise = of_group(data, "noisy", "test")[0].double() - digits
     assert (noise == noise[:, :1]).all()
     assert noise.min() == -96
@@ -229,8 +345,12 @@ def test_the_embedded_transformations_by_hand() -> None:
     coloured = of_group(data, "coloured", "test")[0]
     middle = ((digits > 0) & (digits < 255)).expand(-1, 3, -1, -1)
     low, high = coloured.amin((2, 3), keepdim=True), coloured.amax((2, 3), keepdim=True)
-    blend = (low.double() + digits / 255 * (high.double() - low.double()) - coloured).abs()
-    has_both = ((digits == 0).flatten(1).any(1) & (digits == 255).flatten(1).any(1)).view(-1, 1, 1, 1)
+    blend = (
+        low.double() + digits / 255 * (high.double() - low.double()) - coloured
+    ).abs()
+    has_both = (
+        (digits == 0).flatten(1).any(1) & (digits == 255).flatten(1).any(1)
+    ).view(-1, 1, 1, 1)
     assert has_both.sum() > 100
     assert (low < 128)[has_both[:, 0, 0, 0]].all()
     assert (high >= 128)[has_both[:, 0, 0, 0]].all()
@@ -242,7 +362,9 @@ def test_the_embedded_domains_have_fixed_constants_and_bytes() -> None:
     data = load_dataset("digits-domains")
     pixels = data.train.inputs.double() / 255
     assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
-    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(data.std, abs=0.6e-4)
+    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(
+        data.std, abs=0.6e-4
+    )
     loading._load.cache_clear()
     again = load_dataset("digits-domains")
     assert again is not data

@@ -1,4 +1,6 @@
-"""Folders of image files: decoding, Tiny-ImageNet and ImageNet in their layouts, and the limit on memory."""
+"""Folders of image files: decoding, Tiny-ImageNet and ImageNet in their layouts, and
+the limit on memory.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,18 @@ from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.shapes import Shape
 
 
-def write(path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB") -> np.ndarray:
-    """Write a random image of (width, height) and return what a reader of it sees, (H, W, 3)."""
+def write(
+    path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB"
+) -> np.ndarray:
+    """Write a random image of (width, height) and return what a reader of it sees, (H,
+    W, 3).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3)).astype(np.uint8)
+    pixels = (
+        np.random.default_rng(seed)
+        .integers(0, 256, (size[1], size[0], 3))
+        .astype(np.uint8)
+    )
     Image.fromarray(pixels).convert(mode).save(path)
     return np.array(Image.open(path).convert("RGB"))
 
@@ -29,10 +39,15 @@ def rows(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def test_images_of_every_mode_are_decoded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_every_mode_are_decoded_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoding, "_CHUNK", 3)
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
-    expected = [write(tmp_path / f"{at}.png", seed=at, mode=mode) for at, mode in enumerate(modes)]
+    expected = [
+        write(tmp_path / f"{at}.png", seed=at, mode=mode)
+        for at, mode in enumerate(modes)
+    ]
     files = [(path, at) for at, path in enumerate(image_files(tmp_path))]
     (samples,) = hold_files([files], Shape(3, 6, 8))
     assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
@@ -49,11 +64,17 @@ def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("centre", [False, True])
-def test_images_are_resized_or_cut_to_the_central_square(tmp_path: Path, centre: bool) -> None:
+def test_images_are_resized_or_cut_to_the_central_square(
+    tmp_path: Path, centre: bool
+) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
-    (samples,) = hold_files([[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3), centre=centre)
+    (samples,) = hold_files(
+        [[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3), centre=centre
+    )
     seen = image[:, :, 2:6] if centre else image
-    expected = F.interpolate(seen[None].double(), (3, 3), mode="bilinear", antialias=True)
+    expected = F.interpolate(
+        seen[None].double(), (3, 3), mode="bilinear", antialias=True
+    )
     assert (samples.inputs.double() - expected).abs().max() <= 0.5 + 1e-4
 
 
@@ -64,10 +85,14 @@ def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
         for number in range(2):
             path = root / f"train/{wnid}/images/{wnid}_{number}.JPEG"
             found[path.stem] = write(path, seed=len(found))
-        (root / f"train/{wnid}/{wnid}_boxes.txt").write_text("n02_0.JPEG\t0\t0\t62\t62\n")
+        (root / f"train/{wnid}/{wnid}_boxes.txt").write_text(
+            "n02_0.JPEG\t0\t0\t62\t62\n"
+        )
     lines = []
     for number, wnid in enumerate(["n02", "n01", "n02"]):
-        found[f"val_{number}"] = write(root / f"val/images/val_{number}.JPEG", seed=10 + number)
+        found[f"val_{number}"] = write(
+            root / f"val/images/val_{number}.JPEG", seed=10 + number
+        )
         lines.append(f"val_{number}.JPEG\t{wnid}\t0\t32\t44\t62\n")
     (root / "val/val_annotations.txt").write_text("".join(lines))
     return found
@@ -83,7 +108,9 @@ def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
         assert torch.equal(data.train.inputs[at], rows(found[stem])[:, :, 1:7])
     for at in range(3):
         assert torch.equal(data.test.inputs[at], rows(found[f"val_{at}"])[:, :, 1:7])
-    assert load_dataset("tiny-imagenet", tmp_path / "tiny-imagenet-200", channels=1).test.inputs.shape == (3, 1, 64, 64)
+    assert load_dataset(
+        "tiny-imagenet", tmp_path / "tiny-imagenet-200", channels=1
+    ).test.inputs.shape == (3, 1, 64, 64)
 
 
 def test_tiny_imagenet_names_absent_files(tmp_path: Path) -> None:
@@ -102,7 +129,11 @@ def test_imagenet_in_its_layout(tmp_path: Path) -> None:
         for wnid in ("n7", "n3", "n5"):
             for number in range(each):
                 stem = f"{part}_{wnid}_{number}"
-                found[stem] = write(tmp_path / f"imagenet/{part}/{wnid}/{stem}.png", size=(5, 9), seed=len(found))
+                found[stem] = write(
+                    tmp_path / f"imagenet/{part}/{wnid}/{stem}.png",
+                    size=(5, 9),
+                    seed=len(found),
+                )
     data = load_dataset("imagenet", tmp_path, size=5)
     assert data.train.targets.tolist() == [0, 0, 1, 1, 2, 2]
     assert data.test.targets.tolist() == [0, 1, 2]

@@ -35,7 +35,12 @@ from fedbn_flwr.messages.protocol import INFO, UNUSABLE
 
 MODULE = "data_of_sites"
 SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
-VOLUMES = {"task": "segmentation", "num-classes": 2, "model": f"{MODULE}:unet", "num-clients": 2}
+VOLUMES = {
+    "task": "segmentation",
+    "num-classes": 2,
+    "model": f"{MODULE}:unet",
+    "num-clients": 2,
+}
 
 
 class Pairs:
@@ -56,11 +61,22 @@ class Pairs:
 
 
 def rows(site: int | str, part: str) -> Pairs:
-    """Rows of 3 features in 2 classes; a site that is a path has the rows of its last character."""
+    """Rows of 3 features in 2 classes; a site that is a path has the rows of its last
+    character.
+    """
     number = int(str(site)[-1])
-    inputs = torch.randn(12 + number, 3, generator=torch.Generator().manual_seed(2 * number + (part == "test")))
+    inputs = torch.randn(
+        12 + number,
+        3,
+        generator=torch.Generator().manual_seed(2 * number + (part == "test")),
+    )
     classes = (inputs[:, 0] > 0).long()
-    return Pairs(inputs, classes, targets=classes, groups=[f"p{at // 2}" for at in range(len(inputs))])
+    return Pairs(
+        inputs,
+        classes,
+        targets=classes,
+        groups=[f"p{at // 2}" for at in range(len(inputs))],
+    )
 
 
 def tensors(site: int | str, part: str) -> TensorDataset:
@@ -77,10 +93,14 @@ def volumes(site: int, part: str) -> TensorDataset:
     return TensorDataset(inputs, (inputs > 0.6).long())
 
 
-def unet(num_classes: int, channels: int, depth: int, height: int, width: int) -> nn.Module:
+def unet(
+    num_classes: int, channels: int, depth: int, height: int, width: int
+) -> nn.Module:
     assert (depth, height, width) == (4, 6, 8)
     first = nn.Conv3d(channels, 4, 3, padding=1)
-    return nn.Sequential(first, nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, num_classes, 1))
+    return nn.Sequential(
+        first, nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, num_classes, 1)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -97,49 +117,87 @@ def named(module: ModuleType, name: str, function: Callable[..., Any]) -> str:
 
 
 def config_of(**settings: Any) -> Config:
-    return Config.make({"dataset": f"{MODULE}:rows", **SHORT, **{k.replace("_", "-"): v for k, v in settings.items()}})
+    return Config.make(
+        {
+            "dataset": f"{MODULE}:rows",
+            **SHORT,
+            **{k.replace("_", "-"): v for k, v in settings.items()},
+        }
+    )
 
 
 def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
     config = config_of(num_clients=3)
     split = partitioned_data(config, 3)
     for site in range(3):
-        for part, view in (("train", split.train_view(site)), ("test", split.test_view(site))):
+        for part, view in (
+            ("train", split.train_view(site)),
+            ("test", split.test_view(site)),
+        ):
             inputs, targets = view.batch(torch.arange(len(view)))
-            assert torch.equal(inputs, rows(site, part).inputs)  # as they are: not standardised
+            # as they are: not standardised
+            assert torch.equal(inputs, rows(site, part).inputs)
             assert torch.equal(targets, rows(site, part).targets)
     units = split.dataset.train.units
     assert units is not None
     assert units[:12].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert (data_of(config).split_name, data_of(config).num_outputs, data_of(config).shape) == ("natural", 2, (3,))
+    assert (
+        data_of(config).split_name,
+        data_of(config).num_outputs,
+        data_of(config).shape,
+    ) == ("natural", 2, (3,))
 
 
 def test_a_held_out_client_is_one_site_more() -> None:
     split = partitioned_data(config_of(num_clients=2, held_out_clients="1"), 2)
     assert split.held_out_names == ("site-2",)
-    assert split.held_out_views(0)[0].batch(torch.arange(14))[0].equal(rows(2, "train").inputs)
+    assert (
+        split.held_out_views(0)[0]
+        .batch(torch.arange(14))[0]
+        .equal(rows(2, "train").inputs)
+    )
 
 
-def test_what_is_read_each_time_has_the_bits_of_what_is_in_memory(module: ModuleType, tmp_path: Path) -> None:
-    """The tensors of a ``TensorDataset`` are in memory; another data set may augment, so that each use reads it."""
+def test_what_is_read_each_time_has_the_bits_of_what_is_in_memory(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    """The tensors of a ``TensorDataset`` are in memory; another data set may augment,
+    so that each use reads it.
+    """
     kept = config_of(dataset=named(module, "tensors", tensors), num_clients=2)
     read = config_of(num_clients=2)
-    assert (load_data(kept).train.in_memory, load_data(read).train.in_memory) == (True, False)
-    digests = [run(config, tmp_path / str(at), workers=0)["sha256"] for at, config in enumerate((kept, read))]
+    assert (load_data(kept).train.in_memory, load_data(read).train.in_memory) == (
+        True,
+        False,
+    )
+    digests = [
+        run(config, tmp_path / str(at), workers=0)["sha256"]
+        for at, config in enumerate((kept, read))
+    ]
     assert digests[0] == digests[1]
 
 
-def test_targets_of_the_data_set_are_known_without_reading_an_input(module: ModuleType) -> None:
+def test_targets_of_the_data_set_are_known_without_reading_an_input(
+    module: ModuleType,
+) -> None:
     sets = {part: rows(0, part) for part in ("train", "test")}
     name = named(module, "counted", lambda site, part: sets[part])
     data = load_data(config_of(dataset=name, num_clients=1))
     assert data.train.labels.equal(sets["train"].targets)
-    assert sets["train"].reads <= 2  # the first alone: its shape, and the check of each site
+    # the first alone: its shape, and the check of each site
+    assert sets["train"].reads <= 2
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "fedtan"])
-def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path, strategy: str) -> None:
-    settings = {"strategy": strategy, "num-server-rounds": 5, "local-steps": 10, "batch-size": 2}
+def test_volumes_train_with_a_class_for_each_voxel(
+    tmp_path: Path, strategy: str
+) -> None:
+    settings = {
+        "strategy": strategy,
+        "num-server-rounds": 5,
+        "local-steps": 10,
+        "batch-size": 2,
+    }
     settings |= {"optimizer": "adam", "learning-rate": 0.05}
     config = config_of(dataset=f"{MODULE}:volumes", **VOLUMES, **settings)
     assert load_data(config).train.by_pixel
@@ -161,23 +219,36 @@ def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
 def test_a_node_asks_for_its_own_site_alone(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By its partition id, or by its data-path; a site with another shape says so before round 1."""
+    """By its partition id, or by its data-path; a site with another shape says so
+    before round 1.
+    """
     identify_process(1)
     monkeypatch.setattr(TaskIdentity, "_node_id", 7)
     asked: list[Any] = []
 
     def of_node(site: Any, part: str) -> Any:
         asked.append(site)
-        return rows(site, part) if site != 2 else Pairs(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
+        return (
+            rows(site, part)
+            if site != 2
+            else Pairs(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
+        )
 
     of_node.input_shape = (3,)  # type: ignore[attr-defined]
     stated = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}
-    run_config = config_of(dataset=named(module, "of_node", of_node), **stated).to_mapping()
+    run_config = config_of(
+        dataset=named(module, "of_node", of_node), **stated
+    ).to_mapping()
 
     def answer(**node: Any) -> RecordDict:
-        node = {"num-partitions": 3, **{key.replace("_", "-"): value for key, value in node.items()}}
+        node = {
+            "num-partitions": 3,
+            **{key.replace("_", "-"): value for key, value in node.items()},
+        }
         context = Context(1, 7, node, RecordDict(), run_config)
-        reply = client_app(Message(RecordDict(), dst_node_id=7, message_type="query"), context)
+        reply = client_app(
+            Message(RecordDict(), dst_node_id=7, message_type="query"), context
+        )
         if reply.has_error():
             raise ConfigError(reply.error.reason)
         return reply.content
@@ -213,8 +284,13 @@ def test_the_server_of_a_network_asks_for_no_site(
     stated = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}
     config = config_of(dataset=named(module, "everywhere", everywhere), **stated)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.over_network", lambda grid: True)
-    nodes = [{"partition-id": at, "data-path": str(tmp_path / f"site{at}")} for at in range(2)]
-    with InProcessGrid(in_process_app(client_fn), 2, run_config=config.to_mapping(), node_configs=nodes) as grid:
+    nodes = [
+        {"partition-id": at, "data-path": str(tmp_path / f"site{at}")}
+        for at in range(2)
+    ]
+    with InProcessGrid(
+        in_process_app(client_fn), 2, run_config=config.to_mapping(), node_configs=nodes
+    ) as grid:
         summary = serve(grid, check(config), tmp_path / "out")
     assert {*asked} == {node["data-path"] for node in nodes}
     in_one = config_of(dataset=config.dataset, num_clients=2, **stated)
@@ -231,7 +307,11 @@ def of(inputs: Any, targets: Any, kind: type = Pairs) -> Callable[[int, str], An
 
 
 def other_at_site_1(site: int, part: str) -> Pairs:
-    return Pairs(torch.zeros(4, 3 + site), torch.zeros(4, dtype=torch.int64), targets=np.zeros(4, np.int64))
+    return Pairs(
+        torch.zeros(4, 3 + site),
+        torch.zeros(4, dtype=torch.int64),
+        targets=np.zeros(4, np.int64),
+    )
 
 
 def states_five(site: int, part: str) -> Pairs:
@@ -243,14 +323,26 @@ states_five.input_shape = (5,)  # type: ignore[attr-defined]
 
 ONE = torch.zeros(4, dtype=torch.int64)
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "another shape at one site": (other_at_site_1, {}, "site 1, part 'train', example 0"),
-    "an item that cannot be read": (of(torch.zeros(4, 3), ONE, Failing), {}, "scan.nii is damaged"),
+    "another shape at one site": (
+        other_at_site_1,
+        {},
+        "site 1, part 'train', example 0",
+    ),
+    "an item that cannot be read": (
+        of(torch.zeros(4, 3), ONE, Failing),
+        {},
+        "scan.nii is damaged",
+    ),
     "no pair": (lambda site, part: [1, 2], {}, "pair of input and target"),
     "no data set": (lambda site, part: 3, {}, "returned a int"),
     "a function that raises": (lambda site, part: {}[site], {}, "KeyError"),
     "bytes": (of(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), ONE), {}, "torch.uint8"),
     "NaN": (of(torch.full((4, 3), torch.nan), ONE), {}, "NaN"),
-    "targets that are texts": (of(torch.zeros(4, 3), ["ill"] * 4), {}, "site 0, part 'train', example 0"),
+    "targets that are texts": (
+        of(torch.zeros(4, 3), ["ill"] * 4),
+        {},
+        "site 0, part 'train', example 0",
+    ),
     "a class too many": (of(torch.zeros(4, 3), ONE + 7), {"num_classes": 2}, "0 to 1"),
     "groups of other examples": (
         lambda site, part: Pairs(torch.zeros(4, 3), ONE, groups=[1, 2]),
@@ -269,9 +361,15 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "targets that say nothing": (of(torch.zeros(4, 3), torch.zeros(4)), {}, "task="),
     "no number of sites": (rows, {"num_clients": 0}, "num-clients"),
-    "another shape than the function's": (states_five, {}, "those of the run have (5,)"),
+    "another shape than the function's": (
+        states_five,
+        {},
+        "those of the run have (5,)",
+    ),
     "no test examples": (
-        lambda site, part: Pairs(torch.zeros(4, 3), ONE) if part == "train" else Pairs([], []),
+        lambda site, part: (
+            Pairs(torch.zeros(4, 3), ONE) if part == "train" else Pairs([], [])
+        ),
         {},
         "part 'test'",
     ),
@@ -279,11 +377,17 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_before_round_1(module: ModuleType, tmp_path: Path, case: str) -> None:
+def test_bad_input_is_named_before_round_1(
+    module: ModuleType, tmp_path: Path, case: str
+) -> None:
     function, settings, text = BAD[case]
     name = named(module, f"bad_{[*BAD].index(case)}", function)
     with pytest.raises((ConfigError, DataError)) as raised:
-        run(config_of(dataset=name, **{"num_clients": 2, **settings}), tmp_path / "out", workers=0)
+        run(
+            config_of(dataset=name, **{"num_clients": 2, **settings}),
+            tmp_path / "out",
+            workers=0,
+        )
     assert text in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -292,7 +396,9 @@ def test_an_unknown_module_or_kind_is_named() -> None:
     for dataset in ("no_such_module:rows", "cvs:/a/table.csv", f"{MODULE}:row"):
         with pytest.raises(ConfigError) as raised:
             config_of(dataset=dataset, num_clients=2)
-        assert dataset.partition(":")[(dataset.startswith(MODULE) and 2) or 0] in str(raised.value)
+        assert dataset.partition(":")[(dataset.startswith(MODULE) and 2) or 0] in str(
+            raised.value
+        )
 
 
 def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
@@ -301,6 +407,10 @@ def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
 
     inputs = torch.randn(4, 3).as_subclass(Meta)
     pairs = Pairs(inputs, np.array([0, 1, 1, 0]))
-    data = load_data(config_of(dataset=named(module, "meta", lambda site, part: pairs), num_clients=1))
+    data = load_data(
+        config_of(
+            dataset=named(module, "meta", lambda site, part: pairs), num_clients=1
+        )
+    )
     assert type(data.train.take(torch.arange(2))[0]) is Tensor
     assert data.train.labels.tolist() == [0, 1, 1, 0]

@@ -12,41 +12,66 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import load_dataset
-from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, partition_test_set, split_dataset
+from fedbn_flwr.lab.data.partitioning import (
+    PARTITIONS,
+    make_partition,
+    partition_test_set,
+    split_dataset,
+)
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 
 
 def shuffled(sizes: list[int], seed: int = 0) -> np.ndarray:
     """Group numbers, ``sizes[g]`` of group g, in random order."""
-    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return np.random.default_rng(seed).permutation(
+        np.repeat(np.arange(len(sizes)), sizes)
+    )
 
 
-def domain(groups: np.ndarray, clients: int, share: float = 1.0, seed: int = 0) -> list[np.ndarray]:
+def domain(
+    groups: np.ndarray, clients: int, share: float = 1.0, seed: int = 0
+) -> list[np.ndarray]:
     labels = np.zeros(len(groups), np.int64)
-    return make_partition("domain", labels, clients, seed=seed, domain_share=share, groups=groups)
+    return make_partition(
+        "domain", labels, clients, seed=seed, domain_share=share, groups=groups
+    )
 
 
 def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
     groups = shuffled([30, 21, 8])
     parts = domain(groups, 8)
-    assert [set(groups[part].tolist()) for part in parts] == [{0}, {1}, {2}] * 2 + [{0}, {1}]
+    assert [set(groups[part].tolist()) for part in parts] == [{0}, {1}, {2}] * 2 + [
+        {0},
+        {1},
+    ]
     assert [len(part) for part in parts] == [10, 7, 4, 10, 7, 4, 10, 7]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(59))
 
 
 @pytest.mark.parametrize(
     ("share", "sizes"),
-    [(1, [100, 50]), (1.0, [100, 50]), (0.29, [29, 14]), (0.5, [50, 25]), (7, [7, 7]), (50.0, [50, 50])],
+    [
+        (1, [100, 50]),
+        (1.0, [100, 50]),
+        (0.29, [29, 14]),
+        (0.5, [50, 25]),
+        (7, [7, 7]),
+        (50.0, [50, 50]),
+    ],
 )
-def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(share: float, sizes: list[int]) -> None:
+def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
+    share: float, sizes: list[int]
+) -> None:
     groups = shuffled([100, 50])
     parts = domain(groups, 2, share)
     assert [len(part) for part in parts] == sizes
     several = domain(groups, 6, share)
     for which in (0, 1):
         shares = several[which::2]
-        assert np.array_equal(np.sort(np.concatenate(shares)), parts[which]), "the share is the domain's"
+        assert np.array_equal(np.sort(np.concatenate(shares)), parts[which]), (
+            "the share is the domain's"
+        )
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -67,7 +92,12 @@ def test_which_examples_of_a_domain_are_used_is_drawn() -> None:
         (3, float("inf"), ConfigError, "domain-share=inf:"),
         (2, 1.0, ConfigError, "num-clients=2 .* 3 or more"),
         (3, 6, DataError, "domain-share=6: domain 1 .* 5 or fewer"),
-        (6, 0.2, DataError, "domain-share=0.2 leaves 1 of the 5 examples of domain 1 for its 2 clients"),
+        (
+            6,
+            0.2,
+            DataError,
+            "domain-share=0.2 leaves 1 of the 5 examples of domain 1 for its 2 clients",
+        ),
     ],
 )
 def test_domain_names_the_number_that_does_not_fit(
@@ -91,29 +121,50 @@ def test_groups_are_needed_and_must_fit(name: str) -> None:
         make_partition(name, np.zeros(6, np.int64), 3, seed=0)
 
 
-@pytest.mark.parametrize("name", [name for name, info in PARTITIONS.items() if not info.by_group])
+@pytest.mark.parametrize(
+    "name", [name for name, info in PARTITIONS.items() if not info.by_group]
+)
 def test_other_splits_ignore_groups(name: str) -> None:
     labels = shuffled([40] * 10)
-    parts = [make_partition(name, labels, 4, seed=0, classes_per_client=5, groups=g) for g in (None, labels % 3)]
+    parts = [
+        make_partition(name, labels, 4, seed=0, classes_per_client=5, groups=g)
+        for g in (None, labels % 3)
+    ]
     assert all(np.array_equal(a, b) for a, b in zip(*parts, strict=True))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_with_groups_each_group_is_split_as_one_data_set(clients: int, classes: int, many: int, seed: int) -> None:
-    """A client gets as many test examples of a class and group as if the group were the whole data set."""
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1)
+)
+def test_with_groups_each_group_is_split_as_one_data_set(
+    clients: int, classes: int, many: int, seed: int
+) -> None:
+    """A client gets as many test examples of a class and group as if the group were the
+    whole data set.
+    """
     rng = np.random.default_rng(seed)
     labels, groups, owner = (rng.integers(0, n, 60) for n in (classes, many, clients))
-    test_labels, test_groups = rng.integers(0, classes, 40), rng.integers(0, many + 1, 40)
+    test_labels, test_groups = (
+        rng.integers(0, classes, 40),
+        rng.integers(0, many + 1, 40),
+    )
     parts = [np.flatnonzero(owner == client) for client in range(clients)]
     test_parts = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
     assert len(np.unique(np.concatenate(test_parts))) == sum(map(len, test_parts))
     for group in range(many + 1):
-        members, tests = np.flatnonzero(groups == group), np.flatnonzero(test_groups == group)
+        members, tests = (
+            np.flatnonzero(groups == group),
+            np.flatnonzero(test_groups == group),
+        )
         places = [np.flatnonzero(np.isin(members, part)) for part in parts]
         alone = partition_test_set(places, labels[members], test_labels[tests], 1)
         for client in range(clients):
-            found = Counter(test_labels[test_parts[client]][test_groups[test_parts[client]] == group].tolist())
+            found = Counter(
+                test_labels[test_parts[client]][
+                    test_groups[test_parts[client]] == group
+                ].tolist()
+            )
             assert found == Counter(test_labels[tests][alone[client]].tolist())
 
 
@@ -121,11 +172,15 @@ def test_one_group_gives_the_same_bits_as_no_groups() -> None:
     labels, test_labels = shuffled([40] * 5), shuffled([9] * 5, seed=1)
     parts = make_partition("dirichlet", labels, 3, seed=0)
     plain = partition_test_set(parts, labels, test_labels, 7)
-    grouped = partition_test_set(parts, labels, test_labels, 7, np.zeros(200, np.int64), np.zeros(45, np.int64))
+    grouped = partition_test_set(
+        parts, labels, test_labels, 7, np.zeros(200, np.int64), np.zeros(45, np.int64)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(plain, grouped, strict=True))
 
 
-@pytest.mark.parametrize(("name", "clients"), [("domain", 10), ("natural", 5), ("domain", 7)])
+@pytest.mark.parametrize(
+    ("name", "clients"), [("domain", 10), ("natural", 5), ("domain", 7)]
+)
 def test_clients_are_tested_on_their_own_domain(name: str, clients: int) -> None:
     data = load_dataset("digits-domains")
     train, test = split_dataset(data, name, clients, seed=3)
@@ -140,7 +195,9 @@ def test_split_dataset_is_make_partition_and_partition_test_set() -> None:
     data = load_dataset("digits")
     labels, test_labels = data.train.targets.numpy(), data.test.targets.numpy()
     train, test = split_dataset(data, "classes", 5, seed=2, classes_per_client=4)
-    expected = make_partition("classes", labels, 5, seed=2, num_classes=10, classes_per_client=4)
+    expected = make_partition(
+        "classes", labels, 5, seed=2, num_classes=10, classes_per_client=4
+    )
     assert all(np.array_equal(a, b) for a, b in zip(train, expected, strict=True))
     test_parts = partition_test_set(expected, labels, test_labels, 2)
     assert all(np.array_equal(a, b) for a, b in zip(test, test_parts, strict=True))

@@ -14,7 +14,12 @@ STATS = {"mean": (0.5,), "std": (0.25,)}
 
 
 def images(count: int, height: int = 3, width: int = 3) -> Tensor:
-    return torch.randint(0, 256, (count, 1, height, width), generator=torch.Generator().manual_seed(count)).byte()
+    return torch.randint(
+        0,
+        256,
+        (count, 1, height, width),
+        generator=torch.Generator().manual_seed(count),
+    ).byte()
 
 
 def grouped(groups: list[int]) -> Samples:
@@ -46,7 +51,9 @@ def test_without_groups_there_are_none() -> None:
 
 def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None:
     samples = segmented()
-    inputs, targets = Subset(samples, torch.tensor([1, 0]), **STATS).batch(torch.tensor([0]))
+    inputs, targets = Subset(samples, torch.tensor([1, 0]), **STATS).batch(
+        torch.tensor([0])
+    )
     assert samples.by_pixel
     assert samples.targets.dtype == torch.uint8
     assert targets.dtype == torch.int64
@@ -64,7 +71,9 @@ def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
     expected = augment(samples.inputs, torch.Generator().manual_seed(1))
     ones = augment(torch.ones_like(samples.inputs), torch.Generator().manual_seed(1))
     assert torch.equal(inputs, expected.float() / 255)
-    assert torch.equal(targets, torch.where(ones[:, 0] == 1, expected[:, 0].long(), 255))
+    assert torch.equal(
+        targets, torch.where(ones[:, 0] == 1, expected[:, 0].long(), 255)
+    )
     assert (ones == 0).any()
 
 
@@ -72,6 +81,8 @@ def test_pixel_targets_are_resized_to_the_nearest() -> None:
     inputs = torch.zeros(1, 1, 2, 4, dtype=torch.uint8)
     targets = torch.tensor([[[0, 1, 2, 255], [3, 4, 5, 6]]], dtype=torch.uint8)
     larger = reshaped(Samples(inputs, targets), Shape(1, 4, 8))
-    assert torch.equal(larger.targets, targets.repeat_interleave(2, 1).repeat_interleave(2, 2))
+    assert torch.equal(
+        larger.targets, targets.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    )
     smaller = reshaped(larger, Shape(1, 2, 4))
     assert torch.equal(smaller.targets, targets)

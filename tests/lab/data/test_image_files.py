@@ -31,7 +31,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     for at in range(COUNT):
         height, width = 20 + at, 40 - at
         path = folder / f"{at:02}.{'png' if at % 2 else 'jpg'}"
-        Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(path)
+        Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(
+            path
+        )
         found.append((path, at % 3))
     return found
 
@@ -50,16 +52,30 @@ def read(files: list[tuple[Path, int]], augment: Augment | None = None) -> Sampl
 
 def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
     """Two passes over a part of the images, in batches of unequal size."""
-    subset = Subset(samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment)
-    orders = [torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    positions = [part for order, size in zip(orders, (1, 4), strict=True) for part in torch.split(order, size)]
+    subset = Subset(
+        samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment
+    )
+    orders = [
+        torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1)
+    ]
+    positions = [
+        part
+        for order, size in zip(orders, (1, 4), strict=True)
+        for part in torch.split(order, size)
+    ]
     found = list(subset.batches(positions, torch.Generator().manual_seed(3)))
-    assert all(torch.equal(y, subset.targets[p]) for (_, y), p in zip(found, positions, strict=True))
+    assert all(
+        torch.equal(y, subset.targets[p])
+        for (_, y), p in zip(found, positions, strict=True)
+    )
     return [inputs for inputs, _ in found]
 
 
 @pytest.mark.parametrize("text", ["", "crop2,flip", "flip,color-jitter"])
-def test_batches_from_the_disk_are_those_from_memory(files, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_batches_from_the_disk_are_those_from_memory(
+    files, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     augment = Augment.parse(text)
     kept = read(files, augment)
     monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
@@ -69,15 +85,22 @@ def test_batches_from_the_disk_are_those_from_memory(files, monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in found)
 
 
-@pytest.mark.parametrize("text", ["resized-crop,flip,crop1", "trivial-augment,resized-crop"])
+@pytest.mark.parametrize(
+    "text", ["resized-crop,flip,crop1", "trivial-augment,resized-crop"]
+)
 def test_batches_of_the_images_as_stored_repeat(files, text: str) -> None:
     augment = Augment.parse(text)
     samples = read(files, augment)
     assert not samples.in_memory
-    assert all(torch.equal(a, b) for a, b in zip(*(batches(samples, augment) for _ in range(2)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(batches(samples, augment) for _ in range(2)), strict=True)
+    )
 
 
-def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(files) -> None:
+def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(
+    files,
+) -> None:
     augment = Augment.parse("resized-crop")
     state = torch.get_rng_state()
     samples = read(files, augment)
@@ -86,22 +109,35 @@ def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(file
     assert torch.equal(torch.get_rng_state(), state)
     for image, number, seed in zip(found, (3, 0), draw.seeds.tolist(), strict=True):
         torch.manual_seed(seed)
-        original = torch.from_numpy(np.array(Image.open(files[number][0]))).permute(2, 0, 1)
-        assert torch.equal(image, v2.RandomResizedCrop((16, 16), antialias=True)(original))
+        original = torch.from_numpy(np.array(Image.open(files[number][0]))).permute(
+            2, 0, 1
+        )
+        assert torch.equal(
+            image, v2.RandomResizedCrop((16, 16), antialias=True)(original)
+        )
 
 
 @pytest.mark.parametrize("limit", [2**20, 0])
-def test_all_damaged_files_are_named(files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_all_damaged_files_are_named(
+    files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", limit)
     whole = files[0][0].read_bytes()
     bad = [(tmp_path / name, 0) for name in ("cut.jpg", "empty.png", "text.png")]
-    for (path, _), content in zip(bad, (whole[: len(whole) // 2], b"", b"no image"), strict=True):
+    for (path, _), content in zip(
+        bad, (whole[: len(whole) // 2], b"", b"no image"), strict=True
+    ):
         path.write_bytes(content)
-    with pytest.raises(DataError, match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png"):
+    with pytest.raises(
+        DataError,
+        match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png",
+    ):
         read([*files, *bad])
 
 
-def test_a_file_that_is_damaged_later_is_named(files, tmp_path: Path, on_the_disk: None) -> None:
+def test_a_file_that_is_damaged_later_is_named(
+    files, tmp_path: Path, on_the_disk: None
+) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(files[1][0].read_bytes())
     samples = read([(path, 0)])
@@ -114,28 +150,56 @@ def _picture(depth: int, colour: int) -> bytes:
     """A PNG file of one pixel."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     pixel = bytes(1 + depth // 8 * {0: 1, 2: 3}[colour])
     header = struct.pack(">IIBBBBB", 1, 1, depth, colour, 0, 0, 0)
-    found = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(pixel)), chunk(b"IEND", b"")]
+    found = [
+        chunk(b"IHDR", header),
+        chunk(b"IDAT", zlib.compress(pixel)),
+        chunk(b"IEND", b""),
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(found)
 
 
 def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
     """Pillow cuts colours of 16 bits down to 8 without a word."""
-    sound = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8))
+    sound = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8)
+    )
     paths = [
-        tmp_path / name for name in ("cut.bmp", "cut.tif", "cut.webp", "inside.png", "16.png", "grey.png", "8.png")
+        tmp_path / name
+        for name in (
+            "cut.bmp",
+            "cut.tif",
+            "cut.webp",
+            "inside.png",
+            "16.png",
+            "grey.png",
+            "8.png",
+        )
     ]
     for path in paths[:4]:
         sound.save(path)
         whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2] + (whole[-len(whole) // 3 :] if path.suffix == ".png" else b""))
+        path.write_bytes(
+            whole[: len(whole) // 2]
+            + (whole[-len(whole) // 3 :] if path.suffix == ".png" else b"")
+        )
     for path, form in zip(paths[4:], ((16, 2), (16, 0), (8, 2)), strict=True):
         path.write_bytes(_picture(*form))
     for path in paths[:6]:
         with pytest.raises(DataError, match="cannot be read"):
             pixels(str(path))
-    with pytest.raises(DataError, match=r"(?s)3 image files.*cut.webp.*16.png.*not bytes.*module:function.*grey.png"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"(?s)3 image files.*cut.webp.*16.png.*not bytes.*module:function.*grey.png"
+        ),
+    ):
         refuse_damaged_files(paths)

@@ -29,7 +29,9 @@ SHARED = Path(__file__).parents[3].parent / "shared/data"
 
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test reaches for the network, and none leaves its data set in the process's cache."""
+    """No test reaches for the network, and none leaves its data set in the process's
+    cache.
+    """
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise URLError("no network")
@@ -49,7 +51,9 @@ def moments(samples: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and population standard deviation per channel from exact integer sums."""
     pixels = samples.inputs.transpose(0, 1).flatten(1)
     total = pixels.sum(1, dtype=torch.int64).double()
-    squares = torch.stack([(channel.to(torch.int32) ** 2).sum(dtype=torch.int64) for channel in pixels]).double()
+    squares = torch.stack(
+        [(channel.to(torch.int32) ** 2).sum(dtype=torch.int64) for channel in pixels]
+    ).double()
     mean = total / pixels.shape[1]
     std = (squares / pixels.shape[1] - mean**2).sqrt()
     return tuple((mean / 255).tolist()), tuple((std / 255).tolist())
@@ -90,27 +94,48 @@ def test_digits_are_those_of_sklearn_with_one_fixed_split_by_class() -> None:
     assert data.train.inputs.shape == (1438, 1, 8, 8)
     assert data.test.inputs.shape == (359, 1, 8, 8)
     classes = np.bincount(bunch.target)
-    assert torch.bincount(data.test.targets).tolist() == [round(0.2 * n) for n in classes]
+    assert torch.bincount(data.test.targets).tolist() == [
+        round(0.2 * n) for n in classes
+    ]
     everything = torch.cat([data.train.inputs, data.test.inputs]).flatten(1)
     levels = {0: 0, 1: 16, 4: 64, 8: 128, 15: 239, 16: 255}
     original = torch.from_numpy(bunch.images).flatten(1)
-    assert all((everything == byte).sum() == (original == level).sum() for level, byte in levels.items())
-    key = sorted(zip(everything.tolist(), torch.cat([data.train.targets, data.test.targets]).tolist(), strict=True))
+    assert all(
+        (everything == byte).sum() == (original == level).sum()
+        for level, byte in levels.items()
+    )
+    key = sorted(
+        zip(
+            everything.tolist(),
+            torch.cat([data.train.targets, data.test.targets]).tolist(),
+            strict=True,
+        )
+    )
     expected = (original * 255 / 16).round().to(torch.uint8)
     assert key == sorted(zip(expected.tolist(), bunch.target.tolist(), strict=True))
     assert_constants_hold(data)
 
 
-def test_one_copy_per_process_for_every_spelling_of_the_arguments(tmp_path: Path) -> None:
+def test_one_copy_per_process_for_every_spelling_of_the_arguments(
+    tmp_path: Path,
+) -> None:
     write_mnist(tmp_path)
     first = load_dataset("mnist", tmp_path)
-    same = load_dataset(name="mnist", data_dir=f"{tmp_path}/../{tmp_path.name}", channels=1, size=28, device="cpu")
+    same = load_dataset(
+        name="mnist",
+        data_dir=f"{tmp_path}/../{tmp_path.name}",
+        channels=1,
+        size=28,
+        device="cpu",
+    )
     assert same is first
     assert load_dataset("digits", data_dir="/does/not/matter") is load_dataset("digits")
     assert load_dataset("mnist", tmp_path, size=14) is not first
 
 
-def test_threads_that_load_at_the_same_time_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_load_at_the_same_time_load_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found: list[Dataset] = []
     barrier = threading.Barrier(4)
 
@@ -131,7 +156,10 @@ def test_idx_files_are_read_in_place_packed_or_not(tmp_path: Path, suffix: str) 
     arrays = write_mnist(tmp_path, suffix)
     before = sorted(tmp_path.rglob("*"))
     data = load_dataset("mnist", str(tmp_path))
-    assert torch.equal(data.train.inputs[:, 0], torch.from_numpy(arrays["train-images-idx3-ubyte"]).to(torch.uint8))
+    assert torch.equal(
+        data.train.inputs[:, 0],
+        torch.from_numpy(arrays["train-images-idx3-ubyte"]).to(torch.uint8),
+    )
     assert data.train.targets.tolist() == arrays["train-labels-idx1-ubyte"].tolist()
     assert data.test.targets.tolist() == arrays["t10k-labels-idx1-ubyte"].tolist()
     assert data.test.inputs.shape == (7, 1, 28, 28)
@@ -140,7 +168,10 @@ def test_idx_files_are_read_in_place_packed_or_not(tmp_path: Path, suffix: str) 
 
 @pytest.mark.parametrize(
     ("name", "folder"),
-    [("mnist", "MNIST"), pytest.param("fashion-mnist", "FashionMNIST", marks=pytest.mark.slow)],
+    [
+        ("mnist", "MNIST"),
+        pytest.param("fashion-mnist", "FashionMNIST", marks=pytest.mark.slow),
+    ],
 )
 def test_real_mnist_files(name: str, folder: str) -> None:
     root = real(folder)
@@ -154,7 +185,9 @@ def test_real_mnist_files(name: str, folder: str) -> None:
 @pytest.mark.slow
 def test_real_cifar10_files(tmp_path: Path) -> None:
     folder = real("cifar10_compact") / "cifar10_compact"
-    spec = importlib.util.spec_from_file_location("unpack_cifar10", folder / "unpack_cifar10.py")
+    spec = importlib.util.spec_from_file_location(
+        "unpack_cifar10", folder / "unpack_cifar10.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -164,7 +197,9 @@ def test_real_cifar10_files(tmp_path: Path) -> None:
     images, labels = module.batch("data_batch_3")[:2]
     assert data.train.inputs.shape == (50_000, 3, 32, 32)
     assert len(data.test) == 10_000
-    assert torch.equal(data.train.inputs[20_000:30_000], torch.from_numpy(images).permute(0, 3, 1, 2))
+    assert torch.equal(
+        data.train.inputs[20_000:30_000], torch.from_numpy(images).permute(0, 3, 1, 2)
+    )
     assert data.train.targets[20_000:30_000].tolist() == labels.tolist()
     assert_constants_hold(data)
 
@@ -172,44 +207,70 @@ def test_real_cifar10_files(tmp_path: Path) -> None:
 def test_usps_and_its_constants(tmp_path: Path) -> None:
     archive = np.load(real("usps") / "usps/usps.npz")
     for name, part in (("usps.bz2", "train"), ("usps.t.bz2", "test")):
-        # Nudged up by 1e-6 of the range so that torchvision's truncation to bytes gives the original ones.
-        values = (archive[f"x_{part}"].reshape(-1, 256).astype(float) + 1e-3) / 255 * 2 - 1
+        # Nudged up by 1e-6 of the range so that torchvision's truncation to bytes
+        # gives # the original ones.
+        values = (
+            archive[f"x_{part}"].reshape(-1, 256).astype(float) + 1e-3
+        ) / 255 * 2 - 1
         lines = [
-            f"{label + 1} " + " ".join(f"{i}:{value:.6f}" for i, value in enumerate(row, 1))
-            for label, row in zip(archive[f"y_{part}"][:300].tolist(), values[:300].tolist(), strict=True)
+            f"{label + 1} "
+            + " ".join(f"{i}:{value:.6f}" for i, value in enumerate(row, 1))
+            for label, row in zip(
+                archive[f"y_{part}"][:300].tolist(), values[:300].tolist(), strict=True
+            )
         ]
         (tmp_path / name).write_bytes(bz2.compress("\n".join(lines).encode(), 1))
     data = load_dataset("usps", tmp_path)
-    assert torch.equal(data.train.inputs[:, 0], torch.from_numpy(archive["x_train"][:300]))
+    assert torch.equal(
+        data.train.inputs[:, 0], torch.from_numpy(archive["x_train"][:300])
+    )
     assert data.test.targets.tolist() == archive["y_test"][:300].tolist()
-    whole = Samples(torch.from_numpy(archive["x_train"])[:, None], torch.from_numpy(archive["y_train"]).long())
+    whole = Samples(
+        torch.from_numpy(archive["x_train"])[:, None],
+        torch.from_numpy(archive["y_train"]).long(),
+    )
     assert_constants_hold(Dataset("usps", whole, whole, 10, data.mean, data.std))
 
 
-def test_svhn_in_its_published_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_svhn_in_its_published_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import scipy.io
     from torchvision.datasets import SVHN
 
     monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
     images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 5)).astype(np.uint8)
     for name in ("train_32x32.mat", "test_32x32.mat"):
-        scipy.io.savemat(tmp_path / name, {"X": images, "y": np.array([[10], [1], [2], [9], [10]])})
+        scipy.io.savemat(
+            tmp_path / name, {"X": images, "y": np.array([[10], [1], [2], [9], [10]])}
+        )
     data = load_dataset("svhn", tmp_path)
-    assert torch.equal(data.train.inputs, torch.from_numpy(images.transpose(3, 2, 0, 1).copy()))
+    assert torch.equal(
+        data.train.inputs, torch.from_numpy(images.transpose(3, 2, 0, 1).copy())
+    )
     assert data.train.targets.tolist() == [0, 1, 2, 9, 0]
 
 
 def test_grey_is_repeated_without_a_copy_and_constants_with_it() -> None:
     grey, rgb = load_dataset("digits"), load_dataset("digits", channels=3)
     assert rgb.train.inputs.shape == (1438, 3, 8, 8)
-    assert all(torch.equal(rgb.train.inputs[:, c], grey.train.inputs[:, 0]) for c in range(3))
-    assert rgb.train.inputs.untyped_storage().nbytes() == grey.train.inputs.untyped_storage().nbytes()
+    assert all(
+        torch.equal(rgb.train.inputs[:, c], grey.train.inputs[:, 0]) for c in range(3)
+    )
+    assert (
+        rgb.train.inputs.untyped_storage().nbytes()
+        == grey.train.inputs.untyped_storage().nbytes()
+    )
     assert rgb.mean == grey.mean * 3
     assert rgb.std == grey.std * 3
 
 
-def test_rgb_becomes_luma_and_constants_averages(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = torch.randint(0, 256, (4, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+def test_rgb_becomes_luma_and_constants_averages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = torch.randint(
+        0, 256, (4, 3, 32, 32), generator=torch.Generator().manual_seed(0)
+    ).to(torch.uint8)
     samples = Samples(inputs, torch.arange(4))
     info = DATASETS["svhn"]
     fields = {field: getattr(info, field) for field in info.__slots__} | {
@@ -218,7 +279,9 @@ def test_rgb_becomes_luma_and_constants_averages(monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setitem(DATASETS, "svhn", loading.DatasetInfo(**fields))
     data = load_dataset("svhn", channels=1)
-    luma = (inputs.double() * torch.tensor([299, 587, 114]).view(3, 1, 1)).sum(1, keepdim=True) / 1000
+    luma = (inputs.double() * torch.tensor([299, 587, 114]).view(3, 1, 1)).sum(
+        1, keepdim=True
+    ) / 1000
     assert torch.equal(data.train.inputs.double(), (luma + 0.5).floor())
     assert data.mean == (pytest.approx(sum(info.mean) / 3),)
     assert data.std == (pytest.approx(sum(info.std) / 3),)
@@ -236,15 +299,26 @@ def test_images_are_resized_once_bilinear_with_antialiasing(size: int) -> None:
 
 def test_chunks_do_not_change_the_result_and_the_right_shape_stays_as_it_is() -> None:
     samples, shape = load_dataset("digits").test, Shape(1, 5, 4)
-    assert torch.equal(reshaped(samples, shape, chunk=7).inputs, reshaped(samples, shape).inputs)
+    assert torch.equal(
+        reshaped(samples, shape, chunk=7).inputs, reshaped(samples, shape).inputs
+    )
     assert reshaped(samples, Shape(1, 8, 8)) is samples
 
 
 def test_the_registry_is_complete() -> None:
     single = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "usps"]
     domains = ["digits-domains", "digits-five", "office-caltech10", "domainnet10"]
-    assert list(DATASETS) == [*single, *domains, "tiny-imagenet", "imagenet", "cityscapes"]
-    assert [name for name, info in DATASETS.items() if info.grouped] == [*domains, "cityscapes"]
+    assert list(DATASETS) == [
+        *single,
+        *domains,
+        "tiny-imagenet",
+        "imagenet",
+        "cityscapes",
+    ]
+    assert [name for name, info in DATASETS.items() if info.grouped] == [
+        *domains,
+        "cityscapes",
+    ]
     for name, info in DATASETS.items():
         assert info.name == name
         assert info.summary
@@ -259,16 +333,26 @@ def test_the_registry_is_complete() -> None:
         ({"name": "digits", "channels": 2, "size": 8}, ConfigError, "2 channels"),
         ({"name": "digits", "channels": 0, "size": 8}, ConfigError, "0 channels"),
         ({"name": "mnist"}, DataError, "'mnist'.*data-dir.*MNIST/raw/.*digits"),
-        ({"name": "svhn", "data_dir": "/absent"}, DataError, "'svhn'.*'/absent'.*train_32x32.mat"),
+        (
+            {"name": "svhn", "data_dir": "/absent"},
+            DataError,
+            "'svhn'.*'/absent'.*train_32x32.mat",
+        ),
     ],
 )
-def test_what_cannot_be_loaded_is_named(arguments: dict[str, object], error: type[Exception], fact: str) -> None:
+def test_what_cannot_be_loaded_is_named(
+    arguments: dict[str, object], error: type[Exception], fact: str
+) -> None:
     with pytest.raises(error, match=fact):
         load_dataset(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [name for name, info in DATASETS.items() if info.files])
-def test_absent_files_without_a_network_are_explained(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, info in DATASETS.items() if info.files]
+)
+def test_absent_files_without_a_network_are_explained(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as caught:
         load_dataset(name, tmp_path)
     message = str(caught.value)
@@ -279,17 +363,25 @@ def test_absent_files_without_a_network_are_explained(name: str, tmp_path: Path)
     assert "set data-dir" in message
 
 
-def test_torchvision_is_asked_to_download_what_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The download is torchvision's own: here it finds the four files behind a fetcher that copies them."""
+def test_torchvision_is_asked_to_download_what_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The download is torchvision's own: here it finds the four files behind a fetcher
+    that copies them.
+    """
     source, target = tmp_path / "source", tmp_path / "target"
     arrays = write_mnist(source)
     target.mkdir()
 
     def fetch(url: str, download_root: Path, filename: str, md5: str) -> None:
         packed = (source / "MNIST/raw" / filename).read_bytes()
-        (Path(download_root) / filename.removesuffix(".gz")).write_bytes(gzip.decompress(packed))
+        (Path(download_root) / filename.removesuffix(".gz")).write_bytes(
+            gzip.decompress(packed)
+        )
 
-    monkeypatch.setattr("torchvision.datasets.mnist.download_and_extract_archive", fetch)
+    monkeypatch.setattr(
+        "torchvision.datasets.mnist.download_and_extract_archive", fetch
+    )
     data = load_dataset("mnist", target)
     assert data.train.targets.tolist() == arrays["train-labels-idx1-ubyte"].tolist()
 
@@ -297,7 +389,10 @@ def test_torchvision_is_asked_to_download_what_is_absent(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x09ab"), "labels-idx1-ubyte.gz .* 2 bytes"),
+        (
+            gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x09ab"),
+            "labels-idx1-ubyte.gz .* 2 bytes",
+        ),
         (gzip.compress(b"\x00\x00\x08\x03\x00"), "cut short"),
         (gzip.compress(b"html"), "68746d6c"),
         (gzip.compress(bytes(100))[:-8] + bytes(8), "CRC check failed"),
@@ -305,9 +400,19 @@ def test_torchvision_is_asked_to_download_what_is_absent(tmp_path: Path, monkeyp
         (gzip.compress(bytes(100))[:10] + b"\xff" * 20, "invalid"),
         (b"plain text", "Not a gzipped file"),
     ],
-    ids=["short data", "short header", "another format", "bad checksum", "short gzip", "bad gzip", "no gzip"],
+    ids=[
+        "short data",
+        "short header",
+        "another format",
+        "bad checksum",
+        "short gzip",
+        "bad gzip",
+        "no gzip",
+    ],
 )
-def test_damaged_idx_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_idx_files_are_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw/train-labels-idx1-ubyte.gz").write_bytes(content)
     with pytest.raises(DataError, match=message):

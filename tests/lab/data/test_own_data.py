@@ -1,4 +1,6 @@
-"""Own data: layouts, clients, units, splits, targets; and what bad input gets, before any work."""
+"""Own data: layouts, clients, units, splits, targets; and what bad input gets, before
+any work.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,20 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.runs.run import run
 
 
-def write_images(root: Path, folders: dict[str, int], size: tuple[int, int] = (6, 4), suffix: str = "png") -> None:
+def write_images(
+    root: Path,
+    folders: dict[str, int],
+    size: tuple[int, int] = (6, 4),
+    suffix: str = "png",
+) -> None:
     for number, (folder, count) in enumerate(folders.items()):
         (root / folder).mkdir(parents=True)
         for at in range(count):
-            pixels = np.random.default_rng(100 * number + at).integers(0, 256, (*size[::-1], 3)).astype(np.uint8)
+            pixels = (
+                np.random.default_rng(100 * number + at)
+                .integers(0, 256, (*size[::-1], 3))
+                .astype(np.uint8)
+            )
             Image.fromarray(pixels).save(root / folder / f"{at}.{suffix}")
 
 
@@ -33,8 +44,16 @@ def own(kind: str, path: Path, **keys: object) -> OwnData:
 LAYOUTS = {
     "class": ({"cat": 5, "dog": 10}, (), None),
     "client/class": ({"a/cat": 5, "a/dog": 5, "b/dog": 10}, ("a", "b"), None),
-    "client/part/class": ({"a/train/cat": 3, "a/test/cat": 1, "b/train/dog": 4, "b/test/dog": 2}, ("a", "b"), 3),
-    "part/class": ({"train/cat": 3, "test/cat": 1, "train/dog": 4, "test/dog": 2}, (), 3),
+    "client/part/class": (
+        {"a/train/cat": 3, "a/test/cat": 1, "b/train/dog": 4, "b/test/dog": 2},
+        ("a", "b"),
+        3,
+    ),
+    "part/class": (
+        {"train/cat": 3, "test/cat": 1, "train/dog": 4, "test/dog": 2},
+        (),
+        3,
+    ),
 }
 
 
@@ -49,14 +68,21 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
     write_images(tmp_path, folders)
     info = own_info(own("folder", tmp_path))
     data = load_dataset(info, size=4)
-    assert (info.num_classes, info.class_names, info.size, info.channels) == (2, ("cat", "dog"), 4, 3)
+    assert (info.num_classes, info.class_names, info.size, info.channels) == (
+        2,
+        ("cat", "dog"),
+        4,
+        3,
+    )
     assert data.group_names == clients
     total = sum(folders.values())
     assert len(data.train) + len(data.test) == total
     assert len(data.test) == (round(0.2 * total) if tests is None else tests)
     labels = torch.cat([data.train.labels, data.test.labels])
     for label, name in enumerate(("cat", "dog")):
-        assert (labels == label).sum() == sum(count for folder, count in folders.items() if folder.endswith(name))
+        assert (labels == label).sum() == sum(
+            count for folder, count in folders.items() if folder.endswith(name)
+        )
     for samples in (data.train, data.test):
         if clients:
             b = samples.groups == clients.index("b")
@@ -70,50 +96,98 @@ def test_arrays_of_every_form(tmp_path: Path) -> None:
     cases = {
         "classes": (images, np.arange(count) % 3, "classification", 3),
         "rows": (rng.normal(size=(count, 4)), rng.normal(size=count), "regression", 1),
-        "labels": (rng.normal(size=(count, 4)), rng.integers(0, 2, (count, 3)), "multi-label", 3),
-        "signals": (rng.normal(size=(count, 2, 9)), rng.normal(size=(count, 2)), "regression", 2),
+        "labels": (
+            rng.normal(size=(count, 4)),
+            rng.integers(0, 2, (count, 3)),
+            "multi-label",
+            3,
+        ),
+        "signals": (
+            rng.normal(size=(count, 2, 9)),
+            rng.normal(size=(count, 2)),
+            "regression",
+            2,
+        ),
         "pixels": (images, np.where(images > 200, 255, images % 4), "segmentation", 4),
     }
     for name, (x, y, task, outputs) in cases.items():
-        np.savez(tmp_path / f"{name}.npz", x=x, y=y, client=np.arange(count) % 2, split=np.arange(count) >= 15)
+        np.savez(
+            tmp_path / f"{name}.npz",
+            x=x,
+            y=y,
+            client=np.arange(count) % 2,
+            split=np.arange(count) >= 15,
+        )
         info = own_info(own("npz", tmp_path / f"{name}.npz"))
         data = load_dataset(info)
         assert (info.task.name, info.num_classes) == (task, outputs), name
         assert (len(data.train), len(data.test)) == (15, 5)
         assert data.train.groups.tolist() == [at % 2 for at in range(15)]
-        expected = torch.from_numpy(x[:15].astype(np.uint8 if x.dtype == np.uint8 else np.float32))
+        expected = torch.from_numpy(
+            x[:15].astype(np.uint8 if x.dtype == np.uint8 else np.float32)
+        )
         assert torch.equal(data.train.inputs.flatten(1), expected.flatten(1)), name
 
 
 def test_patients_of_two_hospitals_with_one_number_are_two(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    client, patient = np.repeat([0, 1], 40), np.concatenate([np.arange(40) // 2, np.arange(40)])
-    np.savez(tmp_path / "a.npz", x=rng.normal(size=(80, 3)), y=rng.integers(0, 2, 80), client=client, group=patient)
+    client, patient = (
+        np.repeat([0, 1], 40),
+        np.concatenate([np.arange(40) // 2, np.arange(40)]),
+    )
+    np.savez(
+        tmp_path / "a.npz",
+        x=rng.normal(size=(80, 3)),
+        y=rng.integers(0, 2, 80),
+        client=client,
+        group=patient,
+    )
     config = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}"})
     data = partitioned_data(config, count_clients(config))
     groups, tests = data.dataset.train.groups.numpy(), data.dataset.test.groups.numpy()
     for own_client in (0, 1):
         assert (groups[data.train[own_client]] == own_client).all()
         assert len(data.train[own_client]) == (groups == own_client).sum()
-        assert np.array_equal(data.test[own_client], np.flatnonzero(tests == own_client))
+        assert np.array_equal(
+            data.test[own_client], np.flatnonzero(tests == own_client)
+        )
 
 
 def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
-    """Also those of a class that it does not train on; and a client that is held out counts in no test of all."""
-    client, split = np.array(list("aaaaaabbb")), np.array(["train"] * 4 + ["test", "test", "train", "train", "test"])
+    """Also those of a class that it does not train on; and a client that is held out
+    counts in no test of all.
+    """
+    client, split = (
+        np.array(list("aaaaaabbb")),
+        np.array(["train"] * 4 + ["test", "test", "train", "train", "test"]),
+    )
     y = np.array([0, 0, 0, 0, 0, 1, 0, 1, 1])
-    keys = _npz(tmp_path, x=np.arange(18.0).reshape(9, 2), y=y, client=client, split=split)
+    keys = _npz(
+        tmp_path, x=np.arange(18.0).reshape(9, 2), y=y, client=client, split=split
+    )
     assert [len(part) for part in partitioned_data(Config.make(keys), 2).test] == [2, 1]
     held = partitioned_data(Config.make({**keys, "held-out-clients": "a"}), 1)
     assert len(held.test_view()) == 1
 
 
-@pytest.mark.parametrize("names", [["01", "001", "1.1", "1.10"], ["0E8", "0E3", "1e2", "100"]])
-def test_sites_that_are_one_number_stay_four_sites(tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    "names", [["01", "001", "1.1", "1.10"], ["0E8", "0E3", "1e2", "100"]]
+)
+def test_sites_that_are_one_number_stay_four_sites(
+    tmp_path: Path, names: list[str]
+) -> None:
     """In an array of texts and as folders."""
-    keys = _npz(tmp_path, x=np.arange(80.0).reshape(40, 2), y=np.arange(40) % 2, client=np.array(names * 10))
+    keys = _npz(
+        tmp_path,
+        x=np.arange(80.0).reshape(40, 2),
+        y=np.arange(40) % 2,
+        client=np.array(names * 10),
+    )
     assert data_of(Config.make(keys)).info.client_names == tuple(sorted(names))
-    write_images(tmp_path / "i", {f"{name}/{label}": 2 for name in names for label in ("cat", "dog")})
+    write_images(
+        tmp_path / "i",
+        {f"{name}/{label}": 2 for name in names for label in ("cat", "dog")},
+    )
     assert own_info(own("folder", tmp_path / "i")).client_names == tuple(sorted(names))
 
 
@@ -121,12 +195,18 @@ def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     units = rng.integers(0, 30, 200)
     np.savez(tmp_path / "a.npz", x=rng.normal(size=(200, 3)), y=units % 3, group=units)
-    settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "validation-share": 0.2, "num-clients": 4}
+    settings = {
+        "dataset": f"npz:{tmp_path / 'a.npz'}",
+        "validation-share": 0.2,
+        "num-clients": 4,
+    }
     for partition in ("iid", "dirichlet-equal", "shards"):
         split = partitioned_data(Config.make({**settings, "partition": partition}), 4)
         train_units = split.dataset.train.units.numpy()
         parts = [*split.train, *split.validation]
-        homes = [set(train_units[part].tolist()) for part in parts] + [set(split.dataset.test.units.tolist())]
+        homes = [set(train_units[part].tolist()) for part in parts] + [
+            set(split.dataset.test.units.tolist())
+        ]
         assert sum(map(len, homes)) == len(set().union(*homes)), partition
         assert sum(len(part) for part in parts) == len(train_units)
 
@@ -134,7 +214,12 @@ def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
 def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
     first, second = (
-        partitioned_data(Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": seed, "num-clients": 2}), 2)
+        partitioned_data(
+            Config.make(
+                {"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": seed, "num-clients": 2}
+            ),
+            2,
+        )
         for seed in (0, 1)
     )
     assert torch.equal(first.dataset.test.inputs, second.dataset.test.inputs)
@@ -142,12 +227,22 @@ def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_default_split_follows_the_data(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.zeros((30, 2)), y=np.arange(30) % 2, client=np.arange(30) % 3)
+    np.savez(
+        tmp_path / "a.npz",
+        x=np.zeros((30, 2)),
+        y=np.arange(30) % 2,
+        client=np.arange(30) % 3,
+    )
     np.savez(tmp_path / "b.npz", x=np.zeros((30, 2)), y=np.arange(30) % 2)
     natural, iid, digits = (
-        Config.make({"dataset": name}) for name in (f"npz:{tmp_path / 'a.npz'}", f"npz:{tmp_path / 'b.npz'}", "digits")
+        Config.make({"dataset": name})
+        for name in (f"npz:{tmp_path / 'a.npz'}", f"npz:{tmp_path / 'b.npz'}", "digits")
     )
-    assert [c.partition for c in (natural, iid, digits)] == ["natural", "iid", "classes"]
+    assert [c.partition for c in (natural, iid, digits)] == [
+        "natural",
+        "iid",
+        "classes",
+    ]
     assert count_clients(natural) == 3
 
 
@@ -156,7 +251,9 @@ def _npz(tmp_path: Path, **arrays: np.ndarray) -> dict[str, object]:
     return {"dataset": f"npz:{tmp_path / 'bad.npz'}"}
 
 
-def _folder(tmp_path: Path, folders: dict[str, int], **keys: object) -> dict[str, object]:
+def _folder(
+    tmp_path: Path, folders: dict[str, int], **keys: object
+) -> dict[str, object]:
     write_images(tmp_path / "bad", folders)
     return {"dataset": f"folder:{tmp_path / 'bad'}", "model": "lenet", **keys}
 
@@ -179,35 +276,72 @@ def _deep(tmp_path: Path, depth: type, value: float) -> dict[str, object]:
 BAD = {
     "unknown kind": (lambda p: {"dataset": f"fodler:{p}"}, "'fodler'.*'folder'"),
     "absent path": (lambda p: {"dataset": f"npz:{p / 'nothing.npz'}"}, "nothing.npz'"),
-    "channels last": (lambda p: _npz(p, x=np.zeros((3, 8, 8, 3)), y=np.arange(3)), r"x\.transpose\(0, 3, 1, 2\)"),
-    "a part without images": (lambda p: _folder(p, {"train/a": 1, "train/b": 1}), "no test images"),
-    "absent array": (lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)), "no array y; it has x, z"),
-    "one number": (lambda p: _npz(p, x=np.float32(1), y=np.zeros(4)), r"x has shape \(\)"),
-    "no examples": (lambda p: _npz(p, x=np.zeros((0, 2)), y=np.zeros(0)), r"x has shape \(0, 2\)"),
-    "unequal lengths": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(4)), r"y has shape \(4,\), x has"),
+    "channels last": (
+        lambda p: _npz(p, x=np.zeros((3, 8, 8, 3)), y=np.arange(3)),
+        r"x\.transpose\(0, 3, 1, 2\)",
+    ),
+    "a part without images": (
+        lambda p: _folder(p, {"train/a": 1, "train/b": 1}),
+        "no test images",
+    ),
+    "absent array": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)),
+        "no array y; it has x, z",
+    ),
+    "one number": (
+        lambda p: _npz(p, x=np.float32(1), y=np.zeros(4)),
+        r"x has shape \(\)",
+    ),
+    "no examples": (
+        lambda p: _npz(p, x=np.zeros((0, 2)), y=np.zeros(0)),
+        r"x has shape \(0, 2\)",
+    ),
+    "unequal lengths": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(4)),
+        r"y has shape \(4,\), x has",
+    ),
     "a client for two axes": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3), client=np.zeros((3, 1))),
         r"client is float64 of shape \(3, 1\)",
     ),
-    "five channels": (lambda p: _npz(p, x=np.zeros((3, 4, 4, 5), np.uint8), y=np.arange(3)), r"x .*\(3, 4, 4, 5\)"),
+    "five channels": (
+        lambda p: _npz(p, x=np.zeros((3, 4, 4, 5), np.uint8), y=np.arange(3)),
+        r"x .*\(3, 4, 4, 5\)",
+    ),
     "one array": (
-        lambda p: (np.save(p / "x.npy", np.zeros(3)), {"dataset": f"npz:{p / 'x.npy'}"})[1],
+        lambda p: (
+            np.save(p / "x.npy", np.zeros(3)),
+            {"dataset": f"npz:{p / 'x.npy'}"},
+        )[1],
         "x.npy': it cannot be read",
     ),
-    "complex targets": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(3, complex)), "y is complex128"),
+    "complex targets": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(3, complex)),
+        "y is complex128",
+    ),
     "unknown split": (
-        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.arange(3) % 2, split=np.array(["train", "test", "later"])),
+        lambda p: _npz(
+            p,
+            x=np.zeros((3, 2)),
+            y=np.arange(3) % 2,
+            split=np.array(["train", "test", "later"]),
+        ),
         "split has later",
     ),
     "one class": (lambda p: _folder(p, {"a": 3}), "two or more classes .*a"),
     "images without a class": (lambda p: _folder(p, {".": 2}), "images lie in \\."),
-    "layouts mixed": (lambda p: _folder(p, {"x/a": 1, "x/b": 1, "b": 1}), "the same layout"),
+    "layouts mixed": (
+        lambda p: _folder(p, {"x/a": 1, "x/b": 1, "b": 1}),
+        "the same layout",
+    ),
     "a validation folder": (
         lambda p: _folder(p, {"train/a": 1, "val/a": 1, "train/b": 1}),
         "images lie in val/a.*validation-share",
     ),
     "parts below the classes": (
-        lambda p: _folder(p, {"cat/train": 1, "cat/test": 1, "dog/train": 1, "dog/test": 1}),
+        lambda p: _folder(
+            p, {"cat/train": 1, "cat/test": 1, "dog/train": 1, "dog/test": 1}
+        ),
         "test, train.*train/class/file",
     ),
     "parts without classes": (
@@ -217,48 +351,99 @@ BAD = {
     "too deep": (lambda p: _folder(p, {"x/y/a": 1, "x/y/b": 1}), "images lie in x/y/"),
     "patients on both sides": (
         lambda p: {
-            **_npz(p, x=np.zeros((4, 2)), y=np.arange(4) % 2, group=np.zeros(4, int), split=np.array([0, 0, 1, 1])),
+            **_npz(
+                p,
+                x=np.zeros((4, 2)),
+                y=np.arange(4) % 2,
+                group=np.zeros(4, int),
+                split=np.array([0, 0, 1, 1]),
+            ),
             "num-clients": 1,
         },
         "1 values of group are on both",
     ),
     "a split by class of a regression": (
-        lambda p: {**_npz(p, x=np.zeros((9, 2)), y=np.arange(9) / 2), "partition": "shards", "num-clients": 2},
+        lambda p: {
+            **_npz(p, x=np.zeros((9, 2)), y=np.arange(9) / 2),
+            "partition": "shards",
+            "num-clients": 2,
+        },
         "'shards' splits by class; the examples",
     ),
     "relative path": (lambda p: {"dataset": "npz:a.npz"}, "'npz:a.npz'.*'npz:/"),
     "a table": (lambda p: {"dataset": f"csv:{p}"}, "unknown kind of own data 'csv'"),
-    "no npz file": (lambda p: ((p / "a.npz").write_text("x"), {"dataset": f"npz:{p / 'a.npz'}"})[1], "npz file"),
+    "no npz file": (
+        lambda p: ((p / "a.npz").write_text("x"), {"dataset": f"npz:{p / 'a.npz'}"})[1],
+        "npz file",
+    ),
     "task that does not fit": (
-        lambda p: {**_npz(p, x=np.zeros((3, 2)), y=np.arange(3)), "task": "multi-label"},
+        lambda p: {
+            **_npz(p, x=np.zeros((3, 2)), y=np.arange(3)),
+            "task": "multi-label",
+        },
         "task=multi-label",
     ),
-    "one-hot classes": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.eye(3)), "y.argmax.*task=multi-label"),
-    "classes that are texts": (lambda p: _npz(p, x=np.zeros((2, 2)), y=np.array(["a", "b"])), "y is <U1 of shape"),
-    "classes with gaps": (lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([0, 9, 0, 9])), "0 to 1.*num-classes=10"),
-    "classes from 1": (lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([1, 2, 1, 2])), "0 to 1.*num-classes=3"),
+    "one-hot classes": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.eye(3)),
+        "y.argmax.*task=multi-label",
+    ),
+    "classes that are texts": (
+        lambda p: _npz(p, x=np.zeros((2, 2)), y=np.array(["a", "b"])),
+        "y is <U1 of shape",
+    ),
+    "classes with gaps": (
+        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([0, 9, 0, 9])),
+        "0 to 1.*num-classes=10",
+    ),
+    "classes from 1": (
+        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([1, 2, 1, 2])),
+        "0 to 1.*num-classes=3",
+    ),
     "a class too many": (
         lambda p: {**_npz(p, x=np.zeros((4, 2)), y=np.arange(4)), "num-classes": 3},
         "classes 0 to 3; 0 to 2 needed",
     ),
-    "NaN in an array": (lambda p: _npz(p, x=np.full((3, 2), np.nan), y=np.arange(3)), "6 numbers of x are NaN"),
-    "infinite numbers": (lambda p: _npz(p, x=np.full((3, 2), np.inf), y=np.arange(3)), "6 numbers of x"),
-    "an infinite target": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.5, np.inf, 1.5])), "y is float64"),
+    "NaN in an array": (
+        lambda p: _npz(p, x=np.full((3, 2), np.nan), y=np.arange(3)),
+        "6 numbers of x are NaN",
+    ),
+    "infinite numbers": (
+        lambda p: _npz(p, x=np.full((3, 2), np.inf), y=np.arange(3)),
+        "6 numbers of x",
+    ),
+    "an infinite target": (
+        lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.5, np.inf, 1.5])),
+        "y is float64",
+    ),
     "pixels of 0 and 255": (
-        lambda p: _npz(p, x=np.zeros((3, 4, 4), np.uint8), y=np.full((3, 4, 4), [0, 255, 0, 255])),
+        lambda p: _npz(
+            p, x=np.zeros((3, 4, 4), np.uint8), y=np.full((3, 4, 4), [0, 255, 0, 255])
+        ),
         "255 is for pixels that do not count",
     ),
     "damaged files": (_cut_off, "2 image files .*\n.*a/1.png.*\n.*b/1.png"),
-    "images of 16 bits": (lambda p: _deep(p, np.uint16, 40_000), "a/0.tif .*8 bits.*module:function"),
-    "images of 32 bits": (lambda p: _deep(p, np.float32, 0.5), "a/0.tif .*mode F.*module:function"),
+    "images of 16 bits": (
+        lambda p: _deep(p, np.uint16, 40_000),
+        "a/0.tif .*8 bits.*module:function",
+    ),
+    "images of 32 bits": (
+        lambda p: _deep(p, np.float32, 0.5),
+        "a/0.tif .*mode F.*module:function",
+    ),
     "a class without a folder": (
         lambda p: _folder(p, {"x/a": 2, "x/b": 2}, **{"num-classes": 3}),
         "3 classes needed.*a, b.*may be empty",
     ),
-    "a class without images": (lambda p: _folder(p, {"a": 2, "b": 2, "c": 0}), "classes needed.*c.*num-classes=3"),
+    "a class without images": (
+        lambda p: _folder(p, {"a": 2, "b": 2, "c": 0}),
+        "classes needed.*c.*num-classes=3",
+    ),
     "nodes' data undescribed": (lambda p: {"dataset": "folder:"}, "image-size, task"),
     "a key that went": (
-        lambda p: {**_npz(p, x=np.zeros((4, 2)), y=np.arange(4) % 2), "label-column": "y"},
+        lambda p: {
+            **_npz(p, x=np.zeros((4, 2)), y=np.arange(4) % 2),
+            "label-column": "y",
+        },
         "unknown key 'label-column'",
     ),
 }
@@ -280,10 +465,17 @@ def start(settings: dict[str, object]) -> None:
 
 
 def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
-    arrays = {"one-hot": np.eye(3)[[2, 0, 1, 2]], "floats": np.array([2.0, 0.0, 1.0, 2.0])}
+    arrays = {
+        "one-hot": np.eye(3)[[2, 0, 1, 2]],
+        "floats": np.array([2.0, 0.0, 1.0, 2.0]),
+    }
     for name, y in arrays.items():
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((4, 2)), y=y, split=[0, 0, 0, 1])
-    cases = [("one-hot", "multi-label", 3), ("floats", "classification", 3), ("floats", "regression", 1)]
+    cases = [
+        ("one-hot", "multi-label", 3),
+        ("floats", "classification", 3),
+        ("floats", "regression", 1),
+    ]
     for name, task, outputs in cases:
         info = own_info(own("npz", tmp_path / f"{name}.npz", task=task))
         assert (info.task.name, info.num_classes) == (task, outputs)
@@ -292,7 +484,9 @@ def test_ambiguous_targets_are_what_the_task_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [[1, 2], [0, 2], [0, 1], [1], [2]])
-def test_labels_below_num_classes_are_the_classes_whichever_are_absent(tmp_path: Path, labels: list[int]) -> None:
+def test_labels_below_num_classes_are_the_classes_whichever_are_absent(
+    tmp_path: Path, labels: list[int]
+) -> None:
     """A hospital without class 0 has the same numbers as one without class 2."""
     y = np.array([labels[at % len(labels)] for at in range(12)])
     np.savez(tmp_path / "t.npz", x=np.arange(12.0)[:, None], y=y)
@@ -300,8 +494,13 @@ def test_labels_below_num_classes_are_the_classes_whichever_are_absent(tmp_path:
         if max(labels) > 1 and "task" in keys:
             continue
         data = load_dataset(own_info(own("npz", tmp_path / "t.npz", **keys)))
-        rows = torch.cat([data.train.inputs[:, 0], data.test.inputs[:, 0]]).int().tolist()
-        assert torch.cat([data.train.targets, data.test.targets]).tolist() == y[rows].tolist()
+        rows = (
+            torch.cat([data.train.inputs[:, 0], data.test.inputs[:, 0]]).int().tolist()
+        )
+        assert (
+            torch.cat([data.train.targets, data.test.targets]).tolist()
+            == y[rows].tolist()
+        )
 
 
 def test_an_empty_folder_holds_the_number_of_its_class(tmp_path: Path) -> None:
@@ -312,26 +511,57 @@ def test_an_empty_folder_holds_the_number_of_its_class(tmp_path: Path) -> None:
     assert load_dataset(info).train.labels.tolist() == [1, 1, 1]
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_may_be_written_as_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     np.savez(tmp_path / "t.npz", x=np.zeros((10, 2)), y=np.arange(10) % 2)
     config = Config.make({"dataset": "npz:~/t.npz", "out": "~/o"})
-    assert (config.dataset, config.out) == (f"npz:{tmp_path / 't.npz'}", str(tmp_path / "o"))
-    for where in ({"run_config": {"state-dir": "~/s"}}, {"node_config": {"state-dir": "~/s"}}):
-        context = Context(1, 1, **{"node_config": {}, "run_config": {}, "state": RecordDict(), **where})
+    assert (config.dataset, config.out) == (
+        f"npz:{tmp_path / 't.npz'}",
+        str(tmp_path / "o"),
+    )
+    for where in (
+        {"run_config": {"state-dir": "~/s"}},
+        {"node_config": {"state-dir": "~/s"}},
+    ):
+        context = Context(
+            1,
+            1,
+            **{"node_config": {}, "run_config": {}, "state": RecordDict(), **where},
+        )
         assert state_dir(context) == tmp_path / "s"
 
 
 def test_names_with_commas_stand_in_quotes(tmp_path: Path) -> None:
     assert listed('a, "b, c" ,d') == ["a", "b, c", "d"]
-    write_images(tmp_path, {f"{site}/{label}": 2 for site in ("n, 1", "s, 1") for label in ("cat", "dog")})
-    keys = {"dataset": f"folder:{tmp_path}", "model": "lenet", "held-out-clients": '"s, 1"', "num-clients": 1}
+    write_images(
+        tmp_path,
+        {f"{site}/{label}": 2 for site in ("n, 1", "s, 1") for label in ("cat", "dog")},
+    )
+    keys = {
+        "dataset": f"folder:{tmp_path}",
+        "model": "lenet",
+        "held-out-clients": '"s, 1"',
+        "num-clients": 1,
+    }
     assert partitioned_data(Config.make(keys), 1).held_out_names == ("s, 1",)
 
 
-def test_images_on_the_disk_give_the_bits_of_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_images(tmp_path / "data", {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6}, size=(40, 40))
-    keys = {"dataset": f"folder:{tmp_path / 'data'}", "model": "lenet", "local-steps": 3, "batch-size": 4}
+def test_images_on_the_disk_give_the_bits_of_those_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(
+        tmp_path / "data",
+        {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6},
+        size=(40, 40),
+    )
+    keys = {
+        "dataset": f"folder:{tmp_path / 'data'}",
+        "model": "lenet",
+        "local-steps": 3,
+        "batch-size": 4,
+    }
     config = Config.make({**keys, "augment": "flip", "num-server-rounds": 2})
     kept = run(config, tmp_path / "kept", workers=0)["sha256"]
     monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)

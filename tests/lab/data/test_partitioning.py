@@ -1,4 +1,6 @@
-"""Splits: Appendix D of the FedTAN paper, flwr-datasets' partitioners, and the split of the test set."""
+"""Splits: Appendix D of the FedTAN paper, flwr-datasets' partitioners, and the split of
+the test set.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, partition_counts, partition_test_set
+from fedbn_flwr.lab.data.partitioning import (
+    PARTITIONS,
+    make_partition,
+    partition_counts,
+    partition_test_set,
+)
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 
 ROOT = Path(__file__).parents[3]
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
-# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows: clients, columns: labels 1-10).
+# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k
+# (rows: # clients, columns: labels 1-10).
 APPENDIX_D = {
     2: ["xx........", "..xx......", "....xx....", "......xx..", "........xx"],
     4: ["xxxx......", "..xxxx....", "....xxxx..", "......xxxx", "xx......xx"],
@@ -30,7 +38,9 @@ APPENDIX_D = {
 
 
 def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return np.random.default_rng(seed).permutation(
+        np.repeat(np.arange(len(sizes)), sizes)
+    )
 
 
 EACH_FIVE = labels_of([5] * 10)
@@ -38,18 +48,26 @@ EACH_FIVE = labels_of([5] * 10)
 
 def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
     """Sorted int64 vectors which together are ``used``, each index once."""
-    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition)
+    assert all(
+        part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition
+    )
     assert np.array_equal(np.sort(np.concatenate(partition)), used)
 
 
-@pytest.mark.parametrize("sizes", [[5000] * 10, MNIST_CLASSES], ids=["cifar10", "mnist"])
+@pytest.mark.parametrize(
+    "sizes", [[5000] * 10, MNIST_CLASSES], ids=["cifar10", "mnist"]
+)
 @pytest.mark.parametrize("k", APPENDIX_D)
 def test_appendix_d(k: int, sizes: list[int]) -> None:
-    """A class is shared evenly by its holders: with classes of one size each entry is 1/k of a client's examples."""
+    """A class is shared evenly by its holders: with classes of one size each entry is
+    1/k of a client's examples.
+    """
     labels = labels_of(sizes)
     partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)
     counts = partition_counts(partition, labels, 10)
-    assert np.array_equal(counts > 0, np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]]))
+    assert np.array_equal(
+        counts > 0, np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]])
+    )
     assert_valid(partition, np.arange(sum(sizes)))
     for column, size in zip(counts.T, sizes, strict=True):
         assert column.sum() == size
@@ -59,13 +77,19 @@ def test_appendix_d(k: int, sizes: list[int]) -> None:
 
 def test_the_papers_cifar100_split_of_20_classes_each() -> None:
     labels = labels_of([500] * 100)
-    counts = partition_counts(make_partition("classes", labels, 5, seed=1, classes_per_client=20), labels, 100)
-    assert np.array_equal(counts, np.kron(np.eye(5, dtype=np.int64), np.full((1, 20), 500)))
+    counts = partition_counts(
+        make_partition("classes", labels, 5, seed=1, classes_per_client=20), labels, 100
+    )
+    assert np.array_equal(
+        counts, np.kron(np.eye(5, dtype=np.int64), np.full((1, 20), 500))
+    )
 
 
 def test_more_clients_than_classes_share_them() -> None:
     labels = labels_of([60] * 10)
-    counts = partition_counts(make_partition("classes", labels, 20, seed=0, classes_per_client=2), labels, 10)
+    counts = partition_counts(
+        make_partition("classes", labels, 20, seed=0, classes_per_client=2), labels, 10
+    )
     assert np.array_equal(np.flatnonzero(counts[19]), [0, 9])
     assert (counts[counts > 0] == 15).all()
 
@@ -84,7 +108,8 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
     labels = labels_of([40] * 10)
     groups = np.arange(400) % (4 if name == "natural" else 2)
     first, again, other = (
-        make_partition(name, labels, 4, seed=seed, classes_per_client=5, groups=groups) for seed in (3, 3, 4)
+        make_partition(name, labels, 4, seed=seed, classes_per_client=5, groups=groups)
+        for seed in (3, 3, 4)
     )
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     same = all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
@@ -101,12 +126,21 @@ def test_iid_sizes_differ_by_one_and_neighbours_are_mixed() -> None:
     assert (partition_counts(partition, labels, 10) > 0).all()
 
 
-def of_flwr_datasets(partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> list[list[int]]:
-    """The parts of one of flwr-datasets' partitioners, on a table of the examples in this order."""
+def of_flwr_datasets(
+    partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
+) -> list[list[int]]:
+    """The parts of one of flwr-datasets' partitioners, on a table of the examples in
+    this order.
+    """
     import datasets
 
-    partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels[order]})
-    return [sorted(partitioner.load_partition(client)["index"]) for client in range(partitioner.num_partitions)]
+    partitioner.dataset = datasets.Dataset.from_dict(
+        {"index": order, "label": labels[order]}
+    )
+    return [
+        sorted(partitioner.load_partition(client)["index"])
+        for client in range(partitioner.num_partitions)
+    ]
 
 
 def test_iid_is_flwr_datasets_partitioner() -> None:
@@ -115,7 +149,9 @@ def test_iid_is_flwr_datasets_partitioner() -> None:
     labels = labels_of([20] * 10)
     order = numpy_generator(5, "partition", "iid").permutation(200)
     expected = of_flwr_datasets(IidPartitioner(7), order, labels)
-    assert [part.tolist() for part in make_partition("iid", labels, 7, seed=5)] == expected
+    assert [
+        part.tolist() for part in make_partition("iid", labels, 7, seed=5)
+    ] == expected
 
 
 @pytest.mark.parametrize(("min_size", "attempt"), [(0, 0), (15, 0), (20, 1)])
@@ -124,17 +160,24 @@ def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> 
     """With its redraws, and one of these seeds after another where it gives up."""
     from flwr_datasets.partitioner import DirichletPartitioner
 
-    labels = labels_of([20, 30, 0, 0, 25, 20, 20, 20, 40, 25])  # two classes have no examples
+    # two classes have no examples
+    labels = labels_of([20, 30, 0, 0, 25, 20, 20, 20, 40, 25])
     order = numpy_generator(1, "partition", "dirichlet-order").permutation(200)
 
     def parts(attempt: int) -> list[list[int]]:
         seed = derive_seed(1, "partition", "dirichlet", attempt)
-        return of_flwr_datasets(DirichletPartitioner(7, "label", 0.5, min_size, False, False, seed), order, labels)
+        return of_flwr_datasets(
+            DirichletPartitioner(7, "label", 0.5, min_size, False, False, seed),
+            order,
+            labels,
+        )
 
     for gives_up in range(attempt):
         with pytest.raises(ValueError, match="max number of attempts"):
             parts(gives_up)
-    partition = make_partition("dirichlet", labels, 7, seed=1, alpha=0.5, min_size=min_size)
+    partition = make_partition(
+        "dirichlet", labels, 7, seed=1, alpha=0.5, min_size=min_size
+    )
     assert [part.tolist() for part in partition] == parts(attempt)
 
 
@@ -142,7 +185,9 @@ def test_a_small_dirichlet_alpha_gives_uneven_classes() -> None:
     labels = labels_of([500] * 10)
     spread = {}
     for alpha in (0.1, 100.0):
-        counts = partition_counts(make_partition("dirichlet", labels, 10, seed=0, alpha=alpha), labels, 10)
+        counts = partition_counts(
+            make_partition("dirichlet", labels, 10, seed=0, alpha=alpha), labels, 10
+        )
         spread[alpha] = (counts / counts.sum(1, keepdims=True)).max(1).mean()
     assert spread[0.1] > 0.4
     assert spread[100.0] < 0.15
@@ -152,35 +197,85 @@ def test_dirichlet_draws_more_often_than_the_partitioner() -> None:
     labels = labels_of([100] * 10)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        partition = make_partition("dirichlet", labels, 12, seed=1, alpha=0.1, min_size=33)
+        partition = make_partition(
+            "dirichlet", labels, 12, seed=1, alpha=0.1, min_size=33
+        )
     assert min(map(len, partition)) >= 33
     assert_valid(partition, np.arange(1000))
 
 
 REFUSED = {
-    "alpha 0": (ConfigError, "partition-alpha=0.0", {"name": "dirichlet", "alpha": 0.0}),
-    "alpha below 0": (ConfigError, "partition-alpha=-1.0", {"name": "dirichlet-equal", "alpha": -1.0}),
-    "alpha NaN": (ConfigError, "partition-alpha=nan", {"name": "dirichlet-equal", "alpha": float("nan")}),
-    "alpha infinite": (ConfigError, "partition-alpha=inf", {"name": "dirichlet", "alpha": float("inf")}),
+    "alpha 0": (
+        ConfigError,
+        "partition-alpha=0.0",
+        {"name": "dirichlet", "alpha": 0.0},
+    ),
+    "alpha below 0": (
+        ConfigError,
+        "partition-alpha=-1.0",
+        {"name": "dirichlet-equal", "alpha": -1.0},
+    ),
+    "alpha NaN": (
+        ConfigError,
+        "partition-alpha=nan",
+        {"name": "dirichlet-equal", "alpha": float("nan")},
+    ),
+    "alpha infinite": (
+        ConfigError,
+        "partition-alpha=inf",
+        {"name": "dirichlet", "alpha": float("inf")},
+    ),
     "draws": (
         DataError,
         r"220 draws .* 10 examples",
-        {"name": "dirichlet", "labels": labels_of([20] * 10), "num_clients": 15, "alpha": 0.01},
+        {
+            "name": "dirichlet",
+            "labels": labels_of([20] * 10),
+            "num_clients": 15,
+            "alpha": 0.01,
+        },
     ),
-    "minimum": (DataError, "10 .* 6 .* 50.* 5 clients", {"name": "dirichlet", "labels": EACH_FIVE, "num_clients": 6}),
-    "no class": (ConfigError, "classes-per-client=0", {"name": "classes", "classes_per_client": 0}),
-    "too many classes": (ConfigError, "classes-per-client=11", {"name": "classes", "classes_per_client": 11}),
+    "minimum": (
+        DataError,
+        "10 .* 6 .* 50.* 5 clients",
+        {"name": "dirichlet", "labels": EACH_FIVE, "num_clients": 6},
+    ),
+    "no class": (
+        ConfigError,
+        "classes-per-client=0",
+        {"name": "classes", "classes_per_client": 0},
+    ),
+    "too many classes": (
+        ConfigError,
+        "classes-per-client=11",
+        {"name": "classes", "classes_per_client": 11},
+    ),
     "an empty part": (
         DataError,
         "leaves 1 of 4 clients without examples",
-        {"name": "classes", "labels": [0, 0, 0, 1], "num_clients": 4, "num_classes": 2, "classes_per_client": 1},
+        {
+            "name": "classes",
+            "labels": [0, 0, 0, 1],
+            "num_clients": 4,
+            "num_classes": 2,
+            "classes_per_client": 1,
+        },
     ),
     "an absent class": (
         DataError,
         "leaves 1 of 2 clients without examples",
-        {"name": "classes", "labels": [0] * 5, "num_classes": 2, "classes_per_client": 1},
+        {
+            "name": "classes",
+            "labels": [0] * 5,
+            "num_classes": 2,
+            "classes_per_client": 1,
+        },
     ),
-    "more clients than examples": (DataError, "num-clients=4.* 3 ", {"labels": [0, 1, 2], "num_clients": 4}),
+    "more clients than examples": (
+        DataError,
+        "num-clients=4.* 3 ",
+        {"labels": [0, 1, 2], "num_clients": 4},
+    ),
     "no clients": (DataError, "num-clients=0", {"num_clients": 0}),
     "unknown": (ConfigError, "'dirichlet'", {"name": "dirichlett"}),
 }
@@ -190,7 +285,15 @@ REFUSED = {
 def test_an_impossible_split_is_refused_and_names_the_numbers(case: str) -> None:
     error, problem, arguments = REFUSED[case]
     with pytest.raises(error, match=problem):
-        make_partition(**{"name": "iid", "labels": labels_of([50] * 10), "num_clients": 2, "seed": 0, **arguments})
+        make_partition(
+            **{
+                "name": "iid",
+                "labels": labels_of([50] * 10),
+                "num_clients": 2,
+                "seed": 0,
+                **arguments,
+            }
+        )
 
 
 def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
@@ -204,7 +307,10 @@ def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
             continue
         quotas = [Fraction(int(held) * available, total) for held in counts[:, label]]
         sizes = [int(quota) for quota in quotas]
-        order = sorted(range(len(quotas)), key=lambda client: (sizes[client] - quotas[client], client))
+        order = sorted(
+            range(len(quotas)),
+            key=lambda client: (sizes[client] - quotas[client], client),
+        )
         for client in order[: available - sum(sizes)]:
             sizes[client] += 1
         result[:, label] = sizes
@@ -213,7 +319,9 @@ def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_the_test_set_is_split_in_proportion_by_largest_remainder(clients: int, classes: int, seed: int) -> None:
+def test_the_test_set_is_split_in_proportion_by_largest_remainder(
+    clients: int, classes: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, classes, 40)
     owner = rng.integers(-1, clients, 40)  # -1: an example that no client holds
@@ -226,7 +334,11 @@ def test_the_test_set_is_split_in_proportion_by_largest_remainder(clients: int, 
     assert_valid(test_parts, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
     assert all(
         np.array_equal(a, b)
-        for a, b in zip(test_parts, partition_test_set(partition, labels, test_labels, 1), strict=True)
+        for a, b in zip(
+            test_parts,
+            partition_test_set(partition, labels, test_labels, 1),
+            strict=True,
+        )
     )
 
 
@@ -238,7 +350,11 @@ def test_ties_go_to_the_lower_partition_id_and_the_seed_draws_examples() -> None
     assert [len(part) for part in test_parts] == [34, 34, 33]
     assert any(
         not np.array_equal(a, b)
-        for a, b in zip(test_parts, partition_test_set(partition, labels, test_labels, 1), strict=True)
+        for a, b in zip(
+            test_parts,
+            partition_test_set(partition, labels, test_labels, 1),
+            strict=True,
+        )
     )
 
 
@@ -247,32 +363,67 @@ def test_the_test_split_follows_appendix_d() -> None:
     partition = make_partition("classes", labels, 5, seed=0, classes_per_client=4)
     train = partition_counts(partition, labels, 10)
     assert np.array_equal(
-        partition_counts(partition_test_set(partition, labels, test_labels, 0), test_labels, 10) * 5, train
+        partition_counts(
+            partition_test_set(partition, labels, test_labels, 0), test_labels, 10
+        )
+        * 5,
+        train,
     )
 
 
 def test_every_partition_has_a_summary_and_a_source() -> None:
-    by_class = ["dirichlet", "dirichlet-equal", "classes", "shards", "unbalanced-shards"]
+    by_class = [
+        "dirichlet",
+        "dirichlet-equal",
+        "classes",
+        "shards",
+        "unbalanced-shards",
+    ]
     assert list(PARTITIONS) == ["iid", *by_class, "domain", "natural"]
     assert [name for name, info in PARTITIONS.items() if info.by_class] == by_class
-    assert [name for name, info in PARTITIONS.items() if info.by_group] == ["domain", "natural"]
-    assert all(info.name == name and info.summary and info.source for name, info in PARTITIONS.items())
+    assert [name for name, info in PARTITIONS.items() if info.by_group] == [
+        "domain",
+        "natural",
+    ]
+    assert all(
+        info.name == name and info.summary and info.source
+        for name, info in PARTITIONS.items()
+    )
 
 
-def test_splits_print_nothing_and_write_no_file(tmp_path: Path, at_once: dict[str, str]) -> None:
+def test_splits_print_nothing_and_write_no_file(
+    tmp_path: Path, at_once: dict[str, str]
+) -> None:
     code = (
-        "import warnings; warnings.filterwarnings('error', category=UserWarning, module='flwr_datasets');"
-        "import numpy as np; from fedbn_flwr.lab.data.partitioning import make_partition; labels = np.arange(500) % 10;"
-        "print(*(len(make_partition(name, labels, 20, seed=0, alpha=0.3)) for name in ('iid', 'dirichlet')))"
+        "import warnings; warnings.filterwarnings('error', category=UserWarning,"
+        " module='flwr_datasets');import numpy as np; from"
+        " fedbn_flwr.lab.data.partitioning import make_partition; labels ="
+        " np.arange(500) % 10;print(*(len(make_partition(name, labels, 20, seed=0,"
+        " alpha=0.3)) for name in ('iid', 'dirichlet')))"
     )
     home = tmp_path / "home"
     (home / "mpl").mkdir(parents=True)
-    environment = at_once | {"HOME": str(home), "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(home / "mpl")}
+    environment = at_once | {
+        "HOME": str(home),
+        "TMPDIR": str(tmp_path),
+        "MPLCONFIGDIR": str(home / "mpl"),
+    }
     environment |= {"HF_HUB_OFFLINE": "1"}
     command = ["python", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "20 20\n"
     assert "min_partition_size" not in done.stderr
     assert "%|" not in done.stderr
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and "mpl" not in path.parts]
+    written = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "mpl" not in path.parts
+    ]
     assert written == []

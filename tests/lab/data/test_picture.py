@@ -24,7 +24,10 @@ def test_the_table() -> None:
         "     1  1 20  0   21",
         "   all 11 20  5   36",
     ]
-    assert partition_table(COUNTS, ["amazon", "b", "c"]).splitlines()[0] == "client  amazon  b  c  all"
+    assert (
+        partition_table(COUNTS, ["amazon", "b", "c"]).splitlines()[0]
+        == "client  amazon  b  c  all"
+    )
 
 
 def test_with_many_classes_the_table_shows_their_number_and_the_largest() -> None:
@@ -44,12 +47,16 @@ def test_the_picture_is_a_png_that_depends_only_on_counts_title_and_names() -> N
     assert png.startswith(b"\x89PNG")
     assert png == partition_picture(COUNTS, "classes, 2 clients")
     assert png != partition_picture(COUNTS, "another")
-    assert png != partition_picture(COUNTS + np.eye(2, 3, dtype=np.int64), "classes, 2 clients")
+    assert png != partition_picture(
+        COUNTS + np.eye(2, 3, dtype=np.int64), "classes, 2 clients"
+    )
     assert png != partition_picture(COUNTS, "classes, 2 clients", ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("shape", [(100, 10), (5, 1000), (1, 1)])
-def test_pictures_of_large_and_small_splits_have_a_reasonable_size(shape: tuple[int, int]) -> None:
+def test_pictures_of_large_and_small_splits_have_a_reasonable_size(
+    shape: tuple[int, int],
+) -> None:
     height, width = pixels(partition_picture(np.ones(shape, np.int64), "t")).shape[:2]
     assert 100 < height <= 1600
     assert 200 < width <= 1600

@@ -22,17 +22,23 @@ def samples() -> Samples:
     return Samples(inputs, torch.arange(50) % 10)
 
 
-def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(samples: Samples, device: torch.device) -> None:
+def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(
+    samples: Samples, device: torch.device
+) -> None:
     indices = np.array([40, 3, 3, 17])
     subset = Subset(samples.to(device), indices, mean=MEAN, std=STD)
     inputs, targets = subset.batch(torch.tensor([3, 0, 1]))
     chosen = samples.inputs[[17, 40, 3]]
-    expected = functional.normalize(functional.to_dtype(chosen, torch.float32, scale=True), list(MEAN), list(STD))
+    expected = functional.normalize(
+        functional.to_dtype(chosen, torch.float32, scale=True), list(MEAN), list(STD)
+    )
     assert len(subset) == 4
     assert inputs.dtype == torch.float32
     assert inputs.device.type == device.type
     torch.testing.assert_close(inputs.cpu(), expected, rtol=1e-6, atol=1e-6)
-    exact = (chosen.double() / 255 - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(STD).view(-1, 1, 1)
+    exact = (chosen.double() / 255 - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(
+        STD
+    ).view(-1, 1, 1)
     torch.testing.assert_close(inputs.cpu().double(), exact, rtol=1e-6, atol=1e-6)
     assert targets.tolist() == [7, 0, 3]
     assert targets.dtype == torch.int64
@@ -45,7 +51,12 @@ def test_without_indices_the_subset_is_all_samples_in_order(samples: Samples) ->
     positions = torch.tensor([49, 0, 7])
     assert len(subset) == 50
     assert subset.targets is samples.targets
-    assert all(torch.equal(a, b) for a, b in zip(subset.batch(positions), everything.batch(positions), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            subset.batch(positions), everything.batch(positions), strict=True
+        )
+    )
 
 
 def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) -> None:
@@ -55,25 +66,43 @@ def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) ->
     positions = torch.arange(50)
     reference, targets = plain.batch(positions)
     assert torch.equal(subset.batch(positions)[0], reference)
-    assert torch.equal(plain.batch(positions, torch.Generator().manual_seed(1))[0], reference)
-    inputs, augmented_targets = subset.batch(positions, torch.Generator().manual_seed(1))
+    assert torch.equal(
+        plain.batch(positions, torch.Generator().manual_seed(1))[0], reference
+    )
+    inputs, augmented_targets = subset.batch(
+        positions, torch.Generator().manual_seed(1)
+    )
     assert not torch.equal(inputs, reference)
     assert torch.equal(augmented_targets, targets)
-    padded = Samples(augment(samples.inputs, torch.Generator().manual_seed(1)), samples.targets)
-    assert torch.equal(inputs, Subset(padded, None, mean=MEAN, std=STD).batch(positions)[0])
+    padded = Samples(
+        augment(samples.inputs, torch.Generator().manual_seed(1)), samples.targets
+    )
+    assert torch.equal(
+        inputs, Subset(padded, None, mean=MEAN, std=STD).batch(positions)[0]
+    )
 
 
-def test_a_subset_copies_no_image_and_batches_never_write_into_the_samples(samples: Samples) -> None:
+def test_a_subset_copies_no_image_and_batches_never_write_into_the_samples(
+    samples: Samples,
+) -> None:
     before = samples.inputs.clone()
-    subset = Subset(samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True))
+    subset = Subset(
+        samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True)
+    )
     assert subset.samples is samples
     subset.batch(torch.arange(50), torch.Generator())[0].zero_()
     subset.batch(torch.arange(50))[0].zero_()
     assert torch.equal(samples.inputs, before)
 
 
-def test_repeated_grey_channels_are_one_on_a_device_and_give_contiguous_batches() -> None:
-    grey = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).expand(-1, 3, -1, -1)
+def test_repeated_grey_channels_are_one_on_a_device_and_give_contiguous_batches() -> (
+    None
+):
+    grey = (
+        torch.arange(2 * 4 * 4, dtype=torch.uint8)
+        .view(2, 1, 4, 4)
+        .expand(-1, 3, -1, -1)
+    )
     samples = Samples(grey, torch.zeros(2, dtype=torch.int64))
     inputs, _ = Subset(samples, None, mean=MEAN, std=STD).batch(torch.arange(2))
     assert inputs.is_contiguous()
@@ -82,7 +111,9 @@ def test_repeated_grey_channels_are_one_on_a_device_and_give_contiguous_batches(
 
 
 def test_an_empty_subset_and_an_empty_batch(samples: Samples) -> None:
-    subset = Subset(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
+    subset = Subset(
+        samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True)
+    )
     inputs, targets = subset.batch(torch.empty(0, dtype=torch.int64), torch.Generator())
     assert len(subset) == 0
     assert inputs.shape == (0, 3, 6, 6)
@@ -98,29 +129,59 @@ def test_positions_outside_the_subset_are_an_error(samples: Samples) -> None:
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (torch.zeros(2, 1, 3, 3).double(), torch.zeros(2, dtype=torch.int64), "inputs are torch.float64"),
-        (torch.zeros(2, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), r"shape \(2, 3, 3\)"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), r"shape \(3,\)"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2).double(), "targets are torch.float64"),
+        (
+            torch.zeros(2, 1, 3, 3).double(),
+            torch.zeros(2, dtype=torch.int64),
+            "inputs are torch.float64",
+        ),
+        (
+            torch.zeros(2, 3, 3, dtype=torch.uint8),
+            torch.zeros(2, dtype=torch.int64),
+            r"shape \(2, 3, 3\)",
+        ),
+        (
+            torch.zeros(2, 1, 3, 3, dtype=torch.uint8),
+            torch.zeros(3, dtype=torch.int64),
+            r"shape \(3,\)",
+        ),
+        (
+            torch.zeros(2, 1, 3, 3, dtype=torch.uint8),
+            torch.zeros(2).double(),
+            "targets are torch.float64",
+        ),
     ],
 )
-def test_samples_check_their_form(inputs: torch.Tensor, targets: torch.Tensor, message: str) -> None:
+def test_samples_check_their_form(
+    inputs: torch.Tensor, targets: torch.Tensor, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         Samples(inputs, targets)
 
 
 @pytest.mark.parametrize("size", [(1, 8, 8), (3, 4, 4), (3, 5, 3)])
 @pytest.mark.parametrize("block", [1, 5000, 2**21])
-def test_batches_made_together_have_the_bits_of_each_alone(monkeypatch, size: tuple[int, int, int], block: int) -> None:
-    """Also of a model's matrix products, whose last bits may depend on where a batch lies in memory."""
+def test_batches_made_together_have_the_bits_of_each_alone(
+    monkeypatch, size: tuple[int, int, int], block: int
+) -> None:
+    """Also of a model's matrix products, whose last bits may depend on where a batch
+    lies in memory.
+    """
     monkeypatch.setattr("fedbn_flwr.lab.data.subset._BLOCK", block)
-    pixels = torch.randint(256, (60, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    pixels = torch.randint(
+        256, (60, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     examples = Samples(pixels, torch.arange(60) % 3)
-    made = Subset(examples, torch.arange(60).flip(0), mean=(0.2,) * size[0], std=(0.3,) * size[0])
+    made = Subset(
+        examples, torch.arange(60).flip(0), mean=(0.2,) * size[0], std=(0.3,) * size[0]
+    )
     order = [torch.randint(60, (n,)) for n in (7, 0, 1, 16, 7, 33, 2)]
-    weights = torch.randn(size[0] * size[1] * size[2], 5, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(
+        size[0] * size[1] * size[2], 5, generator=torch.Generator().manual_seed(2)
+    )
     largest = 0
-    for positions, (inputs, targets) in zip(order, made.batches(iter(order)), strict=True):
+    for positions, (inputs, targets) in zip(
+        order, made.batches(iter(order)), strict=True
+    ):
         alone, expected = made.batch(positions)
         assert torch.equal(inputs, alone)
         assert torch.equal(targets, expected)
@@ -128,18 +189,32 @@ def test_batches_made_together_have_the_bits_of_each_alone(monkeypatch, size: tu
         assert inputs.is_contiguous()
         largest = max(largest, inputs.untyped_storage().nbytes())
     of_one = 4 * weights.shape[0]
-    together = of_one % 64 == 0  # else each batch is made alone, where torch aligns its memory
-    assert largest <= max(block if together else 0, 33 * of_one), "what is made at once is bounded"
+    # else each batch is made alone, where torch aligns its memory
+    together = of_one % 64 == 0
+    assert largest <= max(block if together else 0, 33 * of_one), (
+        "what is made at once is bounded"
+    )
     if together and block == 2**21:
-        assert largest == sum(map(len, order)) * of_one, "all of these fit, and are made at once"
+        assert largest == sum(map(len, order)) * of_one, (
+            "all of these fit, and are made at once"
+        )
 
 
 def test_batches_with_augmentation_are_drawn_and_made_one_by_one() -> None:
-    pixels = torch.randint(256, (30, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    pixels = torch.randint(
+        256,
+        (30, 1, 8, 8),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
+    )
     examples = Samples(pixels, torch.arange(30) % 3)
-    made = Subset(examples, None, mean=(0.2,), std=(0.3,), augment=Augment(crop=2, flip=True))
+    made = Subset(
+        examples, None, mean=(0.2,), std=(0.3,), augment=Augment(crop=2, flip=True)
+    )
     order = torch.arange(30).split(7)
     drawn, again = (torch.Generator().manual_seed(5) for _ in range(2))
-    for positions, (inputs, _) in zip(order, made.batches(iter(order), drawn), strict=True):
+    for positions, (inputs, _) in zip(
+        order, made.batches(iter(order), drawn), strict=True
+    ):
         assert torch.equal(inputs, made.batch(positions, again)[0])
     assert torch.equal(drawn.get_state(), again.get_state())

@@ -20,12 +20,16 @@ PAPERS = {"mnist": ([6000] * 10, 300, 1200), "cifar10": ([5000] * 10, 250, 1000)
 
 
 def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return np.random.default_rng(seed).permutation(
+        np.repeat(np.arange(len(sizes)), sizes)
+    )
 
 
 def assert_exact(partition: list[np.ndarray], count: int) -> None:
     """Every index once, sorted vectors."""
-    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition)
+    assert all(
+        part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition
+    )
     assert np.array_equal(np.sort(np.concatenate(partition)), np.arange(count))
 
 
@@ -45,7 +49,10 @@ def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -
 
 def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
     labels = np.zeros(1000, np.int64)
-    parts = [make_partition("shards", labels, 10, seed=seed, shards_per_client=1)[0] for seed in (0, 1)]
+    parts = [
+        make_partition("shards", labels, 10, seed=seed, shards_per_client=1)[0]
+        for seed in (0, 1)
+    ]
     assert not np.array_equal(*parts)
     assert all(np.ptp(part) > 500 for part in parts)
 
@@ -53,11 +60,21 @@ def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
 def test_shards_are_cut_from_the_examples_sorted_by_class() -> None:
     """With as many shards as classes of one size, each client gets whole classes."""
     labels = labels_of([7] * 6)
-    counts = partition_counts(make_partition("shards", labels, 3, seed=4, shards_per_client=2), labels, 6)
+    counts = partition_counts(
+        make_partition("shards", labels, 3, seed=4, shards_per_client=2), labels, 6
+    )
     assert sorted(np.flatnonzero(counts.sum(0) == 7)) == list(range(6))
     assert (np.sort(counts, 1) == [0, 0, 0, 0, 7, 7]).all()
     splits = {
-        tuple(map(tuple, partition_counts(make_partition("shards", labels, 3, seed=s), labels, 6))) for s in range(9)
+        tuple(
+            map(
+                tuple,
+                partition_counts(
+                    make_partition("shards", labels, 3, seed=s), labels, 6
+                ),
+            )
+        )
+        for s in range(9)
     }
     assert len(splits) > 5
 
@@ -88,11 +105,17 @@ def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each(name: str) -> No
 def test_all_numbers_of_shards_per_client_are_equally_likely() -> None:
     clients, shards, most = 3, 7, 4
     labels = np.zeros(50 * shards, np.int64)
-    possible = [sizes for sizes in product(range(1, most + 1), repeat=clients) if sum(sizes) == shards]
+    possible = [
+        sizes
+        for sizes in product(range(1, most + 1), repeat=clients)
+        if sum(sizes) == shards
+    ]
     draws = 1200
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
-        parts = make_partition("unbalanced-shards", labels, clients, seed=seed, shards_per_client=most)
+        parts = make_partition(
+            "unbalanced-shards", labels, clients, seed=seed, shards_per_client=most
+        )
         found[tuple(len(part) // 50 for part in parts)] += 1
     expected = draws / len(possible)
     assert set(found) == set(possible)
@@ -102,10 +125,14 @@ def test_all_numbers_of_shards_per_client_are_equally_likely() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6), st.data())
-def test_unbalanced_shards_within_any_bounds(clients: int, most: int, data: st.DataObject) -> None:
+def test_unbalanced_shards_within_any_bounds(
+    clients: int, most: int, data: st.DataObject
+) -> None:
     shards = data.draw(st.integers(clients, clients * most))
     labels = labels_of([25 * shards, 25 * shards])
-    partition = make_partition("unbalanced-shards", labels, clients, seed=1, shards_per_client=most)
+    partition = make_partition(
+        "unbalanced-shards", labels, clients, seed=1, shards_per_client=most
+    )
     assert_exact(partition, 50 * shards)
     held = np.array([len(part) for part in partition]) // 50
     assert held.min() >= 1
@@ -118,7 +145,13 @@ def test_unbalanced_shards_within_any_bounds(clients: int, most: int, data: st.D
         ("shards", 100, 4, {"shards_per_client": 99}, "396 shards, more than the 100 "),
         ("unbalanced-shards", 5000, 3, {}, "100 shards .* 3 clients, 1 to 30 each"),
         ("unbalanced-shards", 5000, 101, {}, "100 shards .* 101 clients"),
-        ("unbalanced-shards", 350, 2, {"shards_per_client": 3}, "7 shards .* 1 to 3 each"),
+        (
+            "unbalanced-shards",
+            350,
+            2,
+            {"shards_per_client": 3},
+            "7 shards .* 1 to 3 each",
+        ),
         ("unbalanced-shards", 49, 2, {}, "0 shards"),
     ],
 )
@@ -135,10 +168,14 @@ def test_the_real_mnists_in_200_and_1200_shards(name: str) -> None:
     if not (SHARED / folder).is_dir():
         pytest.skip(f"real data {folder} is absent")
     labels = load_dataset(name, SHARED).train.targets.numpy()
-    balanced = partition_counts(make_partition("shards", labels, 100, seed=0), labels, 10)
+    balanced = partition_counts(
+        make_partition("shards", labels, 100, seed=0), labels, 10
+    )
     assert (balanced.sum(1) == 600).all()
     assert (balanced > 0).sum(1).max() <= (4 if name == "mnist" else 2)
-    unbalanced = partition_counts(make_partition("unbalanced-shards", labels, 100, seed=0), labels, 10)
+    unbalanced = partition_counts(
+        make_partition("unbalanced-shards", labels, 100, seed=0), labels, 10
+    )
     assert (unbalanced.sum(1) % 50 == 0).all()
     assert unbalanced.sum() == 60_000
     assert unbalanced.sum(1).max() <= 1500
@@ -154,7 +191,9 @@ def test_dirichlet_equal_sizes_differ_by_one_and_every_example_is_used() -> None
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
-    """First client, no class used up: E sum (n_c / n)^2 = S + (1 - S) / n with S = (alpha + 1) / (C alpha + 1)."""
+    """First client, no class used up: E sum (n_c / n)^2 = S + (1 - S) / n with S =
+    (alpha + 1) / (C alpha + 1).
+    """
     classes, size, draws = 5, 20, 600
     labels = np.repeat(np.arange(classes), 100)
     concentration, first = [], np.zeros(classes)
@@ -170,11 +209,17 @@ def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
     assert np.abs(first - 1 / classes).max() < 0.08
 
 
-def test_a_tiny_alpha_gives_clients_of_one_class_until_it_is_used_up_a_large_one_is_nearly_iid() -> None:
+def test_a_tiny_alpha_gives_clients_of_one_class_until_it_is_used_up_a_large_one_is_nearly_iid() -> (
+    None
+):
     labels = labels_of([100] * 4)
-    counts = partition_counts(make_partition("dirichlet-equal", labels, 8, seed=3, alpha=1e-3), labels, 4)
+    counts = partition_counts(
+        make_partition("dirichlet-equal", labels, 8, seed=3, alpha=1e-3), labels, 4
+    )
     assert (counts[0] > 0).sum() == 1
     assert (counts.sum(0) == 100).all()
     labels = labels_of([500] * 10)
-    counts = partition_counts(make_partition("dirichlet-equal", labels, 5, seed=0, alpha=1e5), labels, 10)
+    counts = partition_counts(
+        make_partition("dirichlet-equal", labels, 5, seed=0, alpha=1e5), labels, 10
+    )
     assert (np.abs(counts - 100) < 45).all()

@@ -1,4 +1,6 @@
-"""The validation part: stratified by class, seeded, and without the rows of one patient on both sides."""
+"""The validation part: stratified by class, seeded, and without the rows of one patient
+on both sides.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,43 @@ from fedbn_flwr.lab.data import split_off
     share=st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.9]),
     seed=st.integers(0, 5),
 )
-def test_the_part_has_its_share_of_every_class(sizes: list[int], share: float, seed: int) -> None:
-    """A class differs from its exact share by less than one, and the whole from its own by at most a half."""
+def test_the_part_has_its_share_of_every_class(
+    sizes: list[int], share: float, seed: int
+) -> None:
+    """A class differs from its exact share by less than one, and the whole from its own
+    by at most a half.
+    """
     labels = np.repeat(np.arange(len(sizes)), sizes)
     indices = np.random.default_rng(seed).permutation(len(labels))[::2].astype(np.int64)
     rest, part = split_off(indices, labels, share, seed)
     assert np.array_equal(np.sort(np.concatenate([rest, part])), np.sort(indices))
     assert (np.diff(part) > 0).all()
     assert (np.diff(rest) > 0).all()
-    assert len(part) == min(int(share * len(indices) + 0.5 + 1e-9), max(len(indices) - 1, 0))
+    assert len(part) == min(
+        int(share * len(indices) + 0.5 + 1e-9), max(len(indices) - 1, 0)
+    )
     for label in range(len(sizes)):
         exact = share * (labels[indices] == label).sum()
-        assert abs((labels[part] == label).sum() - exact) < 1 + (len(part) == len(indices) - 1)
+        assert abs((labels[part] == label).sum() - exact) < 1 + (
+            len(part) == len(indices) - 1
+        )
     again = split_off(indices[::-1], labels, share, seed)
-    assert all(np.array_equal(a, b) for a, b in zip((rest, part), again, strict=True)), "the order has no meaning"
+    assert all(
+        np.array_equal(a, b) for a, b in zip((rest, part), again, strict=True)
+    ), "the order has no meaning"
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.sampled_from([0.1, 0.3, 0.5, 0.9]), st.integers(0, 5))
-def test_rows_of_one_patient_stay_together(rows: list[int], share: float, seed: int) -> None:
-    """Classes keep their share as well as whole patients allow; some patient is left to train on."""
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=40),
+    st.sampled_from([0.1, 0.3, 0.5, 0.9]),
+    st.integers(0, 5),
+)
+def test_rows_of_one_patient_stay_together(
+    rows: list[int], share: float, seed: int
+) -> None:
+    """Classes keep their share as well as whole patients allow; some patient is left to
+    train on.
+    """
     units = np.repeat(np.arange(len(rows)) * 7 % 40, rows)
     rng = np.random.default_rng(seed)
     labels, indices = rng.integers(0, 3, len(units)), np.arange(len(units))
@@ -46,7 +66,13 @@ def test_rows_of_one_patient_stay_together(rows: list[int], share: float, seed: 
         assert abs(len(part) - share * len(indices)) <= 6
     each = np.arange(len(units))
     alone = split_off(indices, labels, share, seed, each)[1]
-    assert np.abs(np.bincount(labels[alone], minlength=3) - share * np.bincount(labels, minlength=3)).max() < 1.5
+    assert (
+        np.abs(
+            np.bincount(labels[alone], minlength=3)
+            - share * np.bincount(labels, minlength=3)
+        ).max()
+        < 1.5
+    )
 
 
 def test_the_seed_decides_which_examples() -> None:

@@ -1,4 +1,6 @@
-"""Fixtures over a network: one federation of real processes per module; all processes end."""
+"""Fixtures over a network: one federation of real processes per module; all processes
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,47 @@ from tests.support.network import settings_for
 
 ROOT = Path(__file__).parents[3]
 NODES = 3
-SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-clients": NODES, "eval-every": 3}
+SETTINGS = {
+    "num-server-rounds": 3,
+    "local-steps": 3,
+    "batch-size": 16,
+    "num-clients": NODES,
+    "eval-every": 3,
+}
 
 
 @pytest.fixture(scope="module")
 def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
-    """A folder; all processes with its path in their arguments or environment must have ended after the tests."""
+    """A folder; all processes with its path in their arguments or environment must have
+    ended after the tests.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
     home = Path(os.environ["FLWR_HOME"])
     before = sorted(home.rglob("*")) if home.is_dir() else []
     yield folder
     assert await_end(folder) == [], "nothing is left running"
-    assert (sorted(home.rglob("*")) if home.is_dir() else []) == before, "Flower's home is untouched"
+    assert (sorted(home.rglob("*")) if home.is_dir() else []) == before, (
+        "Flower's home is untouched"
+    )
     shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
-def federation(scratch: Path, request: pytest.FixtureRequest) -> Iterator[LocalFederation]:
-    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with theirs."""
+def federation(
+    scratch: Path, request: pytest.FixtureRequest
+) -> Iterator[LocalFederation]:
+    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with
+    theirs.
+    """
     nodes = getattr(request.module, "NODES", NODES)
-    port = random.Random().randrange(20000, 32000, 100)  # below those that a system gives out by itself
+    # below those that a system gives out by itself
+    port = random.Random().randrange(20000, 32000, 100)
     make_certificates(scratch / "certs", nodes)
     found = LocalFederation(scratch / "net", scratch / "certs", nodes, port, ())
-    found.environment |= {"MPLCONFIGDIR": str(scratch / "matplotlib"), "PYTHONPATH": str(ROOT)}
+    found.environment |= {
+        "MPLCONFIGDIR": str(scratch / "matplotlib"),
+        "PYTHONPATH": str(ROOT),
+    }
     with closing(found):
         found.start()
         yield found
@@ -55,11 +75,17 @@ Networked = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
-    """``networked(strategy=..., ...)``: the summary of a run over the network, which must complete."""
+    """``networked(strategy=..., ...)``: the summary of a run over the network, which
+    must complete.
+    """
 
     def do(**settings: Any) -> dict[str, Any]:
         out = tmp_path / "network"
-        given = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}, "out": str(out)}
+        given = {
+            **SETTINGS,
+            **{key.replace("_", "-"): value for key, value in settings.items()},
+            "out": str(out),
+        }
         federation.run(settings_for(federation, given))
         summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
         return summary
@@ -73,6 +99,9 @@ def in_process(tmp_path: Path) -> Networked:
 
     def do(**settings: Any) -> dict[str, Any]:
         given = {key.replace("_", "-"): value for key, value in settings.items()}
-        return run(Config.make({**SETTINGS, **given}), Path(tempfile.mkdtemp(dir=tmp_path)) / "in-process")
+        return run(
+            Config.make({**SETTINGS, **given}),
+            Path(tempfile.mkdtemp(dir=tmp_path)) / "in-process",
+        )
 
     return do

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import (
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.deployment.certificates import make_certificates
@@ -37,7 +40,9 @@ def test_each_role_has_what_it_needs_and_no_more(certs: Path) -> None:
         **{f"node-{n}": server | secret | {"node.key"} for n in (1, 2)},
         **{f"clientapp-{n}": {"ca.crt"} | secret for n in (1, 2)},
     }
-    assert {path.name: {file.name for file in path.iterdir()} for path in certs.iterdir()} == expected
+    assert {
+        path.name: {file.name for file in path.iterdir()} for path in certs.iterdir()
+    } == expected
 
 
 def test_only_the_owner_can_read_secrets(certs: Path) -> None:
@@ -46,31 +51,59 @@ def test_only_the_owner_can_read_secrets(certs: Path) -> None:
         if path.is_dir():
             assert mode == 0o700, path
         else:
-            assert mode == (0o600 if path.suffix in (".key", ".secret") else 0o644), path
+            assert mode == (0o600 if path.suffix in (".key", ".secret") else 0o644), (
+                path
+            )
 
 
 def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> None:
     authority = x509.load_pem_x509_certificate((certs / "ca/ca.crt").read_bytes())
     assert authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    own = {"superlink": "superlink", "channel": "superexec-serverapp", "node-2": "supernode-2"}
+    own = {
+        "superlink": "superlink",
+        "channel": "superexec-serverapp",
+        "node-2": "supernode-2",
+    }
     for role, name in own.items():
-        found = x509.load_pem_x509_certificate((certs / role / "server.crt").read_bytes())
+        found = x509.load_pem_x509_certificate(
+            (certs / role / "server.crt").read_bytes()
+        )
         found.verify_directly_issued_by(authority)
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        hosts = [] if role == "node-2" else ["fl.example.org"]  # a node shall not pass for the server
+        names = found.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        ).value
+        # a node shall not pass for the server
+        hosts = [] if role == "node-2" else ["fl.example.org"]
         addresses = [] if role == "node-2" else ["192.0.2.7"]
         assert names.get_values_for_type(x509.DNSName) == [name, *hosts, "localhost"]
-        assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == [*addresses, "127.0.0.1", "::1"]
-        assert not found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == [
+            *addresses,
+            "127.0.0.1",
+            "::1",
+        ]
+        assert not found.extensions.get_extension_for_class(
+            x509.BasicConstraints
+        ).value.ca
         assert (found.not_valid_after_utc - found.not_valid_before_utc).days == 30
-        ssl.create_default_context().load_cert_chain(certs / role / "server.crt", certs / role / "server.key")
+        ssl.create_default_context().load_cert_chain(
+            certs / role / "server.crt", certs / role / "server.key"
+        )
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_openssl_accepts_the_certificates(certs: Path) -> None:
     """With its strict rules, which are those of Python 3.13."""
-    files = [str(certs / role / "server.crt") for role in ("superlink", "channel", "node-1")]
-    command = ["openssl", "verify", "-x509_strict", "-CAfile", str(certs / "ca/ca.crt"), *files]
+    files = [
+        str(certs / role / "server.crt") for role in ("superlink", "channel", "node-1")
+    ]
+    command = [
+        "openssl",
+        "verify",
+        "-x509_strict",
+        "-CAfile",
+        str(certs / "ca/ca.crt"),
+        *files,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -78,7 +111,9 @@ def test_openssl_accepts_the_certificates(certs: Path) -> None:
 def test_node_keys_are_p384_and_match_the_public_keys(certs: Path) -> None:
     keys = []
     for n in (1, 2):
-        private = load_ssh_private_key((certs / f"node-{n}/node.key").read_bytes(), None)
+        private = load_ssh_private_key(
+            (certs / f"node-{n}/node.key").read_bytes(), None
+        )
         public = load_ssh_public_key((certs / f"cli/node-{n}.pub").read_bytes())
         assert isinstance(private, ec.EllipticCurvePrivateKey)
         assert private.curve.name == "secp384r1"
@@ -88,39 +123,69 @@ def test_node_keys_are_p384_and_match_the_public_keys(certs: Path) -> None:
 
 
 def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> None:
-    secrets = {role: (certs / role / "superexec.secret").read_bytes() for role in ("superlink", "node-1", "node-2")}
+    secrets = {
+        role: (certs / role / "superexec.secret").read_bytes()
+        for role in ("superlink", "node-1", "node-2")
+    }
     assert len(set(secrets.values())) == 3
     assert all(len(secret) == 32 for secret in secrets.values())
     assert (certs / "serverapp/superexec.secret").read_bytes() == secrets["superlink"]
     for n in (1, 2):
-        assert (certs / f"clientapp-{n}/superexec.secret").read_bytes() == secrets[f"node-{n}"]
+        assert (certs / f"clientapp-{n}/superexec.secret").read_bytes() == secrets[
+            f"node-{n}"
+        ]
 
 
-def test_the_command_needs_cryptography_alone_and_overwrites_nothing(tmp_path: Path) -> None:
-    """The keys belong to the user that .env names, and never to root: containers run as this user."""
+def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
+    tmp_path: Path,
+) -> None:
+    """The keys belong to the user that .env names, and never to root: containers run as
+    this user.
+    """
     folder, env = tmp_path / "certs", tmp_path / ".env"
     env.write_text("NODE_1_DATA=/srv/a\nexport FEDBN_GID=5")
     code = (
-        "import sys\nfrom fedbn_flwr.lab.deployment import certs\ncerts.main()\n"
-        "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'flwr', 'yaml', 'typer'})"
+        "import sys\nfrom fedbn_flwr.lab.deployment import"
+        " certs\ncerts.main()\nprint({name.partition('.')[0] for name in sys.modules} &"
+        " {'torch', 'numpy', 'flwr', 'yaml', 'typer'})"
     )
-    command = [sys.executable, "-c", code, str(folder), "--nodes", "1", "--env", str(env)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(folder),
+        "--nodes",
+        "1",
+        "--env",
+        str(env),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    first = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    first = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     assert first.returncode == 0, first.stderr
-    assert first.stdout.splitlines()[-1] == "set()", "what it has imported of heavy packages"
+    assert first.stdout.splitlines()[-1] == "set()", (
+        "what it has imported of heavy packages"
+    )
     user = os.getuid() or 1000
-    added = f"NODE_1_DATA=/srv/a\nexport FEDBN_GID=5\nFEDBN_UID={user}\nCOMPOSE_PROFILES=cpu\n"
+    added = (
+        "NODE_1_DATA=/srv/a\nexport"
+        f" FEDBN_GID=5\nFEDBN_UID={user}\nCOMPOSE_PROFILES=cpu\n"
+    )
     assert env.read_text() == added
     for role in folder.iterdir():
         owner = os.getuid() if role.name == "ca" else user
         assert {path.stat().st_uid for path in (role, *role.iterdir())} == {owner}, role
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     env.write_text(env.read_text().replace("5", "6"))
-    again = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    again = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     assert again.returncode == 1
     assert "is in use: keys are never overwritten" in again.stderr
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    } == before
     assert env.read_text() == added.replace("5", "6")
 
 

@@ -1,4 +1,6 @@
-"""``docker-compose.yml``, its overrides and the image's definition, without a docker engine."""
+"""``docker-compose.yml``, its overrides and the image's definition, without a docker
+engine.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,19 @@ NODES = (1, 2, 3)
 
 
 class _Loader(yaml.SafeLoader):
-    """A reader for compose's own tags: ``!reset`` removes a value, ``!override`` replaces it."""
+    """A reader for compose's own tags: ``!reset`` removes a value, ``!override``
+    replaces it.
+    """
 
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
         return loader.construct_mapping(node, deep=True)
-    return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else []
+    return (
+        loader.construct_sequence(node, deep=True)
+        if isinstance(node, yaml.SequenceNode)
+        else []
+    )
 
 
 _Loader.add_constructor("!override", _tagged)
@@ -63,16 +71,30 @@ def node_number(name: str) -> tuple[str, int]:
 def test_valid_by_the_compose_specification(path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     if (package := find_spec("check_jsonschema")) is None:
-        pytest.skip("check-jsonschema, which brings the compose specification's schema, is not installed")
+        pytest.skip(
+            "check-jsonschema, which brings the compose specification's schema, is not"
+            " installed"
+        )
     (where,) = package.submodule_search_locations or []
-    schema = json.loads((Path(where) / "builtin_schemas/vendor/compose-spec.json").read_text())
+    schema = json.loads(
+        (Path(where) / "builtin_schemas/vendor/compose-spec.json").read_text()
+    )
     validator = jsonschema.Draft202012Validator(schema)
-    assert list(validator.iter_errors({"services": {"a": {"imag": "x"}}})), "the schema is in force"
-    assert [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(content(path))] == []
+    assert list(validator.iter_errors({"services": {"a": {"imag": "x"}}})), (
+        "the schema is in force"
+    )
+    assert [
+        f"{list(error.path)}: {error.message}"
+        for error in validator.iter_errors(content(path))
+    ] == []
 
 
 def test_there_are_overrides_for_three_machines() -> None:
-    assert [path.name for path in OVERRIDES] == ["machine-node-1.yml", "machine-node-2.yml", "machine-server.yml"]
+    assert [path.name for path in OVERRIDES] == [
+        "machine-node-1.yml",
+        "machine-node-2.yml",
+        "machine-server.yml",
+    ]
     services = set(content(COMPOSE)["services"])
     for path in OVERRIDES:
         assert set(content(path)["services"]) <= services
@@ -80,19 +102,36 @@ def test_there_are_overrides_for_three_machines() -> None:
 
 def test_a_node_on_its_own_machine_has_only_the_needed_differences() -> None:
     for n in (1, 2):
-        ours = content(ROOT / f"docker/machine-node-{n}.yml")["services"][f"supernode-{n}"]["command"]
+        ours = content(ROOT / f"docker/machine-node-{n}.yml")["services"][
+            f"supernode-{n}"
+        ]["command"]
         theirs = content(COMPOSE)["services"][f"supernode-{n}"]["command"]
-        assert re.sub(r"SUPERLINK:\?[^}]*", "SUPERLINK:-superlink:8000", "\n".join(ours)) == "\n".join(theirs)
+        assert re.sub(
+            r"SUPERLINK:\?[^}]*", "SUPERLINK:-superlink:8000", "\n".join(ours)
+        ) == "\n".join(theirs)
 
 
 def test_nodes_differ_in_their_number_only() -> None:
     """So node 1 can be copied to any number of nodes."""
     services = services_of(COMPOSE)
-    for prefix, variant in (("supernode-", ""), ("superexec-clientapp-", ""), ("superexec-clientapp-", "-gpu")):
-        first = repr(services[f"{prefix}1{variant}"]).replace("partition-id=0", "partition-id=N")
+    for prefix, variant in (
+        ("supernode-", ""),
+        ("superexec-clientapp-", ""),
+        ("superexec-clientapp-", "-gpu"),
+    ):
+        first = repr(services[f"{prefix}1{variant}"]).replace(
+            "partition-id=0", "partition-id=N"
+        )
         for n in NODES:
-            other = repr(services[f"{prefix}{n}{variant}"]).replace(f"partition-id={n - 1}", "partition-id=N")
-            assert re.sub(rf"(?<=node|tapp)-{n}\b", "-1", other).replace(f"NODE_{n}_", "NODE_1_") == first
+            other = repr(services[f"{prefix}{n}{variant}"]).replace(
+                f"partition-id={n - 1}", "partition-id=N"
+            )
+            assert (
+                re.sub(rf"(?<=node|tapp)-{n}\b", "-1", other).replace(
+                    f"NODE_{n}_", "NODE_1_"
+                )
+                == first
+            )
 
 
 def test_the_files_are_those_that_make_compose_writes() -> None:
@@ -106,35 +145,73 @@ def test_the_files_for_five_nodes_and_back(tmp_path: Path) -> None:
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
     lab = tmp_path / "docker/machine-node-lab.yml"
     lab.write_text("services: {}\n")
-    command = [sys.executable, "-m", "fedbn_flwr.lab.deployment.compose_nodes", "--nodes", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "fedbn_flwr.lab.deployment.compose_nodes",
+        "--nodes",
+        "5",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert made.stdout.count("written: ") == 6
     found = content(tmp_path / "docker-compose.yml")
     for name, service in found["services"].items():
         if name.startswith("supernode-"):
             share = re.findall(r"partition-id=\d+ num-partitions=\d+", repr(service))
-            assert share == [f"partition-id={node_number(name)[1] - 1} num-partitions=5"]
-    assert [name for name in found["volumes"] if "-5-" in name] == ["supernode-5-state", "clientapp-5-state"]
+            assert share == [
+                f"partition-id={node_number(name)[1] - 1} num-partitions=5"
+            ]
+    assert [name for name in found["volumes"] if "-5-" in name] == [
+        "supernode-5-state",
+        "clientapp-5-state",
+    ]
     own = {name for name in found["services"] if node_number(name)[1]}
     for k in (1, 2, 3, 4):
         override = content(tmp_path / f"docker/machine-node-{k}.yml")["services"]
         here = {name for name in own if node_number(name)[1] == k}
-        off = {name for name, change in override.items() if change.get("profiles") == ["elsewhere"]}
+        off = {
+            name
+            for name, change in override.items()
+            if change.get("profiles") == ["elsewhere"]
+        }
         assert off == own - here | {"superlink", "superexec-serverapp", "register"}
-        assert override[f"supernode-{k}"]["command"][-1] == found["services"][f"supernode-{k}"]["command"][-1]
+        assert (
+            override[f"supernode-{k}"]["command"][-1]
+            == found["services"][f"supernode-{k}"]["command"][-1]
+        )
     server = content(tmp_path / "docker/machine-server.yml")["services"]
-    off = {name for name, change in server.items() if change.get("profiles") == ["elsewhere"]}
+    off = {
+        name
+        for name, change in server.items()
+        if change.get("profiles") == ["elsewhere"]
+    }
     assert off == {name for name in own if node_number(name)[1] != 5}
-    assert "ServerApp and node 5, reached" in (tmp_path / "docker/machine-server.yml").read_text()
+    assert (
+        "ServerApp and node 5, reached"
+        in (tmp_path / "docker/machine-server.yml").read_text()
+    )
 
-    assert [line.split("/")[-1] for line in write_for_nodes(tmp_path, 3) if line.startswith("removed")] == [
+    assert [
+        line.split("/")[-1]
+        for line in write_for_nodes(tmp_path, 3)
+        if line.startswith("removed")
+    ] == [
         "machine-node-3.yml",
         "machine-node-4.yml",
     ]
     assert write_for_nodes(tmp_path, 3) == []
     lab.unlink()
-    assert sorted(tmp_path.glob("docker/*")) == sorted(tmp_path / "docker" / path.name for path in OVERRIDES)
+    assert sorted(tmp_path.glob("docker/*")) == sorted(
+        tmp_path / "docker" / path.name for path in OVERRIDES
+    )
     for path in (COMPOSE, *OVERRIDES):
         assert (tmp_path / path.relative_to(ROOT)).read_text() == path.read_text()
 
@@ -150,7 +227,9 @@ def test_what_follows_the_volumes_stays(tmp_path: Path) -> None:
     assert found["configs"] == {"lab": {}}
     inside = {f"node-{n}": {"internal": True} for n in (1, 2, 3, 4)}
     assert found["networks"] == {**content(COMPOSE)["networks"], **inside, "lab": {}}
-    assert {"supernode-4-state", "clientapp-4-state", "superlink-state"} < set(found["volumes"])
+    assert {"supernode-4-state", "clientapp-4-state", "superlink-state"} < set(
+        found["volumes"]
+    )
 
 
 def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
@@ -166,12 +245,16 @@ def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
 def test_every_service_is_confined() -> None:
     for name, service in content(COMPOSE)["services"].items():
         assert service["read_only"] is True, name
-        assert re.fullmatch(r"\$\{FEDBN_UID:\?[^}]+\}:\$\{FEDBN_GID:\?[^}]+\}", service["user"]), "no default"
+        assert re.fullmatch(
+            r"\$\{FEDBN_UID:\?[^}]+\}:\$\{FEDBN_GID:\?[^}]+\}", service["user"]
+        ), "no default"
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["init"] is True, name
         assert "no-new-privileges:true" in service["security_opt"], name
-        assert service["restart"] in ({"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),), name
+        assert service["restart"] in (
+            {"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),
+        ), name
         for volume in service["volumes"]:
             if isinstance(volume, dict):  # of the host
                 assert volume["read_only"], f"{name}: {volume} can be written"
@@ -181,25 +264,38 @@ def test_every_service_is_confined() -> None:
             else:
                 assert volume.endswith("-state:/state"), f"{name}: {volume}"
         if name not in ("register", "cli"):
-            assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory", "pids"}, name
+            assert service["deploy"]["resources"]["limits"].keys() == {
+                "cpus",
+                "memory",
+                "pids",
+            }, name
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
 def test_health_checks_ask_the_services_own_api_over_https() -> None:
-    """A SuperExec serves none: it is well while it runs and the API that it has its tasks from answers it.
+    """A SuperExec serves none: it is well while it runs and the API that it has its
+    tasks from answers it.
 
     A SuperNode is well while it is connected: the SuperLink's API answers it, too.
     """
     ports = {"flower-superlink": "--port=8000", "flower-supernode": "--port=9094"}
     for name, service in services_of(COMPOSE).items():
         words = service["words"]
-        assert not any(word.startswith("--health-server-address") for word in words), name
+        assert not any(word.startswith("--health-server-address") for word in words), (
+            name
+        )
         if "superexec" in name:
-            apis = [word.split("=")[1] for word in words if word.startswith("--runtime-api-address=")]
+            apis = [
+                word.split("=")[1]
+                for word in words
+                if word.startswith("--runtime-api-address=")
+            ]
         elif (kind := Path(words[words[0] == "python"]).name) in ports:
             assert ports[kind] in words, name
             apis = [f"{name}:{ports[kind].split('=')[1]}"]
-            apis += ["${SUPERLINK:-superlink:8000}"] if kind == "flower-supernode" else []
+            apis += (
+                ["${SUPERLINK:-superlink:8000}"] if kind == "flower-supernode" else []
+            )
         else:
             assert "healthcheck" not in service, name
             continue
@@ -214,13 +310,22 @@ def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
         prefix, n = node_number(name)
         if prefix == "superexec-clientapp-":
             assert service["networks"] == [f"node-{n}", "channel"], name
-            reached = {other for other, its in services.items() if {*its["networks"]} & {*service["networks"]}}
+            reached = {
+                other
+                for other, its in services.items()
+                if {*its["networks"]} & {*service["networks"]}
+            }
             others = {other for other in reached if node_number(other)[0] != prefix}
             assert others == {f"supernode-{n}", "superexec-serverapp"}, name
         elif name != "superexec-serverapp":
             assert "channel" not in service["networks"], name
-    assert all(network["internal"] for name, network in networks.items() if name != "federation")
-    # The channel listens at the server's name. In several networks Docker answers it with one address of several.
+    assert all(
+        network["internal"]
+        for name, network in networks.items()
+        if name != "federation"
+    )
+    # The channel listens at the server's name. In several networks Docker answers
+    # it # with one address of several.
     server = services["superexec-serverapp"]
     assert len(server["networks"]) > 1
     assert server["extra_hosts"] == ["superexec-serverapp:0.0.0.0"]
@@ -231,14 +336,30 @@ def test_torch_is_in_the_image_of_the_apps_alone() -> None:
     services = content(COMPOSE)["services"]
     for name, service in services.items():
         has_apps = name.startswith("superexec")
-        assert service["image"].startswith("fedbn-flwr:" if has_apps else "fedbn-flwr-services:"), name
-    built = {name: service["build"]["target"] for name, service in services.items() if "build" in service}
-    assert built == {"superlink": "services", "superexec-serverapp": "apps"}, "each once"
+        assert service["image"].startswith(
+            "fedbn-flwr:" if has_apps else "fedbn-flwr-services:"
+        ), name
+    built = {
+        name: service["build"]["target"]
+        for name, service in services.items()
+        if "build" in service
+    }
+    assert built == {
+        "superlink": "services",
+        "superexec-serverapp": "apps",
+    }, "each once"
 
 
 def test_ports_are_published_only_on_loopback_without_an_override() -> None:
-    ports = {name: s["ports"] for name, s in content(COMPOSE)["services"].items() if "ports" in s}
-    assert ports == {"superlink": ["127.0.0.1:8000:8000"], "superexec-serverapp": ["127.0.0.1:9200:9200"]}
+    ports = {
+        name: s["ports"]
+        for name, s in content(COMPOSE)["services"].items()
+        if "ports" in s
+    }
+    assert ports == {
+        "superlink": ["127.0.0.1:8000:8000"],
+        "superexec-serverapp": ["127.0.0.1:9200:9200"],
+    }
 
 
 def test_tls_keys_and_secrets_are_on_everywhere() -> None:
@@ -246,21 +367,39 @@ def test_tls_keys_and_secrets_are_on_everywhere() -> None:
     for name, service in services.items():
         assert "--insecure" not in service["words"], name
         if name not in ("register", "cli"):
-            assert "--superexec-auth-secret-file=/certs/superexec.secret" in service["words"], name
+            assert (
+                "--superexec-auth-secret-file=/certs/superexec.secret"
+                in service["words"]
+            ), name
     superlink = services["superlink"]["words"]
-    assert {"--enable-supernode-auth", "--isolation=process", "--database=/state/superlink.db"} <= set(superlink)
+    assert {
+        "--enable-supernode-auth",
+        "--isolation=process",
+        "--database=/state/superlink.db",
+    } <= set(superlink)
     for n in NODES:
         command = services[f"supernode-{n}"]["words"]
-        assert {"--isolation=process", "--auth-supernode-private-key=/certs/node.key"} <= set(command)
+        assert {
+            "--isolation=process",
+            "--auth-supernode-private-key=/certs/node.key",
+        } <= set(command)
 
 
 def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
     make_certificates(tmp_path / "certs", len(NODES))
     for name, service in services_of(COMPOSE).items():
-        said = " ".join([*service["words"], *service.get("healthcheck", {}).get("test", [])])
-        mounts = {volume["target"]: volume["source"] for volume in service["volumes"] if isinstance(volume, dict)}
+        said = " ".join(
+            [*service["words"], *service.get("healthcheck", {}).get("test", [])]
+        )
+        mounts = {
+            volume["target"]: volume["source"]
+            for volume in service["volumes"]
+            if isinstance(volume, dict)
+        }
         for target in {"/certs", "/channel"} & mounts.keys():
-            folder = Path(mounts[target].replace("${CERTS:-./certs}", str(tmp_path / "certs")))
+            folder = Path(
+                mounts[target].replace("${CERTS:-./certs}", str(tmp_path / "certs"))
+            )
             for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
                 assert (folder / file).is_file(), f"{name}: {target}/{file}"
 
@@ -271,22 +410,39 @@ def test_a_service_starts_after_those_that_answer_it() -> None:
     for name, needs in needed.items():
         for other, how in needs.items():
             ends = other == "register"
-            assert how["condition"] == ("service_completed_successfully" if ends else "service_healthy"), name
+            assert how["condition"] == (
+                "service_completed_successfully" if ends else "service_healthy"
+            ), name
     assert needed["superlink"] == {}
     assert needed["superexec-clientapp-1"].keys() == {"supernode-1"}
     assert needed["supernode-1"].keys() == {"register"}
-    assert needed["register"].keys() == needed["superexec-serverapp"].keys() == {"superlink"}
+    assert (
+        needed["register"].keys()
+        == needed["superexec-serverapp"].keys()
+        == {"superlink"}
+    )
 
 
 def test_the_image() -> None:
     """The parts of its definition that need no docker engine."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    assert dockerfile.count("FROM ${BASE} AS") == 2, "one base, which an argument may pin by its digest"
+    assert dockerfile.count("FROM ${BASE} AS") == 2, (
+        "one base, which an argument may pin by its digest"
+    )
     assert re.search(r"^USER 1000:1000$", dockerfile, re.MULTILINE)
     for line in re.findall(r"pip install (.*)", dockerfile.replace("\\\n", " ")):
         bill, package = "cyclonedx-bom" in line, "--no-build-isolation" in line
-        assert bill or package or "--constraint constraints.txt" in line or "--require-hashes" in line, line
-    allowed = {line[1:] for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
+        assert (
+            bill
+            or package
+            or "--constraint constraints.txt" in line
+            or "--require-hashes" in line
+        ), line
+    allowed = {
+        line[1:]
+        for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split()
+        if line[0] == "!"
+    }
     lines = re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
     assert {word for line in lines for word in line.split()} == allowed
     assert all((ROOT / name).exists() for name in allowed)
@@ -301,21 +457,32 @@ def test_the_image() -> None:
 
 
 def test_the_locks_are_what_make_lock_writes_now() -> None:
-    """By hash, without the name of a registry; all that pyproject.toml asks for but torch, within its bounds."""
+    """By hash, without the name of a registry; all that pyproject.toml asks for but
+    torch, within its bounds.
+    """
     pinned = dict[str, dict[str, str]]()
     for name in ("services", "apps"):
         text = (ROOT / f"docker/{name}.lock").read_text()
         assert "://" not in text
         entries = re.findall(
-            r"^([\w.-]+)==(\S+)[^\n]*\n((?:    --hash=sha256:[0-9a-f]{64}[ \\]*\n)+)", text, re.MULTILINE
+            r"^([\w.-]+)==(\S+)[^\n]*\n((?:    --hash=sha256:[0-9a-f]{64}[ \\]*\n)+)",
+            text,
+            re.MULTILINE,
         )
-        assert len(entries) == sum(not line.startswith((" ", "#")) for line in text.splitlines()), "each has its hashes"
+        assert len(entries) == sum(
+            not line.startswith((" ", "#")) for line in text.splitlines()
+        ), "each has its hashes"
         pinned[name] = {key.lower(): version for key, version, _ in entries}
     assert pinned["services"].items() <= pinned["apps"].items(), "one version of each"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["lab"]]):
+    for requirement in map(
+        Requirement,
+        [*project["dependencies"], *project["optional-dependencies"]["lab"]],
+    ):
         if requirement.name not in ("torch", "torchvision"):
-            assert pinned["apps"][requirement.name.lower()] in requirement.specifier, requirement
+            assert pinned["apps"][requirement.name.lower()] in requirement.specifier, (
+                requirement
+            )
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")
         if name.lower() in pinned["apps"]:
@@ -325,11 +492,26 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
 
 
 def test_extras_are_named_or_refused(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "docker/extras.py"), str(ROOT / "pyproject.toml")]
-    done = subprocess.run([*command, "timm,privacy"], capture_output=True, text=True, check=True)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    command = [
+        sys.executable,
+        str(ROOT / "docker/extras.py"),
+        str(ROOT / "pyproject.toml"),
+    ]
+    done = subprocess.run(
+        [*command, "timm,privacy"], capture_output=True, text=True, check=True
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert done.stdout.splitlines() == [*extras["timm"], *extras["privacy"]]
-    assert subprocess.run([*command, ""], capture_output=True, text=True, check=True).stdout == ""
-    done = subprocess.run([*command, "timm,tim"], capture_output=True, text=True, check=False)
+    assert (
+        subprocess.run(
+            [*command, ""], capture_output=True, text=True, check=True
+        ).stdout
+        == ""
+    )
+    done = subprocess.run(
+        [*command, "timm,tim"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "no extra tim; there are lab, dev, " in done.stderr

@@ -1,4 +1,6 @@
-"""``docker-compose.yml`` by Docker itself, wherever its command and an engine are: see ``docker/engine``."""
+"""``docker-compose.yml`` by Docker itself, wherever its command and an engine are: see
+``docker/engine``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,35 @@ import pytest
 from fedbn_flwr.lab.deployment.certs import main as make_certs
 
 ROOT = Path(__file__).parents[3]
-FILES = [(), *[(path.name,) for path in sorted((ROOT / "docker").glob("machine-*.yml"))]]
-SETTINGS = {"num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "num-clients": 3, "eval-every": 2}
+FILES = [
+    (),
+    *[(path.name,) for path in sorted((ROOT / "docker").glob("machine-*.yml"))],
+]
+SETTINGS = {
+    "num-server-rounds": 2,
+    "local-steps": 3,
+    "batch-size": 16,
+    "num-clients": 3,
+    "eval-every": 2,
+}
 
 
 def docker(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``docker`` in the checkout, without the variables that a shell or ``.env`` may have for the federation."""
+    """Run ``docker`` in the checkout, without the variables that a shell or ``.env``
+    may have for the federation.
+    """
     kept = {
-        key: value for key, value in os.environ.items() if not key.startswith(("FEDBN_UID", "FEDBN_GID", "COMPOSE"))
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("FEDBN_UID", "FEDBN_GID", "COMPOSE"))
     }
     return subprocess.run(
-        ["docker", *words], cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, check=False
+        ["docker", *words],
+        cwd=ROOT,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -34,9 +54,15 @@ def answers(*words: str) -> bool:
         return False
 
 
-@pytest.mark.skipif(not answers("compose", "version"), reason="docker compose is not installed")
-@pytest.mark.parametrize("override", FILES, ids=lambda names: "".join(names) or "docker-compose.yml")
-def test_compose_reads_the_file_and_refuses_it_without_a_user(override: tuple[str, ...]) -> None:
+@pytest.mark.skipif(
+    not answers("compose", "version"), reason="docker compose is not installed"
+)
+@pytest.mark.parametrize(
+    "override", FILES, ids=lambda names: "".join(names) or "docker-compose.yml"
+)
+def test_compose_reads_the_file_and_refuses_it_without_a_user(
+    override: tuple[str, ...],
+) -> None:
     words = ["compose", "--env-file", os.devnull, "--file", "docker-compose.yml"]
     for name in override:
         words += ["--file", f"docker/{name}"]
@@ -53,9 +79,17 @@ Compose = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def compose(tmp_path: Path) -> Iterator[Compose]:
-    """``compose(words...)``: docker compose with keys and a project of its own, which is removed."""
+    """``compose(words...)``: docker compose with keys and a project of its own, which
+    is removed.
+    """
     make_certs([str(tmp_path / "certs"), "--env", str(tmp_path / ".env")])
-    words = ["compose", "--env-file", str(tmp_path / ".env"), "--project-name", f"fedbn-test-{os.getpid()}"]
+    words = [
+        "compose",
+        "--env-file",
+        str(tmp_path / ".env"),
+        "--project-name",
+        f"fedbn-test-{os.getpid()}",
+    ]
 
     def do(*more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = docker(*words, *more, CERTS=str(tmp_path / "certs"))
@@ -68,28 +102,43 @@ def compose(tmp_path: Path) -> Iterator[Compose]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not answers("version"), reason="no docker engine answers")
-def test_containers_give_the_bits_of_the_run_in_process(compose: Compose, in_process, same_run, tmp_path: Path) -> None:
-    """The images are built and the federation is up; a run that fails says so, and ``down`` leaves nothing behind."""
+def test_containers_give_the_bits_of_the_run_in_process(
+    compose: Compose, in_process, same_run, tmp_path: Path
+) -> None:
+    """The images are built and the federation is up; a run that fails says so, and
+    ``down`` leaves nothing behind.
+    """
     compose("build")
     compose("up", "--detach", "--wait")
 
     def run(settings: Mapping[str, object]) -> subprocess.CompletedProcess[str]:
         return compose(
-            "run", "--rm", "cli", "--run-config", " ".join(f"{k}={v!r}" for k, v in settings.items()), check=False
+            "run",
+            "--rm",
+            "cli",
+            "--run-config",
+            " ".join(f"{k}={v!r}" for k, v in settings.items()),
+            check=False,
         )
 
     out = "/state/flwr/fedbn-runs/first"
     done = run({**SETTINGS, "strategy": "fedbn", "out": out})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert run({**SETTINGS, "strategy": "fedbn", "out": out}).returncode == 1, "the folder is in use"
+    assert run({**SETTINGS, "strategy": "fedbn", "out": out}).returncode == 1, (
+        "the folder is in use"
+    )
     for _ in range(2):  # a second time finds the folder there
         compose("cp", f"superexec-serverapp:{out}/.", str(tmp_path / "copy"))
     ours = json.loads((tmp_path / "copy/summary.json").read_text())
     same_run(ours, in_process(**SETTINGS, strategy="fedbn"))
     assert ours["rejected"] == 0
-    done = run({**SETTINGS, "strategy": "fedtan", "out": f"{out}-fedtan"})  # by channel, which has a network of its own
+    # by channel, which has a network of its own
+    done = run({**SETTINGS, "strategy": "fedtan", "out": f"{out}-fedtan"})
     assert done.returncode == 0, done.stdout + done.stderr
     compose("cp", f"superexec-serverapp:{out}-fedtan/.", str(tmp_path / "fedtan"))
-    same_run(json.loads((tmp_path / "fedtan/summary.json").read_text()), in_process(**SETTINGS, strategy="fedtan"))
+    same_run(
+        json.loads((tmp_path / "fedtan/summary.json").read_text()),
+        in_process(**SETTINGS, strategy="fedtan"),
+    )
     compose("down", "--timeout", "20")
     assert compose("ps", "--all", "--quiet").stdout == ""

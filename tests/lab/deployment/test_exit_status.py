@@ -1,4 +1,6 @@
-"""The service ``cli`` ends with the status of the run, which Flower's own command does not tell."""
+"""The service ``cli`` ends with the status of the run, which Flower's own command does
+not tell.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,20 @@ else:
 
 @pytest.fixture
 def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``flwr(status)``: a command of this name that ends with 0, and whose run ends with this status."""
+    """``flwr(status)``: a command of this name that ends with 0, and whose run ends
+    with this status.
+    """
 
     def make(status: str, started: bool = True) -> Path:
         path = tmp_path / "flwr"
-        path.write_text(FLWR.format(python=sys.executable, folder=str(tmp_path), status=status, started=started))
+        path.write_text(
+            FLWR.format(
+                python=sys.executable,
+                folder=str(tmp_path),
+                status=status,
+                started=started,
+            )
+        )
         path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         return tmp_path / "words"
@@ -38,15 +49,20 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def run(*more: str) -> subprocess.CompletedProcess[str]:
-    """Run the command of the service ``cli``, with the checkout for the image's ``/app``."""
-    cli = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["cli"]["entrypoint"]
+    """Run the command of the service ``cli``, with the checkout for the image's
+    ``/app``.
+    """
+    cli = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["cli"][
+        "entrypoint"
+    ]
     assert cli[:2] == ["python", "/app/docker/run.py"]
     command = [sys.executable, str(ROOT / "docker/run.py"), *cli[2:], *more]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)]
+    ("status", "code"),
+    [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)],
 )
 def test_the_exit_status_is_that_of_the_run(flwr, status: str, code: int) -> None:
     words = flwr(status)

@@ -1,4 +1,6 @@
-"""Faults during a round, one per test: the run continues and logs the fault. ``make network`` runs them."""
+"""Faults during a round, one per test: the run continues and logs the fault.
+``make network`` runs them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ROUNDS = 4
 class Run:
     """A run in a thread."""
 
-    def __init__(self, federation: LocalFederation, out: Path, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, federation: LocalFederation, out: Path, settings: dict[str, Any]
+    ) -> None:
         self.out = out
         self._error = ""
         given: dict[str, Any] = {
@@ -87,7 +91,13 @@ def begin(federation: LocalFederation, tmp_path: Path) -> Iterator[Begin]:
     runs: list[Run] = []
 
     def do(**settings: Any) -> Run:
-        runs.append(Run(federation, tmp_path / "out", {k.replace("_", "-"): v for k, v in settings.items()}))
+        runs.append(
+            Run(
+                federation,
+                tmp_path / "out",
+                {k.replace("_", "-"): v for k, v in settings.items()},
+            )
+        )
         return runs[-1]
 
     yield do
@@ -106,33 +116,47 @@ def bring_back(federation: LocalFederation) -> None:
 def nodes_online(federation: LocalFederation) -> int:
     """Return how many nodes are online, says the SuperLink."""
     command = ["flwr", "supernode", "list", "federation", "--format", "json"]
-    answer = subprocess.run(command, env=federation.environment, capture_output=True, text=True, check=False)
-    return sum(node["status"] == "online" for node in json.loads(answer.stdout).get("nodes", []))
+    answer = subprocess.run(
+        command, env=federation.environment, capture_output=True, text=True, check=False
+    )
+    return sum(
+        node["status"] == "online"
+        for node in json.loads(answer.stdout).get("nodes", [])
+    )
 
 
 def children(*parents: int) -> set[int]:
     """Return the processes that these processes have started."""
     found = (Path(f"/proc/{parent}/task/{parent}/children") for parent in parents)
-    return {int(pid) for path in found if path.exists() for pid in path.read_text().split()}
+    return {
+        int(pid) for path in found if path.exists() for pid in path.read_text().split()
+    }
 
 
 def apps_of(federation: LocalFederation, superexec: str) -> set[int]:
-    """Return the process ids of the apps at a SuperExec that have not ended: children of its two processes."""
+    """Return the process ids of the apps at a SuperExec that have not ended: children
+    of its two processes.
+    """
     return children(*children(federation.processes[superexec].pid))
 
 
 def next_client_of(federation: LocalFederation, number: int) -> int:
-    """Return the process id of the next ClientApp that a node's SuperExec starts, once it is at work.
+    """Return the process id of the next ClientApp that a node's SuperExec starts, once
+    it is at work.
 
-    At work is what has used 0.3 s of CPU time: one that is killed earlier may not yet have taken its message, and is
-    started again without anybody noticing.
+    At work is what has used 0.3 s of CPU time: one that is killed earlier may not yet
+    have taken its message, and is started again without anybody noticing.
     """
 
     def apps() -> set[int]:
         return apps_of(federation, f"superexec-clientapp-{number}")
 
     before, deadline = apps(), time.monotonic() + 300
-    while not (new := [app for app in apps() - before if running(app) and cpu_seconds(app) > 0.3]):
+    while not (
+        new := [
+            app for app in apps() - before if running(app) and cpu_seconds(app) > 0.3
+        ]
+    ):
         assert time.monotonic() < deadline, f"node {number} starts no ClientApp"
         time.sleep(0.02)
     return new[0]
@@ -147,7 +171,9 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(federation, begin, in_process) -> None:
+def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(
+    federation, begin, in_process
+) -> None:
     """Nothing is lost: the bits are the same as in a run without the fault."""
     run = begin(strategy="fixbn", freeze_at=2)
     run.wait_for_round(1)
@@ -156,7 +182,9 @@ def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(federation,
     while not federation.restart_dead():
         time.sleep(0.1)
     ours = run.end()
-    theirs = in_process(strategy="fixbn", freeze_at=2, num_server_rounds=ROUNDS, local_steps=2)
+    theirs = in_process(
+        strategy="fixbn", freeze_at=2, num_server_rounds=ROUNDS, local_steps=2
+    )
     assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
 
 
@@ -192,7 +220,9 @@ def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["channel", "messages"])
-def test_a_node_that_is_killed_during_a_round_and_does_not_return(exchange: str, federation, begin) -> None:
+def test_a_node_that_is_killed_during_a_round_and_does_not_return(
+    exchange: str, federation, begin
+) -> None:
     """With FedTAN the other clients repeat the step without it."""
     run = begin(strategy="fedtan", fedtan_transport=exchange)
     run.wait_for_round(1)
@@ -208,14 +238,19 @@ def test_a_node_that_is_killed_during_a_round_and_does_not_return(exchange: str,
     assert "(partition 2): " in run.lines()[1]["rejected"][0]
 
 
-def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begin) -> None:
-    """The new SuperNode process has an empty memory; the counters show that its BN layers come from the folder."""
+def test_a_node_that_is_killed_and_restarted_still_has_its_part(
+    federation, begin
+) -> None:
+    """The new SuperNode process has an empty memory; the counters show that its BN
+    layers come from the folder.
+    """
     run = begin(strategy="fedbn", num_server_rounds=6)
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
         federation.processes[name].kill()
-    while run.under_way():  # as the restart policy does: Flower refuses the node's key for a while
+    # as the restart policy does: Flower refuses the node's key for a while
+    while run.under_way():
         federation.restart_dead()
         time.sleep(1)
     run.end()
@@ -224,15 +259,23 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begi
     assert took_part[-1] == 6
     assert len(took_part) < 6
     (kept,) = federation.folder.glob("node-3/*/partition-2/*.6.safetensors")
-    entries = [entry for record in read_checked(kept)["kept"].values() for entry in record.items()]
-    trained = [int(value) for name, value in entries if name.endswith("num_batches_tracked")]
+    entries = [
+        entry
+        for record in read_checked(kept)["kept"].values()
+        for entry in record.items()
+    ]
+    trained = [
+        int(value) for name, value in entries if name.endswith("num_batches_tracked")
+    ]
     # A step whose reply came too late for its round may count too.
     assert all(2 * len(took_part) <= count <= 12 for count in trained)
     assert trained
 
 
 def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) -> None:
-    """The run fails. Resumed from its last checkpoint, it ends with the bits of a run without the fault."""
+    """The run fails. Resumed from its last checkpoint, it ends with the bits of a run
+    without the fault.
+    """
     how = {"strategy": "fedbn", "checkpoint_every": 1}
     run = begin(**how)
     run.wait_for_round(2)
@@ -247,7 +290,9 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
 
 @contextmanager
 def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
-    """A file instead of the folder, so nobody, not even root, can write there. Yield the function that repairs it."""
+    """A file instead of the folder, so nobody, not even root, can write there. Yield
+    the function that repairs it.
+    """
     aside = folder.with_name("aside")
     folder.rename(aside)
     folder.write_text("in the way")
@@ -265,7 +310,9 @@ def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def full(folder: Path) -> Iterator[Callable[[], None]]:
-    """A full file system of one page; yield the function that frees it. Skips the test if mounting is not permitted."""
+    """A full file system of one page; yield the function that frees it. Skips the test
+    if mounting is not permitted.
+    """
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -282,10 +329,16 @@ def full(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(not_a_folder, "Not a directory"), (full, "No space left on device")], ids=["file", "full"]
+    ("fault", "reason"),
+    [(not_a_folder, "Not a directory"), (full, "No space left on device")],
+    ids=["file", "full"],
 )
-def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, begin) -> None:
-    """Its node is refused by name until it can write; the others continue, and later the node does too."""
+def test_a_state_folder_that_cannot_be_written(
+    fault, reason: str, federation, begin
+) -> None:
+    """Its node is refused by name until it can write; the others continue, and later
+    the node does too.
+    """
     folder = federation.folder / "node-3"
     folder.mkdir(parents=True, exist_ok=True)
     with fault(folder) as heal:
@@ -294,7 +347,10 @@ def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, b
         heal()
         run.end()
         lines = run.lines()
-        newest = max(folder.glob("*/partition-2/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        newest = max(
+            folder.glob("*/partition-2/*.safetensors"),
+            key=lambda path: path.stat().st_mtime_ns,
+        )
         assert read_checked(newest)["round"] == ROUNDS
     assert [line["participants"] for line in lines[:2]] == [[0, 1]] * 2
     for line in lines[:2]:

@@ -1,4 +1,6 @@
-"""Masked sums over a network: neither SuperLink nor server hold or receive a number of a single client."""
+"""Masked sums over a network: neither SuperLink nor server hold or receive a number of
+a single client.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ POINT = FixedPoint(34.0)
 
 @contextmanager
 def watched(folder: Path) -> Iterator[dict[bytes, None]]:
-    """Yield the distinct pages that the SuperLink's files have during the block, in the order in which they appear."""
+    """Yield the distinct pages that the SuperLink's files have during the block, in the
+    order in which they appear.
+    """
     pages: dict[bytes, None] = {}
     over = threading.Event()
 
@@ -36,7 +40,11 @@ def watched(folder: Path) -> Iterator[dict[bytes, None]]:
             for path in folder.glob("superlink.db*"):
                 if path.is_file():
                     data = path.read_bytes()
-                    pages.update(dict.fromkeys(data[i : i + 4096] for i in range(0, len(data), 4096)))
+                    pages.update(
+                        dict.fromkeys(
+                            data[i : i + 4096] for i in range(0, len(data), 4096)
+                        )
+                    )
             if done:
                 return
             over.wait(0.1)
@@ -51,23 +59,43 @@ def watched(folder: Path) -> Iterator[dict[bytes, None]]:
 
 
 def forms(spy: Path) -> Iterator[bytes]:
-    """Pieces of 40 bytes of each number that a client computed: floats, and in fixed point without masks."""
+    """Pieces of 40 bytes of each number that a client computed: floats, and in fixed
+    point without masks.
+    """
     for path in spy.glob("client-*.npz"):
         kept: dict[str, Any] = dict(np.load(path))
-        after, before = ({n[len(w) :]: a for n, a in kept.items() if n.startswith(w)} for w in ("after ", "before "))
+        after, before = (
+            {n[len(w) :]: a for n, a in kept.items() if n.startswith(w)}
+            for w in ("after ", "before ")
+        )
         numbers = [after]
         if before:
-            numbers += [Coordinates(before, split_state(before), scale=1.0).update(after)]
+            numbers += [
+                Coordinates(before, split_state(before), scale=1.0).update(after)
+            ]
             numbers += [{name: after[name] - before[name] for name in after}]
-        for entry in (array for own in numbers for array in own.values() if array.dtype.kind == "f" and array.size > 9):
+        for entry in (
+            array
+            for own in numbers
+            for array in own.values()
+            if array.dtype.kind == "f" and array.size > 9
+        ):
             vector = POINT.vector({"x": entry}, float(kept["weight"]))
-            for data in (entry.astype(np.float32).tobytes(), entry.astype(np.float64).tobytes(), vector.tobytes()):
+            for data in (
+                entry.astype(np.float32).tobytes(),
+                entry.astype(np.float64).tobytes(),
+                vector.tobytes(),
+            ):
                 pieces = (data[i : i + 40] for i in (0, len(data) // 2 // 8 * 8 - 40))
                 yield from (piece for piece in pieces if len(piece.strip(b"\0")) > 20)
 
 
-def test_neither_superlink_nor_server_see_a_clients_numbers(federation: LocalFederation, tmp_path: Path) -> None:
-    """The same search finds those of a run without masks, which comes after: its pages stay in the database."""
+def test_neither_superlink_nor_server_see_a_clients_numbers(
+    federation: LocalFederation, tmp_path: Path
+) -> None:
+    """The same search finds those of a run without masks, which comes after: its pages
+    stay in the database.
+    """
     found = {}
     for masked in (True, False):
         spy = tmp_path / str(masked)
@@ -75,9 +103,15 @@ def test_neither_superlink_nor_server_see_a_clients_numbers(federation: LocalFed
         with watched(federation.folder) as pages:
             federation.run({"masked": masked, "spy-dir": str(spy)}, app=APP)
         assert (spy / "participants").read_text() == "[0, 1, 2]"
-        pieces, held, received = set(forms(spy)), b"".join(pages), (spy / "received").read_bytes()
+        pieces, held, received = (
+            set(forms(spy)),
+            b"".join(pages),
+            (spy / "received").read_bytes(),
+        )
         assert len(held) > 10**5
-        found[masked] = [sum(piece in seen for piece in pieces) for seen in (held, received)]
+        found[masked] = [
+            sum(piece in seen for piece in pieces) for seen in (held, received)
+        ]
     assert min(found[False]) > 20
     assert found[True] == [0, 0]
 
@@ -89,20 +123,35 @@ def test_a_lost_client_is_recovered_and_too_many_end_the_round(
     def run(name: str, lost: str, masked: bool) -> Path:
         spy = tmp_path / name
         spy.mkdir()
-        config = {"masked": masked, "spy-dir": str(spy), "method": "fedavg", "lost": lost}
+        config = {
+            "masked": masked,
+            "spy-dir": str(spy),
+            "method": "fedavg",
+            "lost": lost,
+        }
         if engine == "network":
             federation.run(config, app=APP)
         else:
-            nodes = {"num-supernodes": 3, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
+            nodes = {
+                "num-supernodes": 3,
+                "client-resources-num-cpus": 2,
+                "init-args-num-cpus": 2,
+            }
             flower_run(APP, run_config=config, federation_config=nodes)
         return spy
 
     for lost, left in (("", [0, 1, 2]), ("1", [0, 2])):
-        ours, plain = (run(f"{lost}-{masked}", lost, masked) for masked in (True, False))
-        assert [json.loads((spy / "participants").read_text()) for spy in (ours, plain)] == [left, left]
+        ours, plain = (
+            run(f"{lost}-{masked}", lost, masked) for masked in (True, False)
+        )
+        assert [
+            json.loads((spy / "participants").read_text()) for spy in (ours, plain)
+        ] == [left, left]
         one, other = (dict(np.load(spy / "final.npz")) for spy in (ours, plain))
         for entry in (entry for entry in one if "num_batches" not in entry):
-            np.testing.assert_allclose(one[entry], other[entry], rtol=2e-6, atol=2e-7, err_msg=entry)
+            np.testing.assert_allclose(
+                one[entry], other[entry], rtol=2e-6, atol=2e-7, err_msg=entry
+            )
         received, pieces = (ours / "received").read_bytes(), set(forms(ours))
         assert len(pieces) > 20
         assert not any(piece in received for piece in pieces)

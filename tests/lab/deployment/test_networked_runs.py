@@ -1,4 +1,6 @@
-"""A SuperLink and three SuperNodes as processes, with TLS, node keys and secrets: same bits as in process."""
+"""A SuperLink and three SuperNodes as processes, with TLS, node keys and secrets: same
+bits as in process.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,24 @@ pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("ne
         ("fbn", {}),
         ("hbn", {"share_alpha": True}),
         ("bn-scaffold", {}),
-        ("fedavg", {"feature_norm": "sqrt-d", "eval_on": "global,global-test-bn", "test_bn": "mix"}),
+        (
+            "fedavg",
+            {
+                "feature_norm": "sqrt-d",
+                "eval_on": "global,global-test-bn",
+                "test_bn": "mix",
+            },
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_bits_are_those_of_the_run_in_process(strategy, own, networked, in_process, same_run) -> None:
-    ours, theirs = networked(strategy=strategy, **own), in_process(strategy=strategy, **own)
+def test_the_bits_are_those_of_the_run_in_process(
+    strategy, own, networked, in_process, same_run
+) -> None:
+    ours, theirs = (
+        networked(strategy=strategy, **own),
+        in_process(strategy=strategy, **own),
+    )
     same_run(ours, theirs)
     assert ours["rejected"] == 0
 
@@ -42,7 +56,9 @@ def test_the_bits_are_those_of_the_run_in_process(strategy, own, networked, in_p
 def test_fedtan_by_channel_among_intruders(
     federation: LocalFederation, networked, in_process, same_run, tmp_path: Path
 ) -> None:
-    """Each intruder is refused with the right message; the run has the same bits as in process."""
+    """Each intruder is refused with the right message; the run has the same bits as in
+    process.
+    """
     with intruders(federation, tmp_path) as logs:
         ours = networked(strategy="fedtan", fedtan_transport="channel")
     theirs = in_process(strategy="fedtan")
@@ -75,22 +91,41 @@ def intruders(federation: LocalFederation, folder: Path) -> Iterator[dict[str, P
     key = "--auth-supernode-private-key="
 
     def supernode(number: int, **changed: str) -> list[str]:
-        """Node 1's command at another port with changed options; an empty value leaves an option out."""
-        options = {f"--{option.replace('_', '-')}=": value for option, value in changed.items()}
-        kept = [word for word in federation.commands["supernode-1"] if not word.startswith(tuple(options))]
+        """Node 1's command at another port with changed options; an empty value leaves
+        an option out.
+        """
+        options = {
+            f"--{option.replace('_', '-')}=": value for option, value in changed.items()
+        }
+        kept = [
+            word
+            for word in federation.commands["supernode-1"]
+            if not word.startswith(tuple(options))
+        ]
         kept += [f"{option}{value}" for option, value in options.items() if value]
         port = f"--port={superlink + number}"
         return [port if word.startswith("--port=") else word for word in kept]
 
     def superexec(port: int, *more: str) -> list[str]:
         address = f"--runtime-api-address=127.0.0.1:{port}"
-        return ["flower-superexec", address, f"--root-certificates={certs}/ca/ca.crt", *more]
+        return [
+            "flower-superexec",
+            address,
+            f"--root-certificates={certs}/ca/ca.crt",
+            *more,
+        ]
 
     commands = {
-        "a key that is not registered": supernode(21, auth_supernode_private_key=f"{folder}/foreign/node-1/node.key"),
-        "the key of a node that is online": supernode(22, auth_supernode_private_key=f"{certs}/node-1/node.key"),
+        "a key that is not registered": supernode(
+            21, auth_supernode_private_key=f"{folder}/foreign/node-1/node.key"
+        ),
+        "the key of a node that is online": supernode(
+            22, auth_supernode_private_key=f"{certs}/node-1/node.key"
+        ),
         "no key": supernode(23, auth_supernode_private_key=""),
-        "a CA of its own": supernode(24, root_certificates=f"{folder}/foreign/ca/ca.crt"),
+        "a CA of its own": supernode(
+            24, root_certificates=f"{folder}/foreign/ca/ca.crt"
+        ),
         "a SuperExec without the secret": superexec(superlink),
         "a SuperExec with another node's secret": superexec(
             node, f"--superexec-auth-secret-file={certs}/clientapp-2/superexec.secret"
@@ -100,10 +135,16 @@ def intruders(federation: LocalFederation, folder: Path) -> Iterator[dict[str, P
     assert not any(word.startswith(key) for word in commands["no key"])
     environment = {**federation.environment, "FLWR_HOME": str(folder / "intruders")}
     logs = {name: folder / f"intruder-{i}.log" for i, name in enumerate(commands)}
-    started = [Process(command, environment, logs[name], folder) for name, command in commands.items()]
+    started = [
+        Process(command, environment, logs[name], folder)
+        for name, command in commands.items()
+    ]
     over = threading.Event()
     ports = (superlink, node, channel_port(federation))
-    noise = [threading.Thread(target=send_garbage, args=("127.0.0.1", port, over)) for port in ports]
+    noise = [
+        threading.Thread(target=send_garbage, args=("127.0.0.1", port, over))
+        for port in ports
+    ]
     for thread in noise:
         thread.start()
     try:

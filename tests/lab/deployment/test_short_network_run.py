@@ -1,4 +1,5 @@
-"""The suite's run over a network, the smallest in which a client comes back with what it kept: two nodes, two rounds.
+"""The suite's run over a network, the smallest in which a client comes back with what
+it kept: two nodes, two rounds.
 
 Flower starts a process for every message; here each is a fork that has torch already.
 """
@@ -13,7 +14,12 @@ NODES = 2
 
 
 def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) -> None:
-    settings = {"strategy": "fedbn", "num_clients": NODES, "num_server_rounds": 2, "eval_every": 2}
+    settings = {
+        "strategy": "fedbn",
+        "num_clients": NODES,
+        "num_server_rounds": 2,
+        "eval_every": 2,
+    }
     ours, theirs = networked(**settings), in_process(**settings)
     same_run(ours, theirs)
     assert ours["rejected"] == 0

@@ -1,6 +1,7 @@
 """What starts Flower's services in ``docker``.
 
-An app's process is a fork that has torch already, and ends before its SuperExec. A SuperNode ends with its connection.
+An app's process is a fork that has torch already, and ends before its SuperExec. A
+SuperNode ends with its connection.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fedbn_flwr.engines.flower_run import running
 
 SUPERNODE = Path(__file__).parents[3] / "docker/flower-supernode"
 SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"
-# As the script, with two commands of Flower in a folder of the test and a small module in place of torch.
+# As the script, with two commands of Flower in a folder of the test and a small
+# module # in place of torch.
 RUN = """
 import importlib.util, json, os, pathlib, random, signal, sys, time
 spec = importlib.util.spec_from_file_location("superexec", {script!r})
@@ -63,16 +65,32 @@ while True:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """``begin(superexec, clientapp)``: run the script with these shell scripts as Flower's commands."""
+    """``begin(superexec, clientapp)``: run the script with these shell scripts as
+    Flower's commands.
+    """
 
-    def do(superexec: str, clientapp: str = "exit 1", **environment: str) -> subprocess.Popen[str]:
+    def do(
+        superexec: str, clientapp: str = "exit 1", **environment: str
+    ) -> subprocess.Popen[str]:
         (tmp_path / "bin").mkdir()
-        for name, text in (("flower-superexec", superexec), ("flwr-clientapp", clientapp)):
-            (tmp_path / "bin" / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
+        for name, text in (
+            ("flower-superexec", superexec),
+            ("flwr-clientapp", clientapp),
+        ):
+            (tmp_path / "bin" / name).write_text(
+                f"#!/bin/bash\ncd {tmp_path}\n{text}\n"
+            )
             (tmp_path / "bin" / name).chmod(0o755)
         code = RUN.format(script=str(SUPEREXEC), folder=str(tmp_path))
-        given = {**os.environ, "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", **environment}
-        return subprocess.Popen([sys.executable, "-c", code], env=given, cwd=tmp_path, text=True)
+        given = {
+            **os.environ,
+            "TMPDIR": str(tmp_path),
+            "PATH": "/usr/bin:/bin",
+            **environment,
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", code], env=given, cwd=tmp_path, text=True
+        )
 
     return do
 
@@ -86,9 +104,12 @@ def until(path: Path) -> str:
     raise AssertionError(f"{path} is not there")
 
 
-def test_each_message_has_a_process_of_its_own_that_has_imported_already(begin, tmp_path: Path) -> None:
+def test_each_message_has_a_process_of_its_own_that_has_imported_already(
+    begin, tmp_path: Path
+) -> None:
     process = begin(
-        "echo $@ > words; flwr-clientapp one --token x; flwr-clientapp two; until [ -e go ]; do sleep .01; done; exit 7"
+        "echo $@ > words; flwr-clientapp one --token x; flwr-clientapp two; until [ -e"
+        " go ]; do sleep .01; done; exit 7"
     )
     one, two = json.loads(until(tmp_path / "one")), json.loads(until(tmp_path / "two"))
     assert one[0] == ["flwr-clientapp", "one", "--token", "x"]
@@ -108,13 +129,17 @@ def test_each_message_has_a_process_of_its_own_that_has_imported_already(begin, 
         time.sleep(0.01)
     assert not running(one[2]), "it ends with the SuperExec"
     assert list(tmp_path.glob("superexec-*")) == []
-    for name in ("flwr-clientapp", "flwr-serverapp"):  # in the image: below /tmp a container executes nothing
+    # in the image: below /tmp a container executes nothing
+    for name in ("flwr-clientapp", "flwr-serverapp"):
         assert os.access(SUPEREXEC.parent / "starters" / name, os.X_OK)
 
 
-def test_flowers_own_command_starts_where_there_is_no_fork(begin, tmp_path: Path) -> None:
+def test_flowers_own_command_starts_where_there_is_no_fork(
+    begin, tmp_path: Path
+) -> None:
     process = begin(
-        "flwr-clientapp one; until [ -e go ]; do sleep .01; done; flwr-clientapp two three",
+        "flwr-clientapp one; until [ -e go ]; do sleep .01; done; flwr-clientapp two"
+        " three",
         "echo own $@ > own",
     )
     os.kill(json.loads(until(tmp_path / "one"))[2], signal.SIGKILL)
@@ -137,7 +162,14 @@ def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> 
 def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
     process = begin("flwr-serverapp works --parent-pid $$ --token x; exit 7")
     facts = json.loads(until(tmp_path / "works"))
-    assert facts[0] == ["flwr-serverapp", "works", "--parent-pid", str(process.pid), "--token", "x"]
+    assert facts[0] == [
+        "flwr-serverapp",
+        "works",
+        "--parent-pid",
+        str(process.pid),
+        "--token",
+        "x",
+    ]
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.6)
     assert running(facts[1])
@@ -146,7 +178,12 @@ def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("return", 1), ("raise RuntimeError('its fault')", 1), ("over.set(); sys.exit(3)", 3)]
+    ("ending", "code"),
+    [
+        ("return", 1),
+        ("raise RuntimeError('its fault')", 1),
+        ("over.set(); sys.exit(3)", 3),
+    ],
 )
 def test_a_supernode_without_its_connection_ends(ending: str, code: int) -> None:
     """Also where a thread, as that of the node's API, would keep the process."""
@@ -156,9 +193,17 @@ def test_a_supernode_without_its_connection_ends(ending: str, code: int) -> None
         "def supernode():",
         "    threading.Thread(target=over.wait, args=(20,)).start()",
         f"    {ending}",
-        "importlib.metadata.entry_points = lambda **_: [types.SimpleNamespace(load=lambda: supernode)]",
+        (
+            "importlib.metadata.entry_points = lambda **_:"
+            " [types.SimpleNamespace(load=lambda: supernode)]"
+        ),
         f"runpy.run_path({str(SUPERNODE)!r}, run_name='__main__')",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=15)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=15,
+    )
     assert done.returncode == code, done.stderr
     assert ("its fault" in done.stderr) == ("its fault" in ending)

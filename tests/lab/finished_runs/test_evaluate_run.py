@@ -1,4 +1,6 @@
-"""A run's model on any data: the figures of the run on its own data, its preprocessing, its BN, and refusals."""
+"""A run's model on any data: the figures of the run on its own data, its preprocessing,
+its BN, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
-from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, Task
+from fedbn_flwr.training.tasks import (
+    BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    Task,
+)
 
 
 @pytest.fixture
@@ -33,10 +41,19 @@ def fedavg(quick_run) -> tuple[dict, Path]:
     return quick_run(**{"num-server-rounds": 4, "learning-rate": 0.3})
 
 
-def test_on_the_runs_own_data_the_figures_are_those_of_the_run(fedavg, tmp_path: Path, monkeypatch) -> None:
+def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
+    fedavg, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     summary, run = fedavg
-    arguments = ["evaluate", str(run), "--dataset", "digits", "--out", str(tmp_path / "out")]
+    arguments = [
+        "evaluate",
+        str(run),
+        "--dataset",
+        "digits",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "model: the global model" in result.output
@@ -48,7 +65,12 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(fedavg, tmp_path:
     with (tmp_path / "out/predictions.csv").open() as file:
         predictions = list(csv.DictReader(file))
     assert len(predictions) == row["examples"] == 359
-    assert list(predictions[0]) == ["index", "target", "prediction", *(f"probability-{k}" for k in range(10))]
+    assert list(predictions[0]) == [
+        "index",
+        "target",
+        "prediction",
+        *(f"probability-{k}" for k in range(10)),
+    ]
     right = [line["target"] == line["prediction"] for line in predictions]
     assert sum(right) / len(right) == pytest.approx(row["accuracy"])
     for line in predictions[:5]:
@@ -59,30 +81,46 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(fedavg, tmp_path:
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])
-def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(quick_run, model: str) -> None:
-    """LeNet takes images of any number of channels, here grey ones; these are in colour."""
+def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
+    quick_run, model: str
+) -> None:
+    """LeNet takes images of any number of channels, here grey ones; these are in
+    colour.
+    """
     _, run = quick_run(model=model)
-    config, other = Config.load(run / "config.yaml"), Config.make({"dataset": "digits-domains", "partition": "iid"})
+    config, other = (
+        Config.load(run / "config.yaml"),
+        Config.make({"dataset": "digits-domains", "partition": "iid"}),
+    )
     model, ours = make_model(config), partitioned_data(config, 3).dataset
     model.load_state_dict(global_state(run))
     theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
     found = evaluate_run(run, {"dataset": "digits-domains"})[1][0].result
-    assert (found.loss, found.accuracy) == pytest.approx((expected.loss, expected.accuracy), rel=1e-6)
+    assert (found.loss, found.accuracy) == pytest.approx(
+        (expected.loss, expected.accuracy), rel=1e-6
+    )
 
 
 def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     config = Config.load(run / "config.yaml")
     model, data = make_model(config), partitioned_data(config, 3)
-    for bn, state in (("own:2", personal_state(run, 2)), ("averaged", global_state(run))):
+    for bn, state in (
+        ("own:2", personal_state(run, 2)),
+        ("averaged", global_state(run)),
+    ):
         model.load_state_dict(state)
         (row,) = evaluate_run(run, {"dataset": "digits"}, bn)[1]
-        assert row.result.loss == pytest.approx(evaluate(model, data.test_view()).loss, rel=1e-6)
+        assert row.result.loss == pytest.approx(
+            evaluate(model, data.test_view()).loss, rel=1e-6
+        )
     _, bare = quick_run(strategy="fedbn")
     for bn in ("", "averaged", "adapt"):
-        with pytest.raises(StateError, match="A run with eval-on=averaged-bn saves the average"):
+        with pytest.raises(
+            StateError, match="A run with eval-on=averaged-bn saves the average"
+        ):
             evaluate_run(bare, {"dataset": "digits"}, bn)
 
 
@@ -93,9 +131,18 @@ DIGITS = {"dataset": "digits"}
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run with BatchNorm, one without, and a folder of none."""
     folder = tmp_path_factory.mktemp("runs")
-    quick = {"num-clients": 3, "num-server-rounds": 1, "local-steps": 1, "batch-size": 8}
+    quick = {
+        "num-clients": 3,
+        "num-server-rounds": 1,
+        "local-steps": 1,
+        "batch-size": 8,
+    }
     run(Config.make(quick), folder / "batch", workers=0)
-    run(Config.make({**quick, "norm": "group", "model": "lenet"}), folder / "group", workers=0)
+    run(
+        Config.make({**quick, "norm": "group", "model": "lenet"}),
+        folder / "group",
+        workers=0,
+    )
     return {name: folder / name for name in ("batch", "group", "absent")}
 
 
@@ -103,7 +150,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("of", "data", "bn", "code", "named"),
     [
         ("batch", {"dataset": "digit"}, "", "unknown-name", "'digits'"),
-        ("batch", {**DIGITS, "model": "lenet", "learning-rate": 7}, "", "config", "model, learning-rate"),
+        (
+            "batch",
+            {**DIGITS, "model": "lenet", "learning-rate": 7},
+            "",
+            "config",
+            "model, learning-rate",
+        ),
         ("batch", {"dataset": "cityscapes"}, "", "config", "segmentation"),
         ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
         ("batch", DIGITS, "own", "config", "own:CLIENT"),
@@ -113,7 +166,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    runs: dict[str, Path], of: str, data: dict[str, object], bn: str, code: str, named: str
+    runs: dict[str, Path],
+    of: str,
+    data: dict[str, object],
+    bn: str,
+    code: str,
+    named: str,
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=named) as caught:
         evaluate_run(runs[of], data, bn)
@@ -121,11 +179,14 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("count", [9, 12])
-def test_other_classes_are_refused(count: int, runs: dict[str, Path], monkeypatch) -> None:
+def test_other_classes_are_refused(
+    count: int, runs: dict[str, Path], monkeypatch
+) -> None:
     info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
     monkeypatch.setitem(DATASETS, "others", info)
     monkeypatch.setattr(
-        "fedbn_flwr.lab.config.checks.allowed", lambda key: DATASETS if key == "dataset" else allowed(key)
+        "fedbn_flwr.lab.config.checks.allowed",
+        lambda key: DATASETS if key == "dataset" else allowed(key),
     )
     with pytest.raises(ConfigError, match=f"10 classes, dataset=others has {count}"):
         evaluate_run(runs["batch"], {"dataset": "others"})
@@ -134,8 +195,18 @@ def test_other_classes_are_refused(count: int, runs: dict[str, Path], monkeypatc
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "lines"),
     [
-        (BINARY, [[0.0], [2.0]], [1, 0], ["index,target,prediction,probability-b", "0,1,0,0.5", "1,0,1,0.880797078"]),
-        (REGRESSION, [1.5, -2.0], [1.0, 0.5], ["index,target,prediction", "0,1,1.5", "1,0.5,-2"]),
+        (
+            BINARY,
+            [[0.0], [2.0]],
+            [1, 0],
+            ["index,target,prediction,probability-b", "0,1,0,0.5", "1,0,1,0.880797078"],
+        ),
+        (
+            REGRESSION,
+            [1.5, -2.0],
+            [1.0, 0.5],
+            ["index,target,prediction", "0,1,1.5", "1,0.5,-2"],
+        ),
         (
             MULTI_LABEL,
             [[0.0, 2.0]],
@@ -154,17 +225,26 @@ def test_other_classes_are_refused(count: int, runs: dict[str, Path], monkeypatc
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_predictions_of_each_task(task: Task, outputs: list, targets: list, lines: list[str]) -> None:
-    columns = predictions(torch.tensor(outputs), torch.tensor(targets), task, ("a", "b"))
+def test_predictions_of_each_task(
+    task: Task, outputs: list, targets: list, lines: list[str]
+) -> None:
+    columns = predictions(
+        torch.tensor(outputs), torch.tensor(targets), task, ("a", "b")
+    )
     assert _csv({"index": range(len(targets))}, columns).splitlines() == lines
 
 
 def test_each_group_has_a_row(quick_run) -> None:
-    _, run = quick_run(dataset="digits-domains", partition="domain", **{"num-clients": 5})
+    _, run = quick_run(
+        dataset="digits-domains", partition="domain", **{"num-clients": 5}
+    )
     config = Config.load(run / "config.yaml")
     model, data = make_model(config), partitioned_data(config, 5)
     model.load_state_dict(global_state(run))
-    expected = {name: evaluate(model, view).accuracy for name, view in data.domain_views().items()}
+    expected = {
+        name: evaluate(model, view).accuracy
+        for name, view in data.domain_views().items()
+    }
     what, (whole, *groups) = evaluate_run(run, {"dataset": "digits-domains"})
     assert {row.data: row.result.accuracy for row in groups} == expected
     assert whole.result.num_examples == len(data.dataset.test)
@@ -174,23 +254,33 @@ def test_each_group_has_a_row(quick_run) -> None:
 def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> None:
     _, run = fedavg
     (plain,), (adapted,) = (
-        evaluate_run(run, {"dataset": "digits"}, bn, tmp_path / f"out-{bn}").rows for bn in ("", "adapt")
+        evaluate_run(run, {"dataset": "digits"}, bn, tmp_path / f"out-{bn}").rows
+        for bn in ("", "adapt")
     )
     config = Config.load(run / "config.yaml")
     model, view = make_model(config), partitioned_data(config, 3).test_view()
     model.load_state_dict(global_state(run))
-    # The MLP has one BN layer, so one batch with all inputs has the statistics of the two passes.
+    # The MLP has one BN layer, so one batch with all inputs has the statistics of
+    # the # two passes.
     with without_running_statistics(model):
         whole = evaluate(model, view, batch_size=len(view))
     assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert plain.result.loss == pytest.approx(evaluate(model, view).loss, rel=1e-6) != adapted.result.loss
-    texts = [(tmp_path / f"out-{bn}/predictions.csv").read_text() for bn in ("", "adapt")]
+    assert (
+        plain.result.loss
+        == pytest.approx(evaluate(model, view).loss, rel=1e-6)
+        != adapted.result.loss
+    )
+    texts = [
+        (tmp_path / f"out-{bn}/predictions.csv").read_text() for bn in ("", "adapt")
+    ]
     assert texts[0] != texts[1]
 
 
 @pytest.fixture
 def rows(tmp_path: Path):
-    """``rows(name, count, ...)``: a file of two features, a target, two clients and further arrays; its path."""
+    """``rows(name, count, ...)``: a file of two features, a target, two clients and
+    further arrays; its path.
+    """
 
     def write(name: str, count: int = 40, **more: np.ndarray) -> Path:
         at = np.arange(count)
@@ -201,7 +291,9 @@ def rows(tmp_path: Path):
     return write
 
 
-def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(quick_run, rows, tmp_path: Path) -> None:
+def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
+    quick_run, rows, tmp_path: Path
+) -> None:
     """The rows can be joined with the predictions."""
     old, new = rows("old.npz"), rows("new.npz", 12)
     _, run = quick_run(dataset=f"npz:{old}", model="mlp", **{"num-clients": 2})
@@ -214,31 +306,54 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(quick_run, r
     assert [line["target"] for line in found] == [str(k % 3) for k in range(12)]
     assert [line["client"] for line in found] == [str(k % 2) for k in range(12)]
     divided = rows("divided.npz", 12, split=np.arange(12) % 4 == 0)
-    assert evaluate_run(run, {"dataset": f"npz:{divided}"}).rows[0].result.num_examples == 3
+    assert (
+        evaluate_run(run, {"dataset": f"npz:{divided}"}).rows[0].result.num_examples
+        == 3
+    )
 
 
-def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_spelled(quick_run, rows) -> None:
+def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_spelled(
+    quick_run, rows
+) -> None:
     path = rows("old.npz")
     summary, run = quick_run(dataset=f"npz:{path}", model="mlp", **{"num-clients": 2})
-    for other in (path, f"{path.parent}/../{path.parent.name}/{path.name}", f"{path.parent}//{path.name}"):
+    for other in (
+        path,
+        f"{path.parent}/../{path.parent.name}/{path.name}",
+        f"{path.parent}//{path.name}",
+    ):
         what, (row, *_) = evaluate_run(run, {"dataset": f"npz:{other}"})
         assert what.endswith("on the test examples")
         assert row.result.accuracy == summary["final"]["test-accuracy"]
 
 
-def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(quick_run, rows) -> None:
-    """The division into training and test examples is that of all rows which are there now."""
+def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
+    quick_run, rows
+) -> None:
+    """The division into training and test examples is that of all rows which are there
+    now.
+    """
     path = rows("old.npz")
     settings = {"dataset": f"npz:{path}", "model": "mlp", "num-clients": 2}
-    outs = [quick_run(strategy=strategy, **settings)[1] for strategy in ("fedavg", "centralized")]
-    with pytest.raises(ConfigError, match=r"dataset='npz:.*old.npz' has changed since the run, or is divided"):
+    outs = [
+        quick_run(strategy=strategy, **settings)[1]
+        for strategy in ("fedavg", "centralized")
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"dataset='npz:.*old.npz' has changed since the run, or is divided",
+    ):
         evaluate_run(outs[0], {"dataset": f"npz:{path}", "test-share": 0.5})
     same = path.read_bytes()
     rows("old.npz", 41)
     for out in outs:
-        with pytest.raises(ConfigError, match="has changed since the run, or is divided"):
+        with pytest.raises(
+            ConfigError, match="has changed since the run, or is divided"
+        ):
             evaluate_run(out, {"dataset": f"npz:{path}"})
-        with pytest.raises(ConfigError, match=r"has changed since the run in .* began: other examples"):
+        with pytest.raises(
+            ConfigError, match=r"has changed since the run in .* began: other examples"
+        ):
             resumed(out)
         assert (out / "summary.json").is_file(), "a refused resume changes nothing"
     path.write_bytes(same)
@@ -253,7 +368,9 @@ def write_images(folder: Path, classes: str) -> None:
             Image.new("L", (8, 8), 40 * at + ord(name)).save(path)
 
 
-def test_images_of_the_run_are_warned_of_and_other_classes_refused(quick_run, tmp_path: Path, caplog) -> None:
+def test_images_of_the_run_are_warned_of_and_other_classes_refused(
+    quick_run, tmp_path: Path, caplog
+) -> None:
     sites = tmp_path / "sites"
     write_images(sites / "east", "xy")
     write_images(sites / "west", "xy")
@@ -269,7 +386,12 @@ def test_images_of_the_run_are_warned_of_and_other_classes_refused(quick_run, tm
 
 
 def resumed(out: Path) -> dict:
-    return run(Config.load(out / "config.yaml").model_copy(update={"num_server_rounds": 3, "resume": True}), out)
+    return run(
+        Config.load(out / "config.yaml").model_copy(
+            update={"num_server_rounds": 3, "resume": True}
+        ),
+        out,
+    )
 
 
 def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
@@ -277,13 +399,22 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
     _, out = fedavg
     (out / "summary.json").unlink()
     with pytest.raises(
-        StateError, match=r"is not finished; a model there is that of an earlier end\. Let it end: .*--resume"
+        StateError,
+        match=(
+            r"is not finished; a model there is that of an earlier end\. Let it end:"
+            r" .*--resume"
+        ),
     ):
         evaluate_run(out, {"dataset": "digits"})
 
 
-def test_a_state_folder_that_is_on_this_disk_is_named(quick_run, tmp_path: Path) -> None:
+def test_a_state_folder_that_is_on_this_disk_is_named(
+    quick_run, tmp_path: Path
+) -> None:
     _, run = quick_run(strategy="fedbn", **{"state-dir": str(tmp_path / "state")})
     shutil.rmtree(run / "clients")
-    with pytest.raises(StateError, match=f"none is in the run's folder.* add --state-dir {tmp_path / 'state'}"):
+    with pytest.raises(
+        StateError,
+        match=f"none is in the run's folder.* add --state-dir {tmp_path / 'state'}",
+    ):
         evaluate_run(run, {"dataset": "digits"}, bn="own:0")

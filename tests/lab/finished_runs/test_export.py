@@ -1,4 +1,6 @@
-"""An exported model is the evaluated one, on its own, in every format; what does not fit is refused."""
+"""An exported model is the evaluated one, on its own, in every format; what does not
+fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,38 @@ from fedbn_flwr.lab.finished_runs.export import FORMATS, SUFFIXES, export, load_
 from fedbn_flwr.lab.finished_runs.saved_model import Choice
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    PartitionedData,
+    partitioned_data,
+)
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.evaluation import evaluate
 
 
 def finished(folder: Path, **settings: Any) -> tuple[Path, nn.Module, PartitionedData]:
-    """A run's config and model, with statistics of data and random gamma and beta, but no training and no summary."""
+    """A run's config and model, with statistics of data and random gamma and beta, but
+    no training and no summary.
+    """
     config = Config.make({"num-clients": 2, **settings})
     model, data = make_model(config), partitioned_data(config, 2)
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             for parameter in (module.weight, module.bias):
-                parameter.data.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+                parameter.data.copy_(
+                    torch.rand(parameter.shape, generator=generator) + 0.5
+                )
     with torch.no_grad():
         model.train()(data.train_view().batch(torch.arange(64))[0])
     RunFolder(folder, config)
-    about = {"format": "pt", MODEL_DESCRIPTION: ModelDescription.of(config, data.dataset).to_json()}
-    (folder / "model.safetensors").write_bytes(encode_safetensors(to_state(model.state_dict()), about))
+    about = {
+        "format": "pt",
+        MODEL_DESCRIPTION: ModelDescription.of(config, data.dataset).to_json(),
+    }
+    (folder / "model.safetensors").write_bytes(
+        encode_safetensors(to_state(model.state_dict()), about)
+    )
     return folder, model.eval(), data
 
 
@@ -71,9 +85,13 @@ ALL = [
 
 
 @pytest.mark.parametrize(("norm", "format", "fold_bn"), ALL)
-def test_logits_are_those_of_the_evaluated_model(norm: str, format: Any, fold_bn: bool, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_evaluated_model(
+    norm: str, format: Any, fold_bn: bool, tmp_path: Path
+) -> None:
     run, model, data = finished(tmp_path / "run", model="lenet", norm=norm)
-    done = export(run, tmp_path / f"home/model{SUFFIXES[format]}", format, fold_bn=fold_bn)
+    done = export(
+        run, tmp_path / f"home/model{SUFFIXES[format]}", format, fold_bn=fold_bn
+    )
     assert done.check.relative < 1e-5
     exported = RUN[format](done.file)
     for count in (1, 5):
@@ -81,37 +99,73 @@ def test_logits_are_those_of_the_evaluated_model(norm: str, format: Any, fold_bn
         pixels = data.dataset.test.inputs[positions].float()
         with torch.no_grad():
             expected = model(data.test_view().batch(positions)[0])
-            torch.testing.assert_close(exported(pixels), expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
+            torch.testing.assert_close(
+                exported(pixels),
+                expected,
+                rtol=0,
+                atol=float(expected.abs().max()) * 1e-5,
+            )
     if format == "torch":
-        kinds = {type(layer).__name__ for layer in exported.modules() if [*layer.parameters(recurse=False)]}
-        plain = {"Conv2d", "Linear"} | ({"CheckedGroupNorm"} if norm == "group" else set())
+        kinds = {
+            type(layer).__name__
+            for layer in exported.modules()
+            if [*layer.parameters(recurse=False)]
+        }
+        plain = {"Conv2d", "Linear"} | (
+            {"CheckedGroupNorm"} if norm == "group" else set()
+        )
         assert (kinds == plain) == (fold_bn or norm == "group")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["torchvision:resnet18", "torchvision:densenet121", "torchvision:mobilenet_v3_small"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "torchvision:resnet18",
+        "torchvision:densenet121",
+        "torchvision:mobilenet_v3_small",
+    ],
+)
 @pytest.mark.parametrize("format", FORMATS)
 def test_models_of_torchvision(model: str, format: Any, tmp_path: Path) -> None:
     run, _, _ = finished(tmp_path / "run", model=model)
-    assert export(run, tmp_path / f"home/model{SUFFIXES[format]}", format, fold_bn=True).check.relative < 1e-5
+    assert (
+        export(
+            run, tmp_path / f"home/model{SUFFIXES[format]}", format, fold_bn=True
+        ).check.relative
+        < 1e-5
+    )
 
 
 def test_a_client_takes_the_model_that_was_tested(quick_run, tmp_path: Path) -> None:
     _, run = quick_run(strategy="fedbn", model="lenet")
     done = export(run, tmp_path / "model.safetensors", "torch", Choice(client=1))
     tested = read_metrics(run / "metrics.jsonl")[-1]["clients"]["1"]
-    _, inside = load_exported(done.file).children()  # the data below are normalised already
-    result = evaluate(inside, partitioned_data(Config.load(run / "config.yaml"), 3).test_view(1))
-    assert (result.loss, result.accuracy) == pytest.approx((tested["own-loss"], tested["own-accuracy"]), rel=1e-6)
-    assert done.what == "the own model of client 1, with the affine, statistics, counters entries that it kept"
+    # the data below are normalised already
+    _, inside = load_exported(done.file).children()
+    result = evaluate(
+        inside, partitioned_data(Config.load(run / "config.yaml"), 3).test_view(1)
+    )
+    assert (result.loss, result.accuracy) == pytest.approx(
+        (tested["own-loss"], tested["own-accuracy"]), rel=1e-6
+    )
+    assert (
+        done.what
+        == "the own model of client 1, with the affine, statistics, counters entries"
+        " that it kept"
+    )
     with pytest.raises(ConfigError, match="client=3: the run has the clients 0 to 2"):
         export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=3))
     with pytest.raises(StateError, match="eval-on=averaged-bn saves the average"):
-        export(run, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True))
+        export(
+            run, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True)
+        )
     assert not (tmp_path / "other").exists()
 
 
-def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(quick_run, tmp_path: Path) -> None:
+def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(
+    quick_run, tmp_path: Path
+) -> None:
     _, run = quick_run(strategy="silobn")
     _, other = quick_run(strategy="silobn", seed=1)
     _, group = quick_run(strategy="silobn", model="lenet")
@@ -125,16 +179,25 @@ def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(quick_run, tm
             shutil.copytree(path, state_dir / path.parent.name / path.name)
 
     def take(name: str, client: int | None = None) -> dict[str, torch.Tensor]:
-        done = export(site, tmp_path / name / "model.safetensors", "torch", Choice(client, state_dir=state_dir))
+        done = export(
+            site,
+            tmp_path / name / "model.safetensors",
+            "torch",
+            Choice(client, state_dir=state_dir),
+        )
         return load_exported(done.file).state_dict()
 
-    with pytest.raises(StateError, match=r"has no file EXPERIMENT/partition-P/\*\.safetensors"):
+    with pytest.raises(
+        StateError, match=r"has no file EXPERIMENT/partition-P/\*\.safetensors"
+    ):
         take("none")
     bring(other, 1)
     bring(group, 1)
     with pytest.raises(StateError) as caught:
         take("foreign")
-    assert "is of another run, or of another round than the last of this one" in str(caught.value)
+    assert "is of another run, or of another round than the last of this one" in str(
+        caught.value
+    )
     assert "belongs to another model" in str(caught.value)
     bring(run, 1)
     own = export(run, tmp_path / "here/model.safetensors", "torch", Choice(client=1))
@@ -142,24 +205,46 @@ def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(quick_run, tm
     for found in (take("newest"), take("named", 1)):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     bring(run, 2)
-    with pytest.raises(ConfigError, match=r"what several clients of this run kept: 1, 2\. Choose one with --client"):
+    with pytest.raises(
+        ConfigError,
+        match=r"what several clients of this run kept: 1, 2\. Choose one with --client",
+    ):
         take("several")
     with pytest.raises(StateError, match="nothing that client=0 kept"):
         take("absent", 0)
 
 
-def test_averaged_bn_is_exported_where_the_run_saved_it(quick_run, tmp_path: Path) -> None:
+def test_averaged_bn_is_exported_where_the_run_saved_it(
+    quick_run, tmp_path: Path
+) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     done = export(run, tmp_path / "model.safetensors", "torch", Choice(averaged=True))
-    assert "its affine, statistics, counters entries: weighted average of the clients' latest" in done.what
+    assert (
+        "its affine, statistics, counters entries: weighted average of the clients'"
+        " latest" in done.what
+    )
     shutil.rmtree(run / "clients")  # as over a network
-    with pytest.raises(StateError, match=r"client=1 kept is not here .*: export its model there, with .* --state-dir"):
+    with pytest.raises(
+        StateError,
+        match=(
+            r"client=1 kept is not here .*: export its model there, with .* --state-dir"
+        ),
+    ):
         export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=1))
     plain, _, _ = finished(tmp_path / "run")
-    with pytest.raises(ConfigError, match="bn=averaged is for runs whose clients keep BN"):
-        export(plain, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True))
+    with pytest.raises(
+        ConfigError, match="bn=averaged is for runs whose clients keep BN"
+    ):
+        export(
+            plain, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True)
+        )
     with pytest.raises(StateError, match="does not say what its clients kept"):
-        export(plain, tmp_path / "other/model.safetensors", "torch", Choice(state_dir=tmp_path))
+        export(
+            plain,
+            tmp_path / "other/model.safetensors",
+            "torch",
+            Choice(state_dir=tmp_path),
+        )
 
 
 def test_an_export_that_differs_leaves_no_file(tmp_path: Path, monkeypatch) -> None:
@@ -172,7 +257,10 @@ def test_an_export_that_differs_leaves_no_file(tmp_path: Path, monkeypatch) -> N
         return exported
 
     monkeypatch.setitem(export_module._LOADERS, "torch", wrong)
-    with pytest.raises(EngineError, match=r"is not the evaluated one: max absolute error .* allowed 1e-04\)"):
+    with pytest.raises(
+        EngineError,
+        match=r"is not the evaluated one: max absolute error .* allowed 1e-04\)",
+    ):
         export(run, tmp_path / "home/model.safetensors", "torch")
     assert list((tmp_path / "home").iterdir()) == []
     state = to_state(model.state_dict())
@@ -189,15 +277,22 @@ def test_without_the_data_of_the_run_random_inputs_are_used(tmp_path: Path) -> N
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("dataset: digits", "dataset: mnist"))
     done = export(run, tmp_path / "model.safetensors", "torch")
-    assert done.check.inputs == "32 random inputs, since the data of the run are not here"
+    assert (
+        done.check.inputs == "32 random inputs, since the data of the run are not here"
+    )
 
 
-def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:
+def test_bad_input_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch
+) -> None:
     run, _, _ = finished(tmp_path / "run")
     there, model = tmp_path / "model.pt2", run / "model.safetensors"
     there.write_text("mine")
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: None if name == "onnxruntime" else find(name),
+    )
     new = tmp_path / "a"
     for source, out, format, named in (
         (run, there, "torch", r"is there(?s:.*)ends in \.safetensors"),
@@ -219,10 +314,24 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, monkeyp
     assert not new.exists()
 
 
-def test_the_command_says_what_it_wrote_and_writes_nothing_over(quick_run, tmp_path: Path) -> None:
-    summary, run = quick_run(strategy="fedbn", **{"eval-on": "personal-own,averaged-bn"})
+def test_the_command_says_what_it_wrote_and_writes_nothing_over(
+    quick_run, tmp_path: Path
+) -> None:
+    summary, run = quick_run(
+        strategy="fedbn", **{"eval-on": "personal-own,averaged-bn"}
+    )
     out = tmp_path / "home/model.safetensors"
-    arguments = ["export", str(run), "--bn", "averaged", "--fold-bn", "--format", "torch", "--out", str(out)]
+    arguments = [
+        "export",
+        str(run),
+        "--bn",
+        "averaged",
+        "--fold-bn",
+        "--format",
+        "torch",
+        "--out",
+        str(out),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "1 of the BatchNorm layers folded" in result.output
@@ -237,11 +346,27 @@ def test_the_data_may_be_gone(tmp_path: Path, quick_run) -> None:
     draw = np.random.default_rng(0)
     rows = draw.normal(3, 2, (60, 5)).astype(np.float32)
     np.savez(path, x=rows, y=draw.integers(0, 2, 60), client=np.arange(60) % 3)
-    _, run = quick_run(strategy="fedbn", model="mlp", task="binary", dataset=f"npz:{path}")
-    done = export(run, tmp_path / "here/model.safetensors", "torch", Choice(client=1), fold_bn=True)
+    _, run = quick_run(
+        strategy="fedbn", model="mlp", task="binary", dataset=f"npz:{path}"
+    )
+    done = export(
+        run,
+        tmp_path / "here/model.safetensors",
+        "torch",
+        Choice(client=1),
+        fold_bn=True,
+    )
     assert done.check.inputs == "12 test examples of npz:rows.npz"
     path.unlink()
-    again = export(run, tmp_path / "gone/model.safetensors", "torch", Choice(client=1), fold_bn=True)
-    assert again.check.inputs == "32 random inputs, since the data of the run are not here"
+    again = export(
+        run,
+        tmp_path / "gone/model.safetensors",
+        "torch",
+        Choice(client=1),
+        fold_bn=True,
+    )
+    assert (
+        again.check.inputs == "32 random inputs, since the data of the run are not here"
+    )
     outputs = load_exported(again.file)(torch.from_numpy(rows))
     assert torch.equal(load_exported(done.file)(torch.from_numpy(rows)), outputs)

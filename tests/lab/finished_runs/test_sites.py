@@ -1,4 +1,6 @@
-"""The table by site of finished runs: its figures are those of the clients' tests, its intervals the bootstrap's."""
+"""The table by site of finished runs: its figures are those of the clients' tests, its
+intervals the bootstrap's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.finished_runs.sites import SiteTest, difference, interval, sites_of_run
+from fedbn_flwr.lab.finished_runs.sites import (
+    SiteTest,
+    difference,
+    interval,
+    sites_of_run,
+)
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.tasks import BINARY
 
@@ -23,8 +30,12 @@ def own(out: Path, metric: str) -> list[float]:
     return [tested[str(client)][f"own-{metric}"] for client in range(len(tested))]
 
 
-def test_each_client_has_the_model_that_the_run_has_for_it(quick_config, tmp_path: Path) -> None:
-    """FedBN: its own one, in the run as in the folder; a second run on the same split is paired with it."""
+def test_each_client_has_the_model_that_the_run_has_for_it(
+    quick_config, tmp_path: Path
+) -> None:
+    """FedBN: its own one, in the run as in the folder; a second run on the same split
+    is paired with it.
+    """
     settings = {"partition": "iid", "learning-rate": 0.3, "state-dir": "out"}
     outs = [tmp_path / name for name in ("fedbn", "standalone")]
     for out in outs:
@@ -35,21 +46,36 @@ def test_each_client_has_the_model_that_the_run_has_for_it(quick_config, tmp_pat
         assert values == pytest.approx([row["value"] for row in summary["sites"]])
         assert all(row["low"] < row["value"] < row["high"] for row in rows)
     rows = sites_of_run(outs[0], outs[1])
-    differences = [a - b for a, b in zip(*(own(out, "accuracy") for out in outs), strict=True)]
+    differences = [
+        a - b for a, b in zip(*(own(out, "accuracy") for out in outs), strict=True)
+    ]
     assert [row["difference"] for row in rows] == pytest.approx(differences, abs=1e-12)
-    assert all(row["difference-low"] <= row["difference"] <= row["difference-high"] for row in rows)
-    shown = CliRunner().invoke(app, ["evaluate", str(outs[0]), "--against", str(outs[1])])
+    assert all(
+        row["difference-low"] <= row["difference"] <= row["difference-high"]
+        for row in rows
+    )
+    shown = CliRunner().invoke(
+        app, ["evaluate", str(outs[0]), "--against", str(outs[1])]
+    )
     assert shown.exit_code == 0, shown.output
     assert all(f"client {client}" in shown.output for client in range(3))
 
 
-def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_refused(quick_run) -> None:
-    summary, out = quick_run(dataset="digits-domains", partition="domain", **{"num-clients": 5})
+def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_refused(
+    quick_run,
+) -> None:
+    summary, out = quick_run(
+        dataset="digits-domains", partition="domain", **{"num-clients": 5}
+    )
     by_domain = summary["final"]["domains"]["test-accuracy"]
     rows = sites_of_run(out)
     assert {row["site"]: row["value"] for row in rows} == pytest.approx(by_domain)
-    assert [row["value"] for row in summary["sites"]] == pytest.approx(list(by_domain.values()))
-    _, other = quick_run(dataset="digits-domains", partition="domain", **{"num-clients": 6})
+    assert [row["value"] for row in summary["sites"]] == pytest.approx(
+        list(by_domain.values())
+    )
+    _, other = quick_run(
+        dataset="digits-domains", partition="domain", **{"num-clients": 6}
+    )
     with pytest.raises(ConfigError, match="does not test the examples of"):
         sites_of_run(out, other)
     for words in (["--bn", "adapt"], ["--dataset", "digits", "--against", str(other)]):
@@ -71,14 +97,27 @@ def patients(seed: int) -> SiteTest:
 
 
 def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
-    """The accuracy is the mean of the patients' accuracies, which scipy can resample by itself."""
+    """The accuracy is the mean of the patients' accuracies, which scipy can resample by
+    itself.
+    """
     one, other = patients(1), patients(2)
     right = [
-        (site.outputs[:, 0] > 0).eq(site.targets > 0).double().reshape(40, 3).mean(1).numpy() for site in (one, other)
+        (site.outputs[:, 0] > 0)
+        .eq(site.targets > 0)
+        .double()
+        .reshape(40, 3)
+        .mean(1)
+        .numpy()
+        for site in (one, other)
     ]
     settings = {"n_resamples": 1000, "method": "percentile", "vectorized": False}
-    for found, means in ((interval(one), right[0]), (difference(one, other), right[0] - right[1])):
-        expected = stats.bootstrap((means,), np.mean, rng=np.random.default_rng(0), **settings).confidence_interval
+    for found, means in (
+        (interval(one), right[0]),
+        (difference(one, other), right[0] - right[1]),
+    ):
+        expected = stats.bootstrap(
+            (means,), np.mean, rng=np.random.default_rng(0), **settings
+        ).confidence_interval
         assert found == pytest.approx((means.mean(), expected.low, expected.high))
 
 

@@ -1,4 +1,6 @@
-"""``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``: shapes, norms and strategies as for the other models."""
+"""``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``: shapes, norms and strategies as for
+the other models.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from fedbn_flwr.lab.models import build_model, input_shape, load_initial
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.norms import batchnorm_places
 
-TIMM, FUSED, SEG = "timm:test_resnet", "timm:test_efficientnet", "smp:DeepLabV3Plus/mobilenet_v2"
+TIMM, FUSED, SEG = (
+    "timm:test_resnet",
+    "timm:test_efficientnet",
+    "smp:DeepLabV3Plus/mobilenet_v2",
+)
 
 
 def build(name: str, channels: int = 3, size: int = 64, **more: Any) -> nn.Module:
@@ -34,14 +40,18 @@ def build(name: str, channels: int = 3, size: int = 64, **more: Any) -> nn.Modul
         (SEG, (1, 100), (1, 128)),
     ],
 )
-def test_input_shape_and_logits_at_it(name: str, native: tuple[int, int], wanted: tuple[int, int]) -> None:
+def test_input_shape_and_logits_at_it(
+    name: str, native: tuple[int, int], wanted: tuple[int, int]
+) -> None:
     assert input_shape(name, *native) == wanted
     channels, side = wanted
     logits = build(name, *native).eval()(torch.zeros(2, channels, side, side))
     assert tuple(logits.shape) == ((2, 5, side, side) if name == SEG else (2, 5))
 
 
-@pytest.mark.parametrize(("name", "layers", "norm"), [(TIMM, 15, "wsconv"), (SEG, 61, "group")])
+@pytest.mark.parametrize(
+    ("name", "layers", "norm"), [(TIMM, 15, "wsconv"), (SEG, 61, "group")]
+)
 def test_norms_are_replaced(name: str, layers: int, norm: str) -> None:
     assert len(batchnorm_places(build(name))) == layers
     torch.manual_seed(1)
@@ -49,12 +59,16 @@ def test_norms_are_replaced(name: str, layers: int, norm: str) -> None:
     assert len(batchnorm_places(again)) == 0
     assert bool(torch.isfinite(again.eval()(torch.randn(2, 3, 64, 64))).all())
     same = build(name, norm=norm, norm_groups=1).state_dict()
-    assert all(torch.equal(value, same[key]) for key, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, same[key]) for key, value in again.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("norm", ["group", "wsconv"])
 def test_batchnorm_with_its_activation_inside_is_refused_by_name(norm: str) -> None:
-    with pytest.raises(NormLayerError, match=r"conv_stem\.1|bn1 \(BatchNormAct2d holds"):
+    with pytest.raises(
+        NormLayerError, match=r"conv_stem\.1|bn1 \(BatchNormAct2d holds"
+    ):
         build(FUSED, norm=norm)
 
 
@@ -74,11 +88,17 @@ def test_unknown_names_are_refused_by_the_packages(name: str, problem: str) -> N
 
 
 @pytest.mark.parametrize("name", [TIMM, SEG])
-def test_a_missing_package_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(
-        sys.modules, {"timm": "timm", "smp": "segmentation_models_pytorch"}[name.partition(":")[0]], None
+        sys.modules,
+        {"timm": "timm", "smp": "segmentation_models_pytorch"}[name.partition(":")[0]],
+        None,
     )
-    with pytest.raises(ConfigError, match=rf'pip install "fedbn-flwr\[{name.partition(":")[0]}\]"'):
+    with pytest.raises(
+        ConfigError, match=rf'pip install "fedbn-flwr\[{name.partition(":")[0]}\]"'
+    ):
         build(name)
 
 
@@ -88,8 +108,16 @@ def test_published_weights_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
     import timm
 
     real, encoder = timm.create_model, smp.encoders.get_encoder
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **more: real(name, pretrained=False, **more))
-    monkeypatch.setattr(smp.encoders, "get_encoder", lambda name, weights, **more: encoder(name, weights=None, **more))
+    monkeypatch.setattr(
+        timm,
+        "create_model",
+        lambda name, pretrained, **more: real(name, pretrained=False, **more),
+    )
+    monkeypatch.setattr(
+        smp.encoders,
+        "get_encoder",
+        lambda name, weights, **more: encoder(name, weights=None, **more),
+    )
     before = torch.get_rng_state()
     report = load_initial(build(TIMM, 1), "timm", TIMM, 1)
     assert [entry.name for entry in report.other_shape] == ["fc.weight", "fc.bias"]
@@ -104,20 +132,48 @@ def test_published_weights_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
         raise builtins.RuntimeError("no route to host")
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(ConfigError, match="init=timm: the weights could not be fetched: no route to host"):
-        load_initial(build_model("lenet", num_classes=2, channels=1, size=28), "timm", TIMM, 1)
+    with pytest.raises(
+        ConfigError,
+        match="init=timm: the weights could not be fetched: no route to host",
+    ):
+        load_initial(
+            build_model("lenet", num_classes=2, channels=1, size=28), "timm", TIMM, 1
+        )
 
 
-@pytest.mark.parametrize(("name", "strategy"), [(FUSED, "fedtan"), (FUSED, "fixbn"), (SEG, "silobn")])
-def test_strategies_run_on_them(name: str, strategy: str, tmp_path: Path, write_cityscapes: Any) -> None:
-    settings = {"strategy": strategy, "model": name, "num-clients": 2, "num-server-rounds": 1, "local-steps": 1}
-    settings |= {"batch-size": 2, "image-size": 64, "learning-rate": 0.01, "freeze-at": 0}
+@pytest.mark.parametrize(
+    ("name", "strategy"), [(FUSED, "fedtan"), (FUSED, "fixbn"), (SEG, "silobn")]
+)
+def test_strategies_run_on_them(
+    name: str, strategy: str, tmp_path: Path, write_cityscapes: Any
+) -> None:
+    settings = {
+        "strategy": strategy,
+        "model": name,
+        "num-clients": 2,
+        "num-server-rounds": 1,
+        "local-steps": 1,
+    }
+    settings |= {
+        "batch-size": 2,
+        "image-size": 64,
+        "learning-rate": 0.01,
+        "freeze-at": 0,
+    }
     if name == SEG:
-        folder = write_cityscapes(tmp_path, {"aachen": 2, "bremen": 2}, {"ulm": 1}, (64, 128))
-        settings |= {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
+        folder = write_cityscapes(
+            tmp_path, {"aachen": 2, "bremen": 2}, {"ulm": 1}, (64, 128)
+        )
+        settings |= {
+            "dataset": "cityscapes",
+            "data-dir": str(folder),
+            "partition": "natural",
+        }
     else:
         settings |= {"dataset": "digits", "partition": "iid", "image-size": 32}
-    config, _ = Config.make_of_shared({"freeze-at": 0}, {k: v for k, v in settings.items() if k != "freeze-at"})
+    config, _ = Config.make_of_shared(
+        {"freeze-at": 0}, {k: v for k, v in settings.items() if k != "freeze-at"}
+    )
     summary = run(config, tmp_path / "out")
     assert summary["rounds"] == 1
     assert not summary["rejected"]

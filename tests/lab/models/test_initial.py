@@ -21,22 +21,33 @@ State = dict[str, torch.Tensor]
 
 
 def lenet(seed: int = 0, classes: int = 10, norm: str = "batch") -> nn.Module:
-    return build_model("lenet", num_classes=classes, input_shape=(1, 28, 28), seed=seed, norm=norm)
+    return build_model(
+        "lenet", num_classes=classes, input_shape=(1, 28, 28), seed=seed, norm=norm
+    )
 
 
 @pytest.fixture
 def trained() -> State:
     """The state of a LeNet unlike the run's, its statistics too."""
     state = lenet(seed=9).state_dict()
-    return {name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1 for name, value in state.items()}
+    return {
+        name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
+        for name, value in state.items()
+    }
 
 
 def equal(model: nn.Module, state: State) -> list[str]:
-    return [name for name, value in model.state_dict().items() if name in state and torch.equal(value, state[name])]
+    return [
+        name
+        for name, value in model.state_dict().items()
+        if name in state and torch.equal(value, state[name])
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "pth"])
-def test_a_state_comes_back_bit_for_bit(suffix: str, tmp_path: Path, trained: State) -> None:
+def test_a_state_comes_back_bit_for_bit(
+    suffix: str, tmp_path: Path, trained: State
+) -> None:
     path = tmp_path / f"weights.{suffix}"
     if suffix == "safetensors":
         safetensors.torch.save_file(trained, path)
@@ -54,10 +65,17 @@ def test_a_state_comes_back_bit_for_bit(suffix: str, tmp_path: Path, trained: St
         lambda s: {"state_dict": s, "epoch": 3},
         lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
         lambda s: {f"module._orig_mod.{k}": v for k, v in s.items()},
-        lambda s: {"state_dict": {**{f"model.{k}": v for k, v in s.items()}, "loss.scale": torch.ones(3)}},
+        lambda s: {
+            "state_dict": {
+                **{f"model.{k}": v for k, v in s.items()},
+                "loss.scale": torch.ones(3),
+            }
+        },
     ],
 )
-def test_wrappers_prefixes_are_taken_off(wrap: Any, tmp_path: Path, trained: State) -> None:
+def test_wrappers_prefixes_are_taken_off(
+    wrap: Any, tmp_path: Path, trained: State
+) -> None:
     torch.save(wrap(trained), tmp_path / "a.pt")
     model = lenet()
     report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
@@ -65,7 +83,10 @@ def test_wrappers_prefixes_are_taken_off(wrap: Any, tmp_path: Path, trained: Sta
     assert report.unused in ((), ("loss.scale",))
 
 
-OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+OPTIMIZER = {
+    "state": {0: {"exp_avg": torch.ones(2)}},
+    "param_groups": [{"lr": 0.1, "params": [0]}],
+}
 
 
 @pytest.mark.parametrize(
@@ -73,13 +94,21 @@ OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0
     [
         (lambda s: {"net": s, "acc": 93.1, "epoch": torch.tensor(5)}, "net"),
         (lambda s: {"model_state": s, "optimizer": OPTIMIZER}, "model_state"),
-        (lambda s: {"params": {f"module.{k}": v for k, v in s.items()}, "opt": {}}, "params"),
+        (
+            lambda s: {"params": {f"module.{k}": v for k, v in s.items()}, "opt": {}},
+            "params",
+        ),
         (lambda s: {"state_dict_ema": s, "args": Namespace(lr=0.1)}, "state_dict_ema"),
-        (lambda s: {"model": {"weights": s}, "best": np.float64(93.1)}, "model.weights"),
+        (
+            lambda s: {"model": {"weights": s}, "best": np.float64(93.1)},
+            "model.weights",
+        ),
         (lambda s: s, ""),
     ],
 )
-def test_the_one_state_in_a_file_is_opened_and_named(wrap: Any, at: str, tmp_path: Path, trained: State) -> None:
+def test_the_one_state_in_a_file_is_opened_and_named(
+    wrap: Any, at: str, tmp_path: Path, trained: State
+) -> None:
     torch.save(wrap(trained), tmp_path / "a.pt")
     model = lenet()
     report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
@@ -88,27 +117,38 @@ def test_the_one_state_in_a_file_is_opened_and_named(wrap: Any, at: str, tmp_pat
     assert len(read_state_file(tmp_path / "a.pt")) == len(trained)
 
 
-def test_several_states_are_refused_with_their_keys(tmp_path: Path, trained: State) -> None:
+def test_several_states_are_refused_with_their_keys(
+    tmp_path: Path, trained: State
+) -> None:
     path = str(tmp_path / "a.pt")
     torch.save({"params": lenet().state_dict(), "params_ema": trained}, path)
-    with pytest.raises(ConfigError, match=r"several states: params, params_ema\..*\['params'\]"):
+    with pytest.raises(
+        ConfigError, match=r"several states: params, params_ema\..*\['params'\]"
+    ):
         load_initial(lenet(), path, "lenet", 1)
     with pytest.raises(StateError, match="several states: params, params_ema"):
         read_state_file(tmp_path / "a.pt")
 
 
-def test_another_head_stays_as_it_was_and_is_named(tmp_path: Path, trained: State) -> None:
+def test_another_head_stays_as_it_was_and_is_named(
+    tmp_path: Path, trained: State
+) -> None:
     del trained["norm2.running_var"]
     torch.save({**trained, "aux.weight": torch.ones(2)}, tmp_path / "a.pt")
     model, fresh = lenet(classes=3), lenet(classes=3).state_dict()
     report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
-    assert report.other_shape == (("fc3.weight", (10, 84), (3, 84)), ("fc3.bias", (10,), (3,)))
+    assert report.other_shape == (
+        ("fc3.weight", (10, 84), (3, 84)),
+        ("fc3.bias", (10,), (3,)),
+    )
     assert (report.missing, report.unused) == (("norm2.running_var",), ("aux.weight",))
     assert equal(model, fresh) == ["norm2.running_var", "fc3.weight", "fc3.bias"]
     assert "fc3.weight (10, 84) there, (3, 84) here" in str(report)
 
 
-def test_batchnorm_on_one_side_has_no_place_in_another_norm(tmp_path: Path, trained: State) -> None:
+def test_batchnorm_on_one_side_has_no_place_in_another_norm(
+    tmp_path: Path, trained: State
+) -> None:
     """GroupNorm's gamma and beta have the names and shapes of BatchNorm's."""
     torch.save(trained, tmp_path / "a.pt")
     model, fresh = lenet(norm="group"), lenet(norm="group").state_dict()
@@ -119,26 +159,40 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(tmp_path: Path, trai
     assert report.batchnorm == ("norm1", "norm2")
     assert "norm1, norm2" in str(report)
     torch.save(lenet(norm="group").state_dict(), tmp_path / "b.pt")
-    assert load_initial(lenet(), str(tmp_path / "b.pt"), "lenet", 1).batchnorm == ("norm1", "norm2"), "and back"
+    assert load_initial(lenet(), str(tmp_path / "b.pt"), "lenet", 1).batchnorm == (
+        "norm1",
+        "norm2",
+    ), "and back"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: (10 * v).to(torch.int8), r"conv1.weight \(torch.int8\) has no floating-point"),
+        (
+            lambda v: (10 * v).to(torch.int8),
+            r"conv1.weight \(torch.int8\) has no floating-point",
+        ),
         (lambda v: v.double() * 1e60, "conv1.weight is not finite"),
     ],
     ids=["int8", "too large"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_values_that_cannot_be_weights_are_refused(tmp_path: Path, trained: State, change, message: str) -> None:
-    torch.save({**trained, "conv1.weight": change(trained["conv1.weight"])}, tmp_path / "a.pt")
+def test_values_that_cannot_be_weights_are_refused(
+    tmp_path: Path, trained: State, change, message: str
+) -> None:
+    torch.save(
+        {**trained, "conv1.weight": change(trained["conv1.weight"])}, tmp_path / "a.pt"
+    )
     with pytest.raises(ConfigError, match=message):
         load_initial(lenet(), str(tmp_path / "a.pt"), "lenet", 1)
 
 
-def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in in the place where torchvision keeps what it has downloaded; the download itself is not run."""
+def test_published_weights_of_torchvision_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in in the place where torchvision keeps what it has downloaded; the
+    download itself is not run.
+    """
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     net = torchvision.models.shufflenet_v2_x0_5()
     url = torchvision.models.ShuffleNet_V2_X0_5_Weights.DEFAULT.url
@@ -150,7 +204,9 @@ def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeyp
         report = load_initial(model, init, name, 3)
         assert [entry for entry, _, _ in report.other_shape] == ["fc.weight", "fc.bias"]
         assert len(report.loaded) == len(net.state_dict()) - 2
-        assert torch.equal(model.state_dict()["conv1.0.weight"], net.state_dict()["conv1.0.weight"])
+        assert torch.equal(
+            model.state_dict()["conv1.0.weight"], net.state_dict()["conv1.0.weight"]
+        )
 
     def offline(*args: Any, **kwargs: Any) -> None:
         raise OSError("Name or service not known")
@@ -177,11 +233,15 @@ def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeyp
         ("smp", "smp:ARCHITECTURE/ENCODER"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(init: str, problem: str, tmp_path: Path, trained: State) -> None:
+def test_what_cannot_be_loaded_is_named(
+    init: str, problem: str, tmp_path: Path, trained: State
+) -> None:
     (tmp_path / "noise.safetensors").write_bytes(b"noise, noise, noise")
     torch.save(lenet(), tmp_path / "object.pt")
     torch.save({"blocks.0": torch.ones(2)}, tmp_path / "other.pt")
-    torch.save({**trained, "conv1.weight": trained["conv1.weight"] / 0}, tmp_path / "nan.pt")
+    torch.save(
+        {**trained, "conv1.weight": trained["conv1.weight"] / 0}, tmp_path / "nan.pt"
+    )
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
     model = lenet()
     before = {name: value.clone() for name, value in model.state_dict().items()}

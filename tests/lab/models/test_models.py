@@ -35,13 +35,24 @@ def seeded() -> None:
 
 
 def floats(model: nn.Module, leaves: tuple[str, ...] = ("",)) -> int:
-    """Return the number of floats in the state dict under names with these endings (default: all)."""
+    """Return the number of floats in the state dict under names with these endings
+    (default: all).
+    """
     state = model.state_dict().items()
-    return sum(value.numel() for name, value in state if value.is_floating_point() and name.endswith(leaves))
+    return sum(
+        value.numel()
+        for name, value in state
+        if value.is_floating_point() and name.endswith(leaves)
+    )
 
 
 def build(name: str, **changes: object) -> nn.Module:
-    settings: dict[str, object] = {"num_classes": 10, "channels": 3, "size": 32, **changes}
+    settings: dict[str, object] = {
+        "num_classes": 10,
+        "channels": 3,
+        "size": 32,
+        **changes,
+    }
     return build_model(name, **settings)  # type: ignore[arg-type]
 
 
@@ -74,7 +85,9 @@ def test_number_of_batchnorm_layers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> None:
     if norm == "fixup" and name not in RESIDUAL:
-        with pytest.raises(NormLayerError, match="norm 'fixup' is for residual networks"):
+        with pytest.raises(
+            NormLayerError, match="norm 'fixup' is for residual networks"
+        ):
             build(name, norm=norm)
         return
     model = build(name, num_classes=7, norm=norm)
@@ -82,7 +95,9 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
     channels, side = input_shape(name, 3, 32)
     x = torch.randn(2, channels, side, side)
     if norm == "instance" and name in ("mlp", "alexnet-bn-small"):
-        with pytest.raises(NormLayerError, match=r"the norm layer at (norm|classifier\.1):"):
+        with pytest.raises(
+            NormLayerError, match=r"the norm layer at (norm|classifier\.1):"
+        ):
             model(x)
         return
     for training in (True, False):
@@ -91,7 +106,8 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
         assert logits.shape == (2, 7)
         assert bool(torch.isfinite(logits).all())
     logits.sum().backward()
-    # A bias in front of BatchNorm has gradient 0, never None; so has every other parameter one.
+    # A bias in front of BatchNorm has gradient 0, never None; so has every
+    # other # parameter one.
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -100,7 +116,9 @@ def test_one_seed_gives_one_start(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = build(name, seed=3).state_dict()
-    assert torch.equal(before, torch.get_rng_state()), "the global random state is left as it was"
+    assert torch.equal(before, torch.get_rng_state()), (
+        "the global random state is left as it was"
+    )
     torch.manual_seed(2)
     again = build(name, seed=3).state_dict()
     other = build(name, seed=4).state_dict()
@@ -112,25 +130,38 @@ def test_all_norms_share_their_other_initial_weights() -> None:
     first = build("resnet20", norm="batch").state_dict()
     for norm in NORMS:
         state = build("resnet20", norm=norm).state_dict()
-        changed = {"fixup": ("conv1.weight", "conv2.weight", "fc.weight", "fc.bias")}.get(norm, ())
+        changed = {
+            "fixup": ("conv1.weight", "conv2.weight", "fc.weight", "fc.bias")
+        }.get(norm, ())
         shared = [key for key in state if key in first and not key.endswith(changed)]
         assert "conv.weight" in shared
         assert norm == "fixup" or "layer3.2.conv2.weight" in shared
         # The one number of a fixup bias goes by the name of a norm's beta.
-        assert all(torch.equal(first[key], state[key]) for key in shared if first[key].shape == state[key].shape)
+        assert all(
+            torch.equal(first[key], state[key])
+            for key in shared
+            if first[key].shape == state[key].shape
+        )
 
 
 def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
     before = torch.get_rng_state()
     built: list[nn.Module] = []
-    threads = [threading.Thread(target=lambda: built.append(build("resnet20", seed=5))) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: built.append(build("resnet20", seed=5)))
+        for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     want = build("resnet20", seed=5).state_dict()
     assert len(built) == 6
-    assert all(torch.equal(want[key], value) for model in built for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(want[key], value)
+        for model in built
+        for key, value in model.state_dict().items()
+    )
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -163,11 +194,15 @@ def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
         ("torchvision-seg:fcn_resnet50", (3, 32), (3, 64)),
     ],
 )
-def test_input_shape_and_a_forward_pass_at_it(name: str, native: tuple[int, int], wanted: tuple[int, int]) -> None:
+def test_input_shape_and_a_forward_pass_at_it(
+    name: str, native: tuple[int, int], wanted: tuple[int, int]
+) -> None:
     channels, side = input_shape(name, *native)
     assert (channels, side) == wanted == input_shape(name, *wanted)
     with torch.device("meta"):
-        logits = model_info(name).build(10, channels, side)(torch.empty(2, channels, side, side))
+        logits = model_info(name).build(10, channels, side)(
+            torch.empty(2, channels, side, side)
+        )
     assert logits.shape == ((2, 10, side, side) if "-seg:" in name else (2, 10))
 
 
@@ -182,13 +217,17 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_torchvisions_classifiers_take_small_images_if_asked(name: str) -> None:
-    """FedWon trains MobileNetV2 on CIFAR at 32 pixels; without image-size images have at least 64."""
+    """FedWon trains MobileNetV2 on CIFAR at 32 pixels; without image-size images have
+    at least 64.
+    """
     asked, got = SMALL[name]
     assert input_shape(f"torchvision:{name}", 1, asked, asked=True) == (3, got)
     assert input_shape(f"torchvision:{name}", 1, 32)[1] >= 64
     if name == "alexnet":
         with torch.no_grad():
-            assert torchvision.models.alexnet(num_classes=3).eval()(torch.zeros(1, 3, got, got)).shape == (1, 3)
+            assert torchvision.models.alexnet(num_classes=3).eval()(
+                torch.zeros(1, 3, got, got)
+            ).shape == (1, 3)
 
 
 def test_shortcut_is_option_a() -> None:
@@ -200,15 +239,19 @@ def test_shortcut_is_option_a() -> None:
     assert torch.equal(out[:, 8:24], x[:, :, ::2, ::2])
     assert not out[:, :8].any()
     assert not out[:, 24:].any()
-    assert [name for name, _ in block.named_parameters() if "conv" not in name and "norm" not in name] == []
+    assert [
+        name
+        for name, _ in block.named_parameters()
+        if "conv" not in name and "norm" not in name
+    ] == []
 
 
 def test_resnet_weights_are_kaiming_normal() -> None:
     weight = build("resnet20").get_parameter("layer3.2.conv2.weight").detach()
     assert float(weight.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.02)
-    assert float((weight.abs() > 2 * weight.std()).float().mean()) == pytest.approx(0.0455, abs=0.005), (
-        "a normal's tails"
-    )
+    assert float((weight.abs() > 2 * weight.std()).float().mean()) == pytest.approx(
+        0.0455, abs=0.005
+    ), "a normal's tails"
 
 
 @pytest.mark.parametrize("depth", [18, 2, 21])
@@ -232,7 +275,9 @@ def test_depth_must_be_6n_plus_2(depth: int) -> None:
         ("torchvision:quantized_resnet18", "quantization"),
     ],
 )
-def test_unknown_names_name_the_nearest_and_other_models_of_torchvision_their_family(name: str, nearest: str) -> None:
+def test_unknown_names_name_the_nearest_and_other_models_of_torchvision_their_family(
+    name: str, nearest: str
+) -> None:
     with pytest.raises(ConfigError, match=nearest):
         build(name)
 
@@ -261,8 +306,14 @@ def test_mlp_takes_rows(norm: str) -> None:
 
 def test_an_input_shape_of_an_image_is_its_channels_and_size() -> None:
     for name in ("mlp", "lenet"):
-        old, new = build(name), build_model(name, num_classes=10, input_shape=(3, 32, 48))
-        assert all(torch.equal(old.state_dict()[key], value) for key, value in new.state_dict().items())
+        old, new = (
+            build(name),
+            build_model(name, num_classes=10, input_shape=(3, 32, 48)),
+        )
+        assert all(
+            torch.equal(old.state_dict()[key], value)
+            for key, value in new.state_dict().items()
+        )
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "batch-renorm", "none"])
@@ -270,7 +321,14 @@ def test_signal_cnn_takes_signals_of_any_length(norm: str) -> None:
     model = build_model("signal-cnn", num_classes=4, input_shape=(3, 50), norm=norm)
     assert model(torch.randn(2, 3, 50)).shape == (2, 4)
     assert model(torch.randn(2, 3, 1)).shape == (2, 4)
-    assert len(batchnorm_places(build_model("signal-cnn", num_classes=4, input_shape=(3, 50)))) == 3
+    assert (
+        len(
+            batchnorm_places(
+                build_model("signal-cnn", num_classes=4, input_shape=(3, 50))
+            )
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize(

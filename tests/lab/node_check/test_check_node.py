@@ -1,4 +1,6 @@
-"""``check-node``: each planted fault is named, and nothing but one activation of the key is sent."""
+"""``check-node``: each planted fault is named, and nothing but one activation of the
+key is sent.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from fedbn_flwr.lab.node_check.connection import check_connection
 from fedbn_flwr.messages.versions import as_text, differences
 from tests.support.superlink import NODE_ID, SuperLink, superlink
 
-SETTINGS = {"dataset": "mnist", "strategy": "fedbn", "eval-on": "personal-own", "local-steps": 1, "batch-size": 4}
+SETTINGS = {
+    "dataset": "mnist",
+    "strategy": "fedbn",
+    "eval-on": "personal-own",
+    "local-steps": 1,
+    "batch-size": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +60,53 @@ def running(certs: Path) -> Iterator[SuperLink]:
 
 @pytest.fixture
 def federation(running: SuperLink, certs: Path) -> Federation:
-    running.registered, running.online, running.refuses = {key_of(certs / "node-1")}, set(), 0
+    running.registered, running.online, running.refuses = (
+        {key_of(certs / "node-1")},
+        set(),
+        0,
+    )
     running.requests.clear()
-    return Federation(running, Connection(running.address, certs / "node-1/ca.crt", certs / "node-1/node.key"))
+    return Federation(
+        running,
+        Connection(running.address, certs / "node-1/ca.crt", certs / "node-1/node.key"),
+    )
 
 
 def write_images(path: Path, tests: int = 8, classes: int = 2, **changed: Any) -> Path:
     """Write 8 grey images for training, and some for tests."""
-    x = np.zeros((8, 28, 28), np.uint8) + np.arange(8, dtype=np.uint8)[:, None, None] * 20
+    x = (
+        np.zeros((8, 28, 28), np.uint8)
+        + np.arange(8, dtype=np.uint8)[:, None, None] * 20
+    )
     y = np.arange(8) % classes
-    np.savez(path, **{"x_train": x, "y_train": y, "x_test": x[:tests], "y_test": y[:tests], **changed})
+    np.savez(
+        path,
+        **{
+            "x_train": x,
+            "y_train": y,
+            "x_test": x[:tests],
+            "y_test": y[:tests],
+            **changed,
+        },
+    )
     return path
 
 
 def node_config(path: Path, **more: Any) -> str:
-    return " ".join([f"partition-id=0 data-path='{path}'", *(f"{k.replace('_', '-')}={v!r}" for k, v in more.items())])
+    return " ".join(
+        [
+            f"partition-id=0 data-path='{path}'",
+            *(f"{k.replace('_', '-')}={v!r}" for k, v in more.items()),
+        ]
+    )
 
 
 def found(page: Page, code: str, level: str) -> list[str]:
-    return [finding.text for finding in page.findings if (finding.code, finding.level) == (code, level)]
+    return [
+        finding.text
+        for finding in page.findings
+        if (finding.code, finding.level) == (code, level)
+    ]
 
 
 def test_a_node_that_is_ready_sends_nothing_but_its_activation(
@@ -78,24 +114,36 @@ def test_a_node_that_is_ready_sends_nothing_but_its_activation(
 ) -> None:
     state = tmp_path / "state"
     data = write_images(tmp_path / "x.npz")
-    page = check_node(SETTINGS, node_config(data, state_dir=str(state)), federation.connection)
+    page = check_node(
+        SETTINGS, node_config(data, state_dir=str(state)), federation.connection
+    )
     assert page.faults == []
     for code in ("data", "training", "address", "certificate", "key"):
         assert found(page, code, "ok"), code
     assert not [*state.iterdir()]  # nothing is left behind
-    assert [path for path, _ in federation.server.requests] == ["/v1/fleet/activate-node", "/v1/fleet/deactivate-node"]
+    assert [path for path, _ in federation.server.requests] == [
+        "/v1/fleet/activate-node",
+        "/v1/fleet/deactivate-node",
+    ]
     public = key_of(certs / "node-1")
     sent = federation.server.requests[0][1]
     assert public in sent
-    assert len(sent) < len(public) + 20  # the key and the interval: no data, no count, no model
-    assert federation.server.requests[1][1] == NODE_ID.to_bytes(1, "big").join([b"\x08", b""])
+    # the key and the interval: no data, no count, no model
+    assert len(sent) < len(public) + 20
+    assert federation.server.requests[1][1] == NODE_ID.to_bytes(1, "big").join(
+        [b"\x08", b""]
+    )
     assert not federation.server.online
 
 
-@pytest.mark.parametrize("strategy", ["fedtan", "fixbn", "scaffold", "staticbn", "fedtan2", "hbn"])
+@pytest.mark.parametrize(
+    "strategy", ["fedtan", "fixbn", "scaffold", "staticbn", "fedtan2", "hbn"]
+)
 def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
     settings = {**SETTINGS, "strategy": strategy, "num-server-rounds": 30}
-    page = check_node(settings, node_config(write_images(tmp_path / "x.npz")), Connection())
+    page = check_node(
+        settings, node_config(write_images(tmp_path / "x.npz")), Connection()
+    )
     assert page.faults == []
     assert found(page, "training", "ok")
     assert found(page, "address", "not tried")
@@ -103,7 +151,12 @@ def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
 
 def test_masks_and_noise_are_left_out(tmp_path: Path) -> None:
     config = node_config(write_images(tmp_path / "x.npz"))
-    masked = {**SETTINGS, "strategy": "fedavg", "masked-sums": True, "masked-threshold": 0.8}
+    masked = {
+        **SETTINGS,
+        "strategy": "fedavg",
+        "masked-sums": True,
+        "masked-threshold": 0.8,
+    }
     masked["eval-on"] = "global"
     page = check_node(masked, config, Connection())
     assert page.faults == []
@@ -111,7 +164,9 @@ def test_masks_and_noise_are_left_out(tmp_path: Path) -> None:
 
 
 class Planted(NamedTuple):
-    """A fault: the settings, what is planted in the folder (returns node config, connection), and what names it."""
+    """A fault: the settings, what is planted in the folder (returns node config,
+    connection), and what names it.
+    """
 
     code: str
     says: str
@@ -119,19 +174,29 @@ class Planted(NamedTuple):
     level: str = "fault"
 
 
-def plant(name: str, folder: Path, federation: Federation, certs: Path) -> tuple[str, Connection]:
+def plant(
+    name: str, folder: Path, federation: Federation, certs: Path
+) -> tuple[str, Connection]:
     data, connection = write_images(folder / "x.npz"), federation.connection
     config = node_config(data)
     if name == "a key that is not registered":
-        connection = Connection(connection.address, connection.root_certificates, certs / "node-2/node.key")
+        connection = Connection(
+            connection.address, connection.root_certificates, certs / "node-2/node.key"
+        )
     elif name == "a key that is no key":
         connection = Connection(connection.address, connection.root_certificates, data)
     elif name == "an address where nobody listens":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            connection = Connection(f"127.0.0.1:{free.getsockname()[1]}", connection.root_certificates, connection.key)
+            connection = Connection(
+                f"127.0.0.1:{free.getsockname()[1]}",
+                connection.root_certificates,
+                connection.key,
+            )
     elif name == "a name that does not exist":
-        connection = Connection("no-such-host.invalid:8000", connection.root_certificates, connection.key)
+        connection = Connection(
+            "no-such-host.invalid:8000", connection.root_certificates, connection.key
+        )
     elif name == "another federation's certificate":
         others = certs.parent / "others/node-1/ca.crt"
         connection = Connection(connection.address, others, connection.key)
@@ -144,7 +209,9 @@ def plant(name: str, folder: Path, federation: Federation, certs: Path) -> tuple
     elif name == "an empty test part":
         write_images(data, tests=0)
     elif name == "images in colour for a grey model":
-        colour = np.random.default_rng(0).integers(0, 255, (8, 28, 28, 3)).astype(np.uint8)
+        colour = (
+            np.random.default_rng(0).integers(0, 255, (8, 28, 28, 3)).astype(np.uint8)
+        )
         write_images(data, x_train=colour, x_test=colour)
     elif name == "3-channel images where the run's model takes one":
         config = f"partition-id=0 num-partitions=2 allow-modules='{MODULE}'"
@@ -174,27 +241,43 @@ FAULTS = {
     "an address where nobody listens": Planted("address", "127.0.0.1"),
     "a name that does not exist": Planted("address", "no-such-host.invalid"),
     "another federation's certificate": Planted("certificate", "refused"),
-    "another minor version of Flower at the server": Planted("key", "Failed to activate"),
+    "another minor version of Flower at the server": Planted(
+        "key", "Failed to activate"
+    ),
     "classes that the run does not have": Planted("data", "labels"),
     "a data-path that cannot be read": Planted("data", "absent.npz"),
     "an empty test part": Planted("test-part", "empty"),
     "images in colour for a grey model": Planted("data", "3 channels", level="warning"),
-    "3-channel images where the run's model takes one": Planted("data", "(3, 8, 8)", OF_FUNCTION),
-    "a module that the node does not allow": Planted("node-config", "allow-modules", OF_FUNCTION),
+    "3-channel images where the run's model takes one": Planted(
+        "data", "(3, 8, 8)", OF_FUNCTION
+    ),
+    "a module that the node does not allow": Planted(
+        "node-config", "allow-modules", OF_FUNCTION
+    ),
     "a state-dir that cannot be written": Planted("training", "below-a-file"),
     "a misspelt key": Planted("node-config", "data-path"),
     "a config that is none": Planted("node-config", "partition-id 0"),
-    "a setting that is none": Planted("config", "strategy", {**SETTINGS, "strategy": "fedbm"}),
+    "a setting that is none": Planted(
+        "config", "strategy", {**SETTINGS, "strategy": "fedbm"}
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(
-    name: str, tmp_path: Path, federation: Federation, certs: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    federation: Federation,
+    certs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = ModuleType(MODULE)
-    module.images = lambda site, part: TensorDataset(torch.rand(4, 3, 8, 8), torch.arange(4) % 2)  # type: ignore[attr-defined]
-    module.net = lambda num_classes, size: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))  # type: ignore[attr-defined]
+    module.images = lambda site, part: TensorDataset(
+        torch.rand(4, 3, 8, 8), torch.arange(4) % 2
+    )  # type: ignore[attr-defined]
+    module.net = lambda num_classes, size: torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, num_classes)
+    )  # type: ignore[attr-defined]
     module.images.input_shape = (1, 8, 8)
     monkeypatch.setitem(sys.modules, MODULE, module)
     planted = FAULTS[name]
@@ -205,15 +288,24 @@ def test_a_planted_fault_is_named(
         page = check_node(planted.settings, config, connection)
     texts = found(page, planted.code, planted.level)
     assert any(planted.says in text for text in texts), str(page)
-    assert {finding.code for finding in page.faults} == ({planted.code} if planted.level == "fault" else set())
+    assert {finding.code for finding in page.faults} == (
+        {planted.code} if planted.level == "fault" else set()
+    )
     assert f"{planted.level:<9}  {planted.code}" in str(page)
-    assert [path for path, _ in federation.server.requests].count("/v1/fleet/activate-node") <= 1
+    assert [path for path, _ in federation.server.requests].count(
+        "/v1/fleet/activate-node"
+    ) <= 1
 
 
 def test_the_command_prints_one_page_and_its_status_is_true(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
     data = write_images(tmp_path / "x.npz")
-    command = ["check-node", str(tmp_path / "run.yaml"), "--node-config", node_config(data)]
+    command = [
+        "check-node",
+        str(tmp_path / "run.yaml"),
+        "--node-config",
+        node_config(data),
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()

@@ -1,4 +1,6 @@
-"""The server's checkpoints: two files with mode 0600; damaged ones are refused, and a full disk loses nothing."""
+"""The server's checkpoints: two files with mode 0600; damaged ones are refused, and a
+full disk loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from fedbn_flwr.lab.output.checkpoint import Checkpoints
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import FedBN
 
-SETTINGS = {"num-clients": 2, "num-server-rounds": 5, "local-steps": 1, "batch-size": 4, "checkpoint-every": 2}
+SETTINGS = {
+    "num-clients": 2,
+    "num-server-rounds": 5,
+    "local-steps": 1,
+    "batch-size": 4,
+    "checkpoint-every": 2,
+}
 
 
 def start(out: Path, resume: bool = False, **settings: object) -> dict[str, object]:
@@ -47,17 +55,27 @@ def out(finished: Path, tmp_path: Path) -> Path:
 
 
 def checkpoints(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoint").iterdir() if path.is_file())
+    return sorted(
+        path.name for path in (out / "checkpoint").iterdir() if path.is_file()
+    )
 
 
-def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(out: Path) -> None:
+def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
+    out: Path,
+) -> None:
     assert checkpoints(out) == ["round-000004.safetensors", "round-000005.safetensors"]
     files = [path for path in (out / "checkpoint").rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    folders = sorted(path.name for path in (out / "checkpoint/clients").rglob("partition-*"))
+    folders = sorted(
+        path.name for path in (out / "checkpoint/clients").rglob("partition-*")
+    )
     assert folders == ["partition-0", "partition-1"]
     found = read_checked(out / "checkpoint/round-000004.safetensors")
-    assert (found["server_round"], found["config"]["strategy"], found["strategy"]["initialised"]) == (
+    assert (
+        found["server_round"],
+        found["config"]["strategy"],
+        found["strategy"]["initialised"],
+    ) == (
         4,
         "fedbn",
         ["0", "1"],
@@ -65,22 +83,34 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(out: Path
 
 
 def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
-    """Of round 0, after 20 seconds or more, and of the last: a kill costs no more than that."""
+    """Of round 0, after 20 seconds or more, and of the last: a kill costs no more than
+    that.
+    """
     saved, clock = [], iter(range(0, 10_000, 8))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     write = module.write_checked
-    monkeypatch.setattr(module, "write_checked", lambda path, content: (saved.append(path.stem), write(path, content)))
+    monkeypatch.setattr(
+        module,
+        "write_checked",
+        lambda path, content: (saved.append(path.stem), write(path, content)),
+    )
     checkpoints = Checkpoints(tmp_path, Config.make({"checkpoint-every": 100}), "model")
     for server_round in range(8):
         if checkpoints.due(server_round, server_round == 7):
             checkpoints.save(module.Checkpoint(server_round, {}, {}, "run"))
     assert [int(name[-1]) for name in saved] == [0, 3, 6, 7]
-    assert not Checkpoints(tmp_path, Config.make({"checkpoint-every": 0}), "model").due(3, True)
+    assert not Checkpoints(tmp_path, Config.make({"checkpoint-every": 0}), "model").due(
+        3, True
+    )
 
 
 @pytest.mark.parametrize("way", ["should_stop", "on_round_end", "evaluate_fn"])
-def test_a_stopped_run_has_the_checkpoint_of_its_last_round(tmp_path: Path, monkeypatch, whole: str, way: str) -> None:
-    """Its result is that round's, and a resume goes on after it, where the stop does not come again."""
+def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
+    tmp_path: Path, monkeypatch, whole: str, way: str
+) -> None:
+    """Its result is that round's, and a resume goes on after it, where the stop does
+    not come again.
+    """
     plain = FedBN.start
 
     def stopped(strategy: FedBN, *, evaluate_fn: Any, **given: Any) -> Any:
@@ -104,16 +134,24 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(FedBN, "start", stopped)
         summary = start(tmp_path / "run", **seldom)
-    assert (summary["rounds"], checkpoints(tmp_path / "run")[-1]) == (3, "round-000003.safetensors")
+    assert (summary["rounds"], checkpoints(tmp_path / "run")[-1]) == (
+        3,
+        "round-000003.safetensors",
+    )
     short = start(tmp_path / "short", **seldom, **{"num-server-rounds": 3})
     assert summary["sha256"] == short["sha256"]
-    saved, known = (read_checked(tmp_path / name / "checkpoint/round-000003.safetensors") for name in ("run", "short"))
+    saved, known = (
+        read_checked(tmp_path / name / "checkpoint/round-000003.safetensors")
+        for name in ("run", "short")
+    )
     assert saved["strategy"] == known["strategy"]
     again = start(tmp_path / "run", resume=True, **seldom)
     assert (again["resumed-after"], again["sha256"]) == ([3], whole)
 
 
-@pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "version", "model", "settings"])
+@pytest.mark.parametrize(
+    "harm", ["cut", "edited", "renamed", "version", "model", "settings"]
+)
 def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     out: Path, harm: str, caplog, whole: str
 ) -> None:
@@ -132,7 +170,10 @@ def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     else:
         content = read_checked(newest)
         if harm == "version":
-            content, reason = {**content, "version": 1}, "a checkpoint of another version of fedbn-flwr"
+            content, reason = (
+                {**content, "version": 1},
+                "a checkpoint of another version of fedbn-flwr",
+            )
         elif harm == "model":
             content, reason = {**content, "fingerprint": "f"}, "another model"
         else:
@@ -144,7 +185,11 @@ def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     assert reason in caplog.text
     assert summary["resumed-after"] == [4]
     assert summary["sha256"] == whole
-    assert checkpoints(out) == ["round-000004.safetensors", "round-000005.refused", "round-000005.safetensors"]
+    assert checkpoints(out) == [
+        "round-000004.safetensors",
+        "round-000005.refused",
+        "round-000005.safetensors",
+    ]
 
 
 def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
@@ -154,11 +199,17 @@ def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
         start(out, resume=True, strategy="fedbn")
     first, *reasons = str(caught.value).splitlines()
     assert first == "no checkpoint can be used:"
-    assert [reason.split(" cannot be read")[0][-24:] for reason in reasons] == checkpoints(out)[::-1]
-    assert len(json.loads((out / "summary.json").read_text())) > 5, "the results are as they were"
+    assert [
+        reason.split(" cannot be read")[0][-24:] for reason in reasons
+    ] == checkpoints(out)[::-1]
+    assert len(json.loads((out / "summary.json").read_text())) > 5, (
+        "the results are as they were"
+    )
 
 
-def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch, whole: str) -> None:
+def test_a_full_disk_ends_the_run_and_loses_nothing(
+    tmp_path: Path, monkeypatch, whole: str
+) -> None:
     real = module.write_checked
 
     def full(path: Path, content: dict[str, object]) -> None:
@@ -169,9 +220,11 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path: Path, monkeypatch,
     monkeypatch.setattr(module, "write_checked", full)
     with pytest.raises(EngineError) as caught:
         start(tmp_path / "run", strategy="fedbn")
-    assert str(caught.value) == (
-        f"the checkpoint of round 4 cannot be written to {tmp_path}/run/checkpoint: [Errno 28] No space left on "
-        "device. Existing checkpoints: round 0, 2. Free disk space and continue with --resume (resume=true)."
+    assert (
+        str(caught.value)
+        == f"the checkpoint of round 4 cannot be written to {tmp_path}/run/checkpoint:"
+        " [Errno 28] No space left on device. Existing checkpoints: round 0, 2."
+        " Free disk space and continue with --resume (resume=true)."
     )
     monkeypatch.undo()
     assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
@@ -182,12 +235,26 @@ def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(
 ) -> None:
     """The real thing: the kernel refuses to write past 20 kB; the model needs more."""
     code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
-        "from fedbn_flwr.lab.cli import main; main()"
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000,"
+        " 20000));from fedbn_flwr.lab.cli import main; main()"
     )
-    settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
-    command = ["python", "-c", code, "run", "--set", "strategy=fedbn", *settings, "--out", str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
+    settings = [
+        word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")
+    ]
+    command = [
+        "python",
+        "-c",
+        code,
+        "run",
+        "--set",
+        "strategy=fedbn",
+        *settings,
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=at_once
+    )
     assert ended.returncode == 1, ended.stderr
     assert "the checkpoint of round 0 cannot be written to" in ended.stderr
     assert "File too large" in ended.stderr
@@ -198,7 +265,12 @@ def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(
 def test_another_version_of_torch_is_named(out: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(module, "versions", lambda: {"torch": "9.9"})
     with caplog.at_level(logging.WARNING, "flwr"):
-        assert Checkpoints(out, Config.load(out / "config.yaml"), fingerprint_of(out)).latest() is not None
+        assert (
+            Checkpoints(
+                out, Config.load(out / "config.yaml"), fingerprint_of(out)
+            ).latest()
+            is not None
+        )
     assert "the last bits may differ" in caplog.text
 
 

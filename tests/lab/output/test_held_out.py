@@ -1,4 +1,6 @@
-"""Clients that never train: nothing of theirs is used in training, and each of their tests by hand in float64."""
+"""Clients that never train: nothing of theirs is used in training, and each of their
+tests by hand in float64.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class Table:
         rng = np.random.default_rng(0)
         self.client = np.repeat(NAMES, 40)
         self.tests = np.tile(np.arange(40) % 4 == 3, len(NAMES))
-        self.x = rng.normal(size=(160, 3)) * [1, 2, 3] + np.array([SHIFTS[name] for name in self.client])[:, None]
+        self.x = (
+            rng.normal(size=(160, 3)) * [1, 2, 3]
+            + np.array([SHIFTS[name] for name in self.client])[:, None]
+        )
         self.y = (self.x.sum(1) + rng.normal(size=160) > 0).astype(np.int64)
 
     def save(self, path: Path, without: str = "") -> str:
@@ -53,11 +58,19 @@ class Table:
         return self.x.astype(np.float32).astype(np.float64)[own], self.y[own]
 
 
-def accuracy_and_loss(state: dict[str, Floats], x: Floats, y: NDArray[np.int64]) -> tuple[float, float]:
+def accuracy_and_loss(
+    state: dict[str, Floats], x: Floats, y: NDArray[np.int64]
+) -> tuple[float, float]:
     """Accuracy and loss of the network of one hidden layer, in float64."""
     before = x @ state["hidden.weight"].T + state["hidden.bias"]
-    normal = (before - state["norm.running_mean"]) / np.sqrt(state["norm.running_var"] + 1e-5)
-    logits = np.maximum(normal * state["norm.weight"] + state["norm.bias"], 0) @ state["fc.weight"].T + state["fc.bias"]
+    normal = (before - state["norm.running_mean"]) / np.sqrt(
+        state["norm.running_var"] + 1e-5
+    )
+    logits = (
+        np.maximum(normal * state["norm.weight"] + state["norm.bias"], 0)
+        @ state["fc.weight"].T
+        + state["fc.bias"]
+    )
     losses = np.logaddexp.reduce(logits, 1) - logits[np.arange(len(y)), y]
     return float((logits.argmax(1) == y).mean()), float(losses.mean())
 
@@ -67,56 +80,89 @@ Start = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], Path]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """``start(dataset, **settings)``: summary, lines and folder of a run in this process."""
+    """``start(dataset, **settings)``: summary, lines and folder of a run in this
+    process.
+    """
 
     def do(dataset: str, out: str = "out", **settings: Any) -> Any:
         keys = {key.replace("_", "-"): value for key, value in settings.items()}
         folder = tmp_path / out
-        summary = run(Config.make({**SETTINGS, "dataset": dataset, **keys}), folder, workers=0)
+        summary = run(
+            Config.make({**SETTINGS, "dataset": dataset, **keys}), folder, workers=0
+        )
         return summary, read_metrics(folder / "metrics.jsonl"), folder
 
     return do
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
-def test_the_run_has_the_bits_of_one_without_their_data(strategy: str, start: Start, tmp_path: Path) -> None:
+def test_the_run_has_the_bits_of_one_without_their_data(
+    strategy: str, start: Start, tmp_path: Path
+) -> None:
     table, keys = Table(), {"strategy": strategy, "validation_share": 0.2}
     if strategy == "fedbn":
-        keys["eval_on"] = "personal-own,averaged-bn"  # as with held-out clients, the saved model has the average
+        # as with held-out clients, the saved model has the average
+        keys["eval_on"] = "personal-own,averaged-bn"
     whole = table.save(tmp_path / "all.npz")
     name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]
-    alone, _, _ = start(table.save(tmp_path / f"{name}.npz", name), f"{name}-rest", **keys)
+    alone, _, _ = start(
+        table.save(tmp_path / f"{name}.npz", name), f"{name}-rest", **keys
+    )
     for held_out in given:
-        summary, lines, _ = start(whole, f"{name}-{held_out}", held_out_clients=held_out, **keys)
+        summary, lines, _ = start(
+            whole, f"{name}-{held_out}", held_out_clients=held_out, **keys
+        )
         assert summary["sha256"] == alone["sha256"], held_out
         assert [list(line["held-out"]) for line in lines] == [[name]] * 2
         assert all(line["participants"] == [0, 1, 2] for line in lines)
-        assert summary["final"].keys() > alone["final"].keys(), "their tests come on top"
+        assert summary["final"].keys() > alone["final"].keys(), (
+            "their tests come on top"
+        )
         assert {key: summary["final"][key] for key in alone["final"]} == alone["final"]
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
-def test_the_tests_are_those_of_the_saved_model_by_hand(strategy: str, start: Start, tmp_path: Path) -> None:
+def test_the_tests_are_those_of_the_saved_model_by_hand(
+    strategy: str, start: Start, tmp_path: Path
+) -> None:
     table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
     keys = {"strategy": strategy, "held_out_clients": "d", "metrics": "loss"}
     summary, lines, out = start(table.save(tmp_path / "all.npz"), **keys)
     found = lines[-1]["held-out"]["d"]
-    state = {name: array.astype(np.float64) for name, array in load_file(out / "model.safetensors").items()}
+    state = {
+        name: array.astype(np.float64)
+        for name, array in load_file(out / "model.safetensors").items()
+    }
     x, y = table.rows("d", True)
     accuracy, loss = accuracy_and_loss(state, x, y)
-    assert (found["num-examples"], found[f"{which}-accuracy"]) == (10, pytest.approx(accuracy))
+    assert (found["num-examples"], found[f"{which}-accuracy"]) == (
+        10,
+        pytest.approx(accuracy),
+    )
     assert found[f"{which}-loss"] == pytest.approx(loss, rel=1e-4)
     sites = summary["sites"]
-    assert ([row["site"] for row in sites], [row.get("held-out", False) for row in sites]) == (
+    assert (
+        [row["site"] for row in sites],
+        [row.get("held-out", False) for row in sites],
+    ) == (
         list(NAMES),
         [False] * 3 + [True],
     )
-    assert (sites[-1]["examples"], sites[-1]["value"]) == (10, pytest.approx(loss, rel=1e-4))
+    assert (sites[-1]["examples"], sites[-1]["value"]) == (
+        10,
+        pytest.approx(loss, rel=1e-4),
+    )
     again = {row["site"]: row["value"] for row in sites_of_run(out)}
-    assert again == {row["site"]: pytest.approx(row["value"], rel=1e-5) for row in sites}
+    assert again == {
+        row["site"]: pytest.approx(row["value"], rel=1e-5) for row in sites
+    }
     inputs, _ = table.rows("d", False)
     before = inputs @ state["hidden.weight"].T + state["hidden.bias"]
-    adapted = {**state, "norm.running_mean": before.mean(0), "norm.running_var": before.var(0)}
+    adapted = {
+        **state,
+        "norm.running_mean": before.mean(0),
+        "norm.running_var": before.var(0),
+    }
     accuracy, loss = accuracy_and_loss(adapted, x, y)
     assert found["adapted-accuracy"] == pytest.approx(accuracy)
     assert found["adapted-loss"] == pytest.approx(loss, rel=1e-4)
@@ -124,22 +170,39 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(strategy: str, start: St
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
-def test_test_time_bn_of_each_by_its_own_test_inputs_alone(strategy: str, start: Start, tmp_path: Path) -> None:
+def test_test_time_bn_of_each_by_its_own_test_inputs_alone(
+    strategy: str, start: Start, tmp_path: Path
+) -> None:
     table = Table()
     keys = {"strategy": strategy, "held_out_clients": "a,d", "test_bn": "mix"}
     summary, lines, out = start(table.save(tmp_path / "all.npz"), **keys)
-    state = {name: array.astype(np.float64) for name, array in load_file(out / "model.safetensors").items()}
+    state = {
+        name: array.astype(np.float64)
+        for name, array in load_file(out / "model.safetensors").items()
+    }
     data = partitioned_data(Config.load(out / "config.yaml"), 2)
     losses = []
     for at, name in enumerate(("a", "d")):
-        x, y = (array.numpy() for array in data.held_out_views(at)[1].batch(torch.arange(10)))
+        x, y = (
+            array.numpy()
+            for array in data.held_out_views(at)[1].batch(torch.arange(10))
+        )
         before = x.astype(np.float64) @ state["hidden.weight"].T + state["hidden.bias"]
         w = 16 / (16 + 10)
-        of_batch = {"norm.running_mean": before.mean(0), "norm.running_var": before.var(0)}
-        mixed = {name: w * state[name] + (1 - w) * value for name, value in of_batch.items()}
+        of_batch = {
+            "norm.running_mean": before.mean(0),
+            "norm.running_var": before.var(0),
+        }
+        mixed = {
+            name: w * state[name] + (1 - w) * value for name, value in of_batch.items()
+        }
         losses.append(accuracy_and_loss({**state, **mixed}, x, y)[1])
-        assert lines[-1]["held-out"][name]["test-bn-loss"] == pytest.approx(losses[-1], rel=1e-4)
-    assert summary["final"]["held-out-test-bn-loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+        assert lines[-1]["held-out"][name]["test-bn-loss"] == pytest.approx(
+            losses[-1], rel=1e-4
+        )
+    assert summary["final"]["held-out-test-bn-loss"] == pytest.approx(
+        np.mean(losses), rel=1e-4
+    )
 
 
 def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) -> None:
@@ -147,7 +210,11 @@ def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) 
     found = []
     for name in ("as they are", "others"):
         summary, lines, _ = start(
-            table.save(tmp_path / f"{name}.npz"), name, strategy="fedbn", held_out_clients="d", num_server_rounds=1
+            table.save(tmp_path / f"{name}.npz"),
+            name,
+            strategy="fedbn",
+            held_out_clients="d",
+            num_server_rounds=1,
         )
         found.append((summary["sha256"], [line["held-out"] for line in lines]))
         own = (table.client == "d") & ~table.tests
@@ -157,34 +224,65 @@ def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) 
 
 def test_a_number_of_clients_of_a_split_that_has_no_names(tmp_path: Path) -> None:
     data = Table().save(tmp_path / "all.npz")
-    config = Config.make({**SETTINGS, "dataset": data, "partition": "iid", "num-clients": 3, "held-out-clients": 2})
+    config = Config.make(
+        {
+            **SETTINGS,
+            "dataset": data,
+            "partition": "iid",
+            "num-clients": 3,
+            "held-out-clients": 2,
+        }
+    )
     split = partitioned_data(config, count_clients(config))
     assert (len(split.train), split.held_out_names) == (3, ("held-out-0", "held-out-1"))
     for parts, samples, whole in (
-        ([*split.train, *(train for train, _ in split.held_out)], split.dataset.train, split.train_view()),
-        ([*split.test, *(test for _, test in split.held_out)], split.dataset.test, split.test_view()),
+        (
+            [*split.train, *(train for train, _ in split.held_out)],
+            split.dataset.train,
+            split.train_view(),
+        ),
+        (
+            [*split.test, *(test for _, test in split.held_out)],
+            split.dataset.test,
+            split.test_view(),
+        ),
     ):
-        assert sorted(np.concatenate(parts)) == list(range(len(samples))), "each example is in one client"
+        assert sorted(np.concatenate(parts)) == list(range(len(samples))), (
+            "each example is in one client"
+        )
         assert len(whole) == sum(map(len, parts[:3]))
 
 
 def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) -> None:
     table = Table()
-    for names, wanted in (("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}), ("1234", {0: (), 1: ("1",)})):
+    for names, wanted in (
+        ("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}),
+        ("1234", {0: (), 1: ("1",)}),
+    ):
         table.client = np.repeat(list(names), 40)
         data = table.save(tmp_path / f"{names}.npz")
         for held_out, found in wanted.items():
-            config = Config.make({**SETTINGS, "dataset": data, "held-out-clients": held_out})
+            config = Config.make(
+                {**SETTINGS, "dataset": data, "held-out-clients": held_out}
+            )
             assert count_clients(config) == 4 - len(found)
-            assert partitioned_data(config, count_clients(config)).held_out_names == found
+            assert (
+                partitioned_data(config, count_clients(config)).held_out_names == found
+            )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"held-out-clients": "e"}, r"unknown held-out client 'e'.*a, b, c, d"),
-        ({"held-out-clients": "a,b,c,d"}, r"held-out-clients='a,b,c,d' leaves none of the 4 clients to train"),
-        ({"held-out-clients": 4}, r"held-out-clients='4' leaves none of the 4 clients to train"),
+        (
+            {"held-out-clients": "a,b,c,d"},
+            r"held-out-clients='a,b,c,d' leaves none of the 4 clients to train",
+        ),
+        (
+            {"held-out-clients": 4},
+            r"held-out-clients='4' leaves none of the 4 clients to train",
+        ),
         ({"held-out-clients": -1}, r"unknown held-out client '-1'"),
         (
             {"held-out-clients": "a", "partition": "iid", "num-clients": 2},
@@ -196,11 +294,17 @@ def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_cannot_be_held_out_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_held_out_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     data = Table().save(tmp_path / "all.npz")
     assert Config.make({"held-out-clients": 0}).held_out_clients == "", "none"
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        run(Config.make({**SETTINGS, "dataset": data, **settings}), tmp_path / "out", workers=0)
+        run(
+            Config.make({**SETTINGS, "dataset": data, **settings}),
+            tmp_path / "out",
+            workers=0,
+        )
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
@@ -209,11 +313,23 @@ def test_the_reference_tests_them_too(start: Start, tmp_path: Path) -> None:
     keys = {"strategy": "centralized"}
     _, lines, _ = start(data, "union", held_out_clients="d", **keys)
     _, alone, _ = start(Table().save(tmp_path / "rest.npz", "d"), "rest", **keys)
-    assert [line["test-loss"] for line in lines] == [line["test-loss"] for line in alone]
-    assert all(set(line["held-out"]["d"]) >= {"global-accuracy", "adapted-accuracy"} for line in lines)
+    assert [line["test-loss"] for line in lines] == [
+        line["test-loss"] for line in alone
+    ]
+    assert all(
+        set(line["held-out"]["d"]) >= {"global-accuracy", "adapted-accuracy"}
+        for line in lines
+    )
 
 
 def test_a_mean_over_some_of_them_says_over_how_many() -> None:
-    found = {"a": {"num-examples": 3, "global-loss": 1.0, "adapted-loss": 3.0}, "b": {"global-loss": 2.0}}
+    found = {
+        "a": {"num-examples": 3, "global-loss": 1.0, "adapted-loss": 3.0},
+        "b": {"global-loss": 2.0},
+    }
     means = _means(found)
-    assert means == {"held-out-global-loss": 1.5, "held-out-adapted-loss": 3.0, "held-out-adapted-loss-clients": 1}
+    assert means == {
+        "held-out-global-loss": 1.5,
+        "held-out-adapted-loss": 3.0,
+        "held-out-adapted-loss-clients": 1,
+    }

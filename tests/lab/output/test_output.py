@@ -30,17 +30,33 @@ def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
     config = Config.make({"seed": 3})
     folder = RunFolder(tmp_path / "deep" / "run", config)
     assert names(folder.path) == ["config.yaml"]
-    assert Config.make(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
+    assert (
+        Config.make(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
+    )
     folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
     folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
     folder.finish(STATE, {"format": "pt", "affine": "global"}, {"final": {"round": 2}})
-    assert names(folder.path) == [*("config.yaml", "curves.png", "metrics.jsonl", "model.safetensors", "summary.json")]
-    assert json.loads((folder.path / "summary.json").read_text()) == {"final": {"round": 2}}
+    assert names(folder.path) == [
+        *(
+            "config.yaml",
+            "curves.png",
+            "metrics.jsonl",
+            "model.safetensors",
+            "summary.json",
+        )
+    ]
+    assert json.loads((folder.path / "summary.json").read_text()) == {
+        "final": {"round": 2}
+    }
     with safe_open(folder.path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt", "affine": "global"}
         for name, array in STATE.items():
             found = file.get_tensor(name)
-            assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
+            assert (found.dtype, found.shape, found.tolist()) == (
+                array.dtype,
+                array.shape,
+                array.tolist(),
+            )
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
@@ -62,7 +78,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> N
 def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
     folder.add_round(
-        {"round": 1, "train-loss": math.nan, "clients": {"0": {"loss": math.inf}}, "list": [1.0, -math.inf]}
+        {
+            "round": 1,
+            "train-loss": math.nan,
+            "clients": {"0": {"loss": math.inf}},
+            "list": [1.0, -math.inf],
+        }
     )
     line = (folder.path / "metrics.jsonl").read_text()
 
@@ -70,7 +91,12 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     read = json.loads(line, parse_constant=refuse)
-    assert read == {"round": 1, "train-loss": None, "clients": {"0": {"loss": None}}, "list": [1.0, None]}
+    assert read == {
+        "round": 1,
+        "train-loss": None,
+        "clients": {"0": {"loss": None}},
+        "list": [1.0, None],
+    }
 
 
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
@@ -90,23 +116,42 @@ def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
         out.write_text("")
     else:
         out.mkdir()
-        (out / (".keep" if used == "hidden file inside" else "notes.txt")).write_text("")
+        (out / (".keep" if used == "hidden file inside" else "notes.txt")).write_text(
+            ""
+        )
     with pytest.raises(ConfigError) as caught:
         RunFolder(out, Config.make({}))
-    assert str(caught.value) == (f"out={str(out)!r} is in use; results are never overwritten. Choose another folder.")
+    assert (
+        str(caught.value)
+        == f"out={str(out)!r} is in use; results are never overwritten. Choose another"
+        " folder."
+    )
     assert not (out / "config.yaml").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"):
+    with pytest.raises(
+        ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"
+    ):
         RunFolder(tmp_path / "file" / "run", Config.make({}))
 
 
 def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=n",
+            "-c",
+            "user.email=e",
+            *arguments,
+        ]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def written(name: str, text: str) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -124,6 +169,8 @@ def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
     git("commit", "-m", "first")
     head = f"+g{git('rev-parse', '--short=7', 'HEAD')}"
     assert now(package) == head
-    assert now(written("site-packages", "")) == "", "in the repository of something else"
+    assert now(written("site-packages", "")) == "", (
+        "in the repository of something else"
+    )
     assert now(written("tracked", "x = 1")) == f"{head}.changed"
     commit_of.cache_clear()

@@ -1,4 +1,6 @@
-"""``statistics.jsonl``: the server writes what BatchNorm does in a round, and changes nothing of the run."""
+"""``statistics.jsonl``: the server writes what BatchNorm does in a round, and changes
+nothing of the run.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,57 @@ from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.output.statistics_log import StatisticsLog, local_statistics, weight
 from fedbn_flwr.lab.runs.run import run
 
-FIXBN = {"strategy": "fixbn", "freeze-at": 3, "num-server-rounds": 11, "checkpoint-every": 2}
+FIXBN = {
+    "strategy": "fixbn",
+    "freeze-at": 3,
+    "num-server-rounds": 11,
+    "checkpoint-every": 2,
+}
 
 
 def test_distances_against_plain_python() -> None:
-    mean, var, other, var_2, eps = [1.0, -2.0], [4.0, 0.25], [1.5, -1.0], [1.0, 0.5], 1e-5
+    mean, var, other, var_2, eps = (
+        [1.0, -2.0],
+        [4.0, 0.25],
+        [1.5, -1.0],
+        [1.0, 0.5],
+        1e-5,
+    )
     found = distance(
-        Statistics(torch.tensor(other), torch.tensor(var_2)), Statistics(torch.tensor(mean), torch.tensor(var)), eps
+        Statistics(torch.tensor(other), torch.tensor(var_2)),
+        Statistics(torch.tensor(mean), torch.tensor(var)),
+        eps,
     )
     assert found.l1 == pytest.approx(0.5 + 1.0 + 3.0 + 0.25)
-    assert found.mean == pytest.approx((0.5 / math.sqrt(4 + eps) + 1 / math.sqrt(0.25 + eps)) / 2)
-    assert found.variance == pytest.approx((math.log((4 + eps) / (1 + eps)) + math.log((0.5 + eps) / (0.25 + eps))) / 2)
+    assert found.mean == pytest.approx(
+        (0.5 / math.sqrt(4 + eps) + 1 / math.sqrt(0.25 + eps)) / 2
+    )
+    assert found.variance == pytest.approx(
+        (math.log((4 + eps) / (1 + eps)) + math.log((0.5 + eps) / (0.25 + eps))) / 2
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.01, None])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_the_batch_statistics_come_back_out_of_the_running_ones(momentum: float | None, steps: int) -> None:
-    """Equal batches in every step: the recovered statistics are those of the batch, whatever the momentum."""
+def test_the_batch_statistics_come_back_out_of_the_running_ones(
+    momentum: float | None, steps: int
+) -> None:
+    """Equal batches in every step: the recovered statistics are those of the batch,
+    whatever the momentum.
+    """
     layer = nn.BatchNorm1d(3, momentum=momentum).double()
     found = []
     batch = torch.randn(16, 3, dtype=torch.float64) * 2 + 1
-    for batches in ([torch.randn(16, 3, dtype=torch.float64) for _ in range(4)], [batch] * steps):
+    for batches in (
+        [torch.randn(16, 3, dtype=torch.float64) for _ in range(4)],
+        [batch] * steps,
+    ):
         for one in batches:
             layer(one)
         found.append({name: value.clone() for name, value in layer.named_buffers()})
-    before, after = (Statistics(state["running_mean"], state["running_var"]) for state in found)
+    before, after = (
+        Statistics(state["running_mean"], state["running_var"]) for state in found
+    )
     w = weight(momentum, *(state["num_batches_tracked"] for state in found))
     local = local_statistics(before, after, w)
     torch.testing.assert_close(local.mean, batch.mean(0), rtol=1e-10, atol=1e-10)
@@ -49,13 +77,22 @@ def test_the_batch_statistics_come_back_out_of_the_running_ones(momentum: float 
 
 def test_weight_of_a_layer_that_did_not_track_or_does_not_count() -> None:
     five, none = torch.tensor(5), torch.tensor(0)
-    assert weight(0.1, five, five) == weight(None, five, five) == weight(None, none, none) == 0
+    assert (
+        weight(0.1, five, five)
+        == weight(None, five, five)
+        == weight(None, none, none)
+        == 0
+    )
     assert weight(0.1, None, torch.tensor(3)) == 1
 
 
-def test_synchronised_clients_see_the_same_statistics(tmp_path: Path, quick_config) -> None:
+def test_synchronised_clients_see_the_same_statistics(
+    tmp_path: Path, quick_config
+) -> None:
     """FedTAN with one step: every client's batch statistics are those of the union."""
-    config = quick_config(strategy="fedtan", **{"local-steps": 1, "num-server-rounds": 3})
+    config = quick_config(
+        strategy="fedtan", **{"local-steps": 1, "num-server-rounds": 3}
+    )
     run(config, tmp_path / "run", workers=0)
     lines = read_metrics(tmp_path / "run" / STATISTICS_FILE)
     assert [line["round"] for line in lines] == [1, 3], "the first round, and the last"
@@ -71,21 +108,36 @@ def test_ever_fewer_rounds_have_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"strategy": "fedbn"}, {"norm": "group"}, {"dp": "server"}, {"masked-sums": True}]
+    "settings",
+    [{"strategy": "fedbn"}, {"norm": "group"}, {"dp": "server"}, {"masked-sums": True}],
 )
 def test_a_server_that_sees_no_statistics_of_single_clients_writes_none(
     settings: dict[str, Any], tmp_path: Path, quick_config
 ) -> None:
-    run(quick_config(**{"num-server-rounds": 1, **settings}), tmp_path / "run", workers=0)
+    run(
+        quick_config(**{"num-server-rounds": 1, **settings}),
+        tmp_path / "run",
+        workers=0,
+    )
     assert not (tmp_path / "run" / STATISTICS_FILE).exists()
 
 
-def test_the_lines_tell_of_clients_until_batchnorm_is_frozen(tmp_path: Path, quick_config) -> None:
+def test_the_lines_tell_of_clients_until_batchnorm_is_frozen(
+    tmp_path: Path, quick_config
+) -> None:
     """test_resume.py has them in a run that was interrupted."""
     run(quick_config(**FIXBN), tmp_path, workers=0)
     lines = read_metrics(tmp_path / STATISTICS_FILE)
-    assert [(line["round"], line["phase"]) for line in lines] == [(1, "train"), (10, "frozen"), (11, "frozen")]
+    assert [(line["round"], line["phase"]) for line in lines] == [
+        (1, "train"),
+        (10, "frozen"),
+        (11, "frozen"),
+    ]
     first, last = lines[0]["layers"]["norm"], lines[-1]["layers"]["norm"]
     assert min(*first["clients"]["l1"], first["change"]["l1"]) > 0
-    assert last["clients"] == {"l1": [None] * 3, "mean": [None] * 3, "variance": [None] * 3}
+    assert last["clients"] == {
+        "l1": [None] * 3,
+        "mean": [None] * 3,
+        "variance": [None] * 3,
+    }
     assert last["change"] == {"l1": 0, "mean": 0, "variance": 0}

@@ -19,12 +19,22 @@ from fedbn_flwr.lab.runs.start_checks import check
 
 @pytest.fixture
 def served(tmp_path: Path) -> Callable[..., Any]:
-    """``served(config or its keys, node_configs, name="out")``: summary and rounds of a run."""
+    """``served(config or its keys, node_configs, name="out")``: summary and rounds of a
+    run.
+    """
 
-    def do(given: Config | Mapping[str, Any], nodes: Sequence[dict[str, Any]], name: str = "out") -> Any:
+    def do(
+        given: Config | Mapping[str, Any],
+        nodes: Sequence[dict[str, Any]],
+        name: str = "out",
+    ) -> Any:
         config = given if isinstance(given, Config) else Config.make(given)
         app = client_app(client_fn)
-        with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
-            return serve(grid, check(config), tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
+        with InProcessGrid(
+            app, len(nodes), run_config=config.to_mapping(), node_configs=nodes
+        ) as grid:
+            return serve(grid, check(config), tmp_path / name), read_metrics(
+                tmp_path / name / "metrics.jsonl"
+            )
 
     return do

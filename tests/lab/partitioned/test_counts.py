@@ -1,4 +1,6 @@
-"""What is told of own data before round 1: counts by client and class, and what looks wrong."""
+"""What is told of own data before round 1: counts by client and class, and what looks
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.runs.run import run
 
 
-def split_of(tmp_path: Path, settings: dict[str, object] | None = None, **arrays: np.ndarray):
+def split_of(
+    tmp_path: Path, settings: dict[str, object] | None = None, **arrays: np.ndarray
+):
     np.savez(tmp_path / "a.npz", **arrays)
     config = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}", **(settings or {})})
     return partitioned_data(config, count_clients(config)), config
@@ -24,7 +28,9 @@ def split_of(tmp_path: Path, settings: dict[str, object] | None = None, **arrays
 def test_counts_and_held_out_clients(tmp_path: Path) -> None:
     client, split = np.array(list("aaaabbbbcccc")), np.arange(12) % 4 == 0
     x, y = np.arange(24.0).reshape(12, 2), np.arange(12) % 2
-    of_run = split_of(tmp_path, {"held-out-clients": "b"}, x=x, y=y, client=client, split=split)
+    of_run = split_of(
+        tmp_path, {"held-out-clients": "b"}, x=x, y=y, client=client, split=split
+    )
     text = data_text(*of_run)
     assert data_counts(of_run[0]) == {"training": 6, "validation": 0, "test": 2}
     assert "classification, 6 training, 2 test examples of shape (2,)" in text
@@ -34,8 +40,16 @@ def test_counts_and_held_out_clients(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "one example": (np.array([0] * 19 + [1]), np.arange(20) % 5 == 1, "client 1 has 1 training example: BatchNorm"),
-    "no tests": (np.array([0] * 15 + [1] * 5), np.arange(20) < 5, "no test examples: client 1"),
+    "one example": (
+        np.array([0] * 19 + [1]),
+        np.arange(20) % 5 == 1,
+        "client 1 has 1 training example: BatchNorm",
+    ),
+    "no tests": (
+        np.array([0] * 15 + [1] * 5),
+        np.arange(20) < 5,
+        "no test examples: client 1",
+    ),
 }
 
 
@@ -47,10 +61,16 @@ def test_what_looks_wrong(tmp_path: Path, case: str) -> None:
     assert any(line.startswith(message) for line in found), found
 
 
-def test_a_run_writes_and_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_writes_and_logs_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "flwr")
     np.savez(tmp_path / "a.npz", x=np.ones((20, 2)), y=np.arange(20) % 2)
-    settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "num-server-rounds": 1, "num-clients": 2}
+    settings = {
+        "dataset": f"npz:{tmp_path / 'a.npz'}",
+        "num-server-rounds": 1,
+        "num-clients": 2,
+    }
     run(Config.make(settings), tmp_path / "out", workers=0)
     content = json.loads((tmp_path / "out/data.json").read_text())
     assert content["examples"]["training"] == 16
@@ -60,8 +80,19 @@ def test_a_run_writes_and_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
 def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -> None:
     """It would end without a result."""
-    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(60, 2)), y=np.arange(60) % 2)
-    settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "num-clients": 2, "test-share": 0.001, "strategy": strategy}
-    with pytest.raises(DataError, match=r"npz.*: no example is a test example .test-share=0\.001\)"):
+    np.savez(
+        tmp_path / "a.npz",
+        x=np.random.default_rng(0).normal(size=(60, 2)),
+        y=np.arange(60) % 2,
+    )
+    settings = {
+        "dataset": f"npz:{tmp_path / 'a.npz'}",
+        "num-clients": 2,
+        "test-share": 0.001,
+        "strategy": strategy,
+    }
+    with pytest.raises(
+        DataError, match=r"npz.*: no example is a test example .test-share=0\.001\)"
+    ):
         run(Config.make(settings), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()

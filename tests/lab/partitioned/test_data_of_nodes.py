@@ -1,4 +1,6 @@
-"""Own data that only the nodes have: a function of the node's ``data-path``, or ``dataset=folder:`` without a path."""
+"""Own data that only the nodes have: a function of the node's ``data-path``, or
+``dataset=folder:`` without a path.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ SETTINGS = {
     "eval-on": "personal-own",
 }
 TABLE = {**SETTINGS, "dataset": f"{MODULE}:patients", "task": "binary"}
-IMAGES = {"num-server-rounds": 1, "image-size": 28, "num-classes": 2, "task": "classification"}
+IMAGES = {
+    "num-server-rounds": 1,
+    "image-size": 28,
+    "num-classes": 2,
+    "task": "classification",
+}
 
 
 class Patients(Dataset[Any]):
@@ -56,14 +63,18 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     for client, name in enumerate(NAMES):
         rng = np.random.default_rng(client)
         age, tests = rng.normal(50 + 5 * client, 10, 30), np.arange(30) % 5 == 4
-        table = pd.DataFrame({"age": age, "bmi": rng.normal(25, 4, 30), "sick": age > 55})
+        table = pd.DataFrame(
+            {"age": age, "bmi": rng.normal(25, 4, 30), "sick": age > 55}
+        )
         table["patient"] = np.arange(30) // 2 + 50 * tests
         table["part"] = np.where(tests, "test", "train")
         paths.append(tmp_path / f"{name}.csv")
         table.to_csv(paths[-1], index=False)
 
     def patients(site: int | str, part: str) -> Patients:
-        table = pd.read_csv(site if isinstance(site, str) else paths[site], dtype={"patient": str})
+        table = pd.read_csv(
+            site if isinstance(site, str) else paths[site], dtype={"patient": str}
+        )
         return Patients(table[table["part"] == part])
 
     patients.input_shape = (2,)  # type: ignore[attr-defined]
@@ -77,11 +88,15 @@ def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:
     return [{"data-path": str(path), **more} for path in paths]
 
 
-def test_the_bits_of_one_data_set_with_natural_clients(served, tables, tmp_path) -> None:
+def test_the_bits_of_one_data_set_with_natural_clients(
+    served, tables, tmp_path
+) -> None:
     """Also those of the validation rows, of which no patient is divided."""
     settings = {**TABLE, "validation-share": 0.25, "strategy": "fedbn"}
     alone, lines = served(settings, at(tables))
-    whole = run(Config.make({**settings, "num-clients": 3}), tmp_path / "together", workers=0)
+    whole = run(
+        Config.make({**settings, "num-clients": 3}), tmp_path / "together", workers=0
+    )
     assert alone["sha256"] == whole["sha256"]
     assert alone["final"] == whole["final"]
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
@@ -93,28 +108,59 @@ def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
     for client, (name, classes) in enumerate(counts.items()):
         for label, count in classes.items():
             for part in ("train", "test"):
-                (tmp_path / "all" / name / part / label).mkdir(parents=True, exist_ok=True)
+                (tmp_path / "all" / name / part / label).mkdir(
+                    parents=True, exist_ok=True
+                )
             for number in range(count):
-                folder = tmp_path / "all" / name / ("test" if number < 2 else "train") / label
-                pixels = np.random.default_rng(100 * client + number).integers(0, 256, (9, 9)).astype(np.uint8)
+                folder = (
+                    tmp_path
+                    / "all"
+                    / name
+                    / ("test" if number < 2 else "train")
+                    / label
+                )
+                pixels = (
+                    np.random.default_rng(100 * client + number)
+                    .integers(0, 256, (9, 9))
+                    .astype(np.uint8)
+                )
                 Image.fromarray(pixels).save(folder / f"{number}.png")
-    settings, nodes = {**SETTINGS, **IMAGES}, at([tmp_path / "all" / name for name in counts])
+    settings, nodes = (
+        {**SETTINGS, **IMAGES},
+        at([tmp_path / "all" / name for name in counts]),
+    )
     alone, _ = served({**settings, "dataset": "folder:"}, nodes)
-    whole = run(Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}), tmp_path / "whole", workers=0)
+    whole = run(
+        Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}),
+        tmp_path / "whole",
+        workers=0,
+    )
     assert alone["sha256"] == whole["sha256"]
     for part in ("train", "test"):
         (tmp_path / "all/b" / part / "cat").rmdir()
     _, lines = served({**settings, "dataset": "folder:"}, nodes, "without")
     assert lines[0]["participants"] == [0]
-    assert "2 classes needed, and there are class folders dog" in lines[0]["rejected"][0]
+    assert (
+        "2 classes needed, and there are class folders dog" in lines[0]["rejected"][0]
+    )
 
 
 def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
     rng = np.random.default_rng(0)
     for name, shape in (("0", (9, 9)), ("1", (12, 12, 3))):
-        np.savez(tmp_path / f"{name}.npz", x=rng.integers(0, 256, (20, *shape)).astype(np.uint8), y=np.arange(20) % 2)
+        np.savez(
+            tmp_path / f"{name}.npz",
+            x=rng.integers(0, 256, (20, *shape)).astype(np.uint8),
+            y=np.arange(20) % 2,
+        )
     settings = {**SETTINGS}
-    settings |= {"num-server-rounds": 1, "dataset": "npz:", "model": "lenet", "image-size": 32, "num-classes": 3}
+    settings |= {
+        "num-server-rounds": 1,
+        "dataset": "npz:",
+        "model": "lenet",
+        "image-size": 32,
+        "num-classes": 3,
+    }
     settings["task"] = "classification"
     _, lines = served(settings, at([tmp_path / "0.npz", tmp_path / "1.npz"]))
     assert [line["participants"] for line in lines] == [[0, 1]]
@@ -122,23 +168,47 @@ def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
 
 def test_a_masked_run_on_data_of_the_nodes_alone_has_no_test(served, tmp_path) -> None:
     for name in "01":
-        np.savez(tmp_path / f"{name}.npz", x=np.eye(20, 784).reshape(20, 28, 28).astype(np.uint8), y=np.arange(20) % 2)
-    settings = {**SETTINGS, "dataset": "npz:", "image-size": 28, "num-classes": 2, "task": "classification"}
+        np.savez(
+            tmp_path / f"{name}.npz",
+            x=np.eye(20, 784).reshape(20, 28, 28).astype(np.uint8),
+            y=np.arange(20) % 2,
+        )
+    settings = {
+        **SETTINGS,
+        "dataset": "npz:",
+        "image-size": 28,
+        "num-classes": 2,
+        "task": "classification",
+    }
     settings |= {"masked-sums": True, "eval-on": "global"}
     summary, lines = served(settings, at([tmp_path / "0.npz", tmp_path / "1.npz"]))
     assert [line["participants"] for line in lines] == [[0, 1]] * 2
     assert summary["final"] == {}
 
 
-def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(served, tmp_path) -> None:
-    np.savez(tmp_path / "0.npz", x=np.zeros((20, 28, 28), np.uint8), y=np.arange(20) % 2)
-    settings = {**SETTINGS, **IMAGES, "dataset": "npz:", "eval-on": "personal-own,personal-global"}
-    with pytest.raises(ConfigError, match=r"eval-on=personal-global.*data-path has the test set own.*personal-own"):
+def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(
+    served, tmp_path
+) -> None:
+    np.savez(
+        tmp_path / "0.npz", x=np.zeros((20, 28, 28), np.uint8), y=np.arange(20) % 2
+    )
+    settings = {
+        **SETTINGS,
+        **IMAGES,
+        "dataset": "npz:",
+        "eval-on": "personal-own,personal-global",
+    }
+    with pytest.raises(
+        ConfigError,
+        match=r"eval-on=personal-global.*data-path has the test set own.*personal-own",
+    ):
         served(settings, at([tmp_path / "0.npz"]))
     assert not read_metrics(tmp_path / "out/metrics.jsonl")
 
 
-def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tmp_path) -> None:
+def test_a_node_with_other_data_is_named_and_the_others_go_on(
+    served, tables, tmp_path
+) -> None:
     tables[1].write_text("age,part,sick,patient\n50,train,0,1\n")
     _, lines = served(TABLE, at(tables))
     (said,) = lines[0]["rejected"]
@@ -147,16 +217,29 @@ def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tm
     assert lines[0]["participants"] == [0, 2]
 
 
-def test_what_the_server_must_know_of_the_data_is_in_the_config(served, tmp_path) -> None:
+def test_what_the_server_must_know_of_the_data_is_in_the_config(
+    served, tmp_path
+) -> None:
     settings = {**SETTINGS, **IMAGES, "dataset": "npz:"}
-    np.savez(tmp_path / "0.npz", x=np.zeros((20, 28, 28), np.uint8), y=np.arange(20) % 2)
-    with pytest.raises(DataError, match=r"only the nodes have the data.*eval-on=personal-own"):
+    np.savez(
+        tmp_path / "0.npz", x=np.zeros((20, 28, 28), np.uint8), y=np.arange(20) % 2
+    )
+    with pytest.raises(
+        DataError, match=r"only the nodes have the data.*eval-on=personal-own"
+    ):
         served({**settings, "eval-on": "global"}, at([tmp_path / "0.npz"]), "global")
     with pytest.raises(FedBNError, match=r"only the nodes have the data.*data-path"):
         run(Config.make({**settings, "num-clients": 2}), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"held-out-clients='a' has no effect: only the nodes have the data"):
+    with pytest.raises(
+        ConfigError,
+        match=r"held-out-clients='a' has no effect: only the nodes have the data",
+    ):
         Config.make({**settings, "held-out-clients": "a"})
-    keys = [option for key, value in {**settings, "model": "mlp"}.items() for option in ("--set", f"{key}={value}")]
+    keys = [
+        option
+        for key, value in {**settings, "model": "mlp"}.items()
+        for option in ("--set", f"{key}={value}")
+    ]
     shown = CliRunner().invoke(app, ["inspect", *keys])
     assert shown.exit_code == 0, shown.output
     assert "mlp (norm=batch)" in shown.output

@@ -1,4 +1,6 @@
-"""Validation examples in a run: put aside on each client, never trained on, tested in each tested round."""
+"""Validation examples in a run: put aside on each client, never trained on, tested in
+each tested round.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,36 @@ from fedbn_flwr.training.evaluation import evaluate
 SHARE = {"validation-share": 0.2}
 
 
-def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(quick_config) -> None:
+def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
+    quick_config,
+) -> None:
     config, whole = quick_config(**SHARE), quick_config()
     split, before = (partitioned_data(one, 3) for one in (config, whole))
     labels, clients = split.dataset.train.labels.numpy(), RunClients.of(check(config))
     for client in range(3):
         train, aside = split.train[client], split.validation[client]
-        assert np.array_equal(np.sort(np.concatenate([train, aside])), before.train[client])
+        assert np.array_equal(
+            np.sort(np.concatenate([train, aside])), before.train[client]
+        )
         for label in np.unique(labels[before.train[client]]):
             held = (labels[before.train[client]] == label).sum()
             assert abs((labels[aside] == label).sum() - 0.2 * held) < 1
-        context = Context(1, 1, {"partition-id": client, "num-partitions": 3}, RecordDict(), config.to_mapping())
-        assert clients.num_examples(context) == len(client_fn(context).train_data) == len(train)
+        context = Context(
+            1,
+            1,
+            {"partition-id": client, "num-partitions": 3},
+            RecordDict(),
+            config.to_mapping(),
+        )
+        assert (
+            clients.num_examples(context)
+            == len(client_fn(context).train_data)
+            == len(train)
+        )
         assert len(split.validation_view(client)) == len(aside)
-        assert np.array_equal(split.test[client], before.test[client]), "the test part does not change"
+        assert np.array_equal(split.test[client], before.test[client]), (
+            "the test part does not change"
+        )
     assert len(split.validation_view()) == sum(map(len, split.validation))
     assert len(before.validation_view()) == 0
 
@@ -53,7 +71,11 @@ def test_the_global_model_is_tested_on_all_validation_examples(quick_run) -> Non
     split = partitioned_data(Config.load(out / "config.yaml"), 3)
     found = evaluate(model, split.validation_view())
     last = read_metrics(out / "metrics.jsonl")[-1]
-    assert last["validation-accuracy"] == summary["final"]["validation-accuracy"] == found.accuracy
+    assert (
+        last["validation-accuracy"]
+        == summary["final"]["validation-accuracy"]
+        == found.accuracy
+    )
     assert last["validation-loss"] == pytest.approx(found.loss)
 
 
@@ -73,44 +95,91 @@ def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -
 def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> None:
     """``tests/strategies/test_fedbs.py`` has the weights."""
     found = [quick_run(strategy="fedbs", **settings) for settings in ({}, SHARE)]
-    strategies = [make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3) for _, out in found]
-    assert [strategy.params.loss_key for strategy in strategies] == ["train-loss", "validation-loss"]
-    assert all(line["participants"] == [0, 1, 2] for _, out in found for line in read_metrics(out / "metrics.jsonl"))
+    strategies = [
+        make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3)
+        for _, out in found
+    ]
+    assert [strategy.params.loss_key for strategy in strategies] == [
+        "train-loss",
+        "validation-loss",
+    ]
+    assert all(
+        line["participants"] == [0, 1, 2]
+        for _, out in found
+        for line in read_metrics(out / "metrics.jsonl")
+    )
 
 
 def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None:
     """Each is the best by another round, and a loss is better the lower it is."""
-    settings = {"num-server-rounds": 6, "early-stopping": 6, "validation-share": 0.3, "learning-rate": 0.5}
+    settings = {
+        "num-server-rounds": 6,
+        "early-stopping": 6,
+        "validation-share": 0.3,
+        "learning-rate": 0.5,
+    }
     for metric, choose in (("loss", min), ("auroc", max)):
         summary, out = quick_run(**settings, **{"metrics": metric})
         lines = read_metrics(out / "metrics.jsonl")
         validated = [line[f"validation-{metric}"] for line in lines]
         stopped = validated.index(choose(validated))
         assert summary["headline"] == f"test-{metric}"
-        assert summary["best-validation"] == {"round": stopped + 1, f"validation-{metric}": validated[stopped]}
+        assert summary["best-validation"] == {
+            "round": stopped + 1,
+            f"validation-{metric}": validated[stopped],
+        }
         assert summary["final"][f"test-{metric}"] == lines[stopped][f"test-{metric}"]
-        assert summary["best"][f"test-{metric}"] == choose(line[f"test-{metric}"] for line in lines)
+        assert summary["best"][f"test-{metric}"] == choose(
+            line[f"test-{metric}"] for line in lines
+        )
 
 
-def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better(monkeypatch) -> None:
+def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better(
+    monkeypatch,
+) -> None:
     units = torch.arange(30) // 3
-    samples = Samples(torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units)
+    samples = Samples(
+        torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units
+    )
     rest, aside = put_aside(samples, np.arange(30), 0.3, 0)
     assert len(aside) == 9
     assert not set(units[rest].tolist()) & set(units[aside].tolist())
     config = Config.make({"early-stopping": 1, "validation-share": 0.3})
-    monkeypatch.setattr("fedbn_flwr.lab.early_stopping.data_of", lambda config: SimpleNamespace(task=REGRESSION))
-    lines = [{"round": i, f"validation-{REGRESSION.score}": score} for i, score in enumerate((3.0, 1.0, 2.0), start=1)]
-    assert (EarlyStopping(config, lines).best(), EarlyStopping(config, lines).stops) == (2, True)
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.early_stopping.data_of",
+        lambda config: SimpleNamespace(task=REGRESSION),
+    )
+    lines = [
+        {"round": i, f"validation-{REGRESSION.score}": score}
+        for i, score in enumerate((3.0, 1.0, 2.0), start=1)
+    ]
+    assert (
+        EarlyStopping(config, lines).best(),
+        EarlyStopping(config, lines).stops,
+    ) == (2, True)
 
 
 def test_the_command_partition_shows_the_validation_examples() -> None:
-    settings: list[Any] = ["--set", "num-clients=2", "--set", "partition=iid", "--set", "validation-share=0.25"]
+    settings: list[Any] = [
+        "--set",
+        "num-clients=2",
+        "--set",
+        "partition=iid",
+        "--set",
+        "validation-share=0.25",
+    ]
     shown = CliRunner().invoke(app, ["partition", *settings]).output
     first, second = shown.split("validation examples by class")
     assert first.startswith("training examples by class")
     sizes = [
-        [int(line.split()[-1]) for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])]
+        [
+            int(line.split()[-1])
+            for line in text.splitlines()
+            if line.split()[:1] in (["0"], ["1"])
+        ]
         for text in (first, second)
     ]
-    assert [round(4 * b / (a + b), 2) for a, b in zip(*sizes, strict=True)] == [1.0, 1.0]
+    assert [round(4 * b / (a + b), 2) for a, b in zip(*sizes, strict=True)] == [
+        1.0,
+        1.0,
+    ]

@@ -23,32 +23,71 @@ SQUEEZENET = ["dataset=cifar10", "model=torchvision:squeezenet1_1"]
 BAD: dict[str, tuple[list[str], list[str]]] = {
     # the settings, and what the message must name
     "unknown key": (["learning-rat=0.1"], ["learning-rat", "learning-rate"]),
-    "both ways to count": (["local-steps=5", "local-epochs=2"], ["local-steps=5", "local-epochs=2"]),
+    "both ways to count": (
+        ["local-steps=5", "local-epochs=2"],
+        ["local-steps=5", "local-epochs=2"],
+    ),
     "no BatchNorm under silobn": (
         ["strategy=silobn", "model=resnet20", "norm=group"],
         ["silobn", "resnet20", "GroupNorm", "layer1.0.norm1", "fedavg", "norm='batch'"],
     ),
-    "no norm at all under fixbn": (["strategy=fixbn", "norm=none"], ["fixbn", "mlp", "no normalisation"]),
-    "a model that has no BatchNorm anyway": (["strategy=fedbn", *SQUEEZENET], ["fedbn", "squeezenet1_1"]),
+    "no norm at all under fixbn": (
+        ["strategy=fixbn", "norm=none"],
+        ["fixbn", "mlp", "no normalisation"],
+    ),
+    "a model that has no BatchNorm anyway": (
+        ["strategy=fedbn", *SQUEEZENET],
+        ["fedbn", "squeezenet1_1"],
+    ),
     "a part of a combination that needs BatchNorm": (
         ["client-hooks=fixbn,fedprox", "norm=group"],
         ["fixbn", "client-hooks=''", "norm='batch'"],
     ),
-    "nothing to standardise": (["strategy=fedwon", "norm=wsconv"], ["fedwon", "convolutions", "mlp"]),
-    "a norm that does not fit": (["model=mlp", "norm=instance"], ["(2, 30)", "norm='group'", "norm='layer'"]),
+    "nothing to standardise": (
+        ["strategy=fedwon", "norm=wsconv"],
+        ["fedwon", "convolutions", "mlp"],
+    ),
+    "a norm that does not fit": (
+        ["model=mlp", "norm=instance"],
+        ["(2, 30)", "norm='group'", "norm='layer'"],
+    ),
     "a crop that misses": (["augment=crop28"], ["augment", "crop28", "crop27"]),
-    "more classes per client than classes": (["classes-per-client=11"], ["classes-per-client=11", "digits"]),
-    "a norm without BatchNorm to replace": ([*SQUEEZENET, "norm=group"], ["norm='group'", "squeezenet1_1"]),
+    "more classes per client than classes": (
+        ["classes-per-client=11"],
+        ["classes-per-client=11", "digits"],
+    ),
+    "a norm without BatchNorm to replace": (
+        [*SQUEEZENET, "norm=group"],
+        ["norm='group'", "squeezenet1_1"],
+    ),
     "more replies than clients": (
         ["num-clients=10", "fraction-train=0.2", "min-replies=3"],
         ["min-replies=3", "fraction-train=0.2"],
     ),
-    "a series without a folder": (["strategy=fedbn", "series=h"], ["series=h", "state-dir"]),
-    "an empty partition": (["num-clients=1430", "classes-per-client=1"], ["'classes'", "6 of 1430 clients"]),
-    "more clients than examples": (["num-clients=2000", "partition=iid"], ["num-clients=2000", "1438"]),
-    "no data folder": (["dataset=mnist"], ["mnist", "data-dir", "MNIST/raw/", "train-images-idx3-ubyte", "digits"]),
-    "a data folder that is missing": (["dataset=mnist", "data-dir=/no/such/folder"], ["data-dir='/no/such/folder'"]),
-    "a GPU that is not there": (["device=cuda"], ["device=cuda", "device=cpu", "device=auto"]),
+    "a series without a folder": (
+        ["strategy=fedbn", "series=h"],
+        ["series=h", "state-dir"],
+    ),
+    "an empty partition": (
+        ["num-clients=1430", "classes-per-client=1"],
+        ["'classes'", "6 of 1430 clients"],
+    ),
+    "more clients than examples": (
+        ["num-clients=2000", "partition=iid"],
+        ["num-clients=2000", "1438"],
+    ),
+    "no data folder": (
+        ["dataset=mnist"],
+        ["mnist", "data-dir", "MNIST/raw/", "train-images-idx3-ubyte", "digits"],
+    ),
+    "a data folder that is missing": (
+        ["dataset=mnist", "data-dir=/no/such/folder"],
+        ["data-dir='/no/such/folder'"],
+    ),
+    "a GPU that is not there": (
+        ["device=cuda"],
+        ["device=cuda", "device=cpu", "device=auto"],
+    ),
     "two problems at once": (
         ["device=cuda", "dataset=mnist", "data-dir=/no/such"],
         ["device=cuda", "\n", "data-dir='/no/such'"],
@@ -64,7 +103,9 @@ def refused(arguments: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_ends_with_a_message_and_writes_nothing(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_bad_input_ends_with_a_message_and_writes_nothing(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
     """The two engines share the checks, so they take turns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -93,22 +134,31 @@ def test_a_federation_of_another_size_is_refused(
     way = "Start 3 SuperNodes"
     if not network:
         way = "In simulation add --federation-config 'num-supernodes=3' to `flwr run`"
-    assert str(caught.value) == (
-        f"num-clients=3, but the federation has {found} node(s). {way}; or set num-clients=0 to take all nodes."
+    assert (
+        str(caught.value)
+        == f"num-clients=3, but the federation has {found} node(s). {way}; or set"
+        " num-clients=0 to take all nodes."
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_federation_without_nodes_is_refused(quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_a_federation_without_nodes_is_refused(
+    quick_config, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(node_queries, "NODE_GRACE", 0.1)
     with InProcessGrid(client_app, 1) as grid:
         monkeypatch.setattr(grid, "get_node_ids", list)
-        with pytest.raises(EngineError, match=r"no nodes connected within 0\.1 s; start the SuperNodes first"):
+        with pytest.raises(
+            EngineError,
+            match=r"no nodes connected within 0\.1 s; start the SuperNodes first",
+        ):
             serve(grid, check(quick_config()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_number_of_clients_takes_all_nodes(quick_config, tmp_path: Path) -> None:
+def test_a_run_without_a_number_of_clients_takes_all_nodes(
+    quick_config, tmp_path: Path
+) -> None:
     config = quick_config(**{"num-clients": 0})
     with InProcessGrid(client_app, 4, run_config=config.to_mapping()) as grid:
         serve(grid, check(config), tmp_path / "out")
@@ -132,27 +182,48 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
 ) -> None:
     """The server splits as the nodes do, also while they connect one after another."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    config = quick_config(**{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2})
-    with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+    config = quick_config(
+        **{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2}
+    )
+    with (
+        Late(client_app, 3, run_config=config.to_mapping()) as grid,
+        caplog.at_level("WARNING", "flwr"),
+    ):
         serve(grid, check(config), tmp_path / "out")
     assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
-    assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0, 1, 2]] * 2
+    assert [
+        line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")
+    ] == [[0, 1, 2]] * 2
     assert "others may join" not in caplog.text
     monkeypatch.setattr(node_queries, "NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
-    with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+    with (
+        Late(client_app, 3, run_config=config.to_mapping()) as grid,
+        caplog.at_level("WARNING", "flwr"),
+    ):
         serve(grid, check(config), tmp_path / "alone")
     assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
-    assert "num-partitions=3, and the run begins with 1 node(s): the others may join" in caplog.messages
+    assert (
+        "num-partitions=3, and the run begins with 1 node(s): the others may join"
+        in caplog.messages
+    )
 
 
-def test_held_out_clients_need_nodes_that_split_as_the_server_does(quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_held_out_clients_need_nodes_that_split_as_the_server_does(
+    quick_config, tmp_path: Path, monkeypatch
+) -> None:
     """Otherwise a node trains on their examples."""
     monkeypatch.setattr(Late, "connect_at", 99)
     config = quick_config(**{"num-clients": 1, "held-out-clients": "1"})
     with (
         Late(client_app, 3, run_config=config.to_mapping()) as grid,
-        pytest.raises(ConfigError, match=r"the split of the server has num-partitions=1 and node .* num-partitions=3:"),
+        pytest.raises(
+            ConfigError,
+            match=(
+                r"the split of the server has num-partitions=1 and node .*"
+                r" num-partitions=3:"
+            ),
+        ),
     ):
         serve(grid, check(config), tmp_path / "out")
 
@@ -165,25 +236,31 @@ def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
     with InProcessGrid(client_app, 1) as grid:
         with pytest.raises(ConfigError) as caught:
             serve(grid, check(centralized), tmp_path / "out")
-        assert str(caught.value) == (
-            "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
-            "strategy=centralized`, not with `flwr run`."
+        assert (
+            str(caught.value)
+            == "strategy='centralized' is a reference without clients: run it with"
+            " `fedbn-flwr run --set strategy=centralized`, not with `flwr run`."
         )
         context = grid.context(0)
         context.run_config = quick_config(out="runs/1").to_mapping()
         with pytest.raises(ConfigError) as caught:
             main(grid, context)
-        assert str(caught.value) == (
-            "out='runs/1' is relative, and under `flwr run` the working directory is not yours. Write "
-            "out='/the/absolute/path/runs/1'."
+        assert (
+            str(caught.value)
+            == "out='runs/1' is relative, and under `flwr run` the working directory is"
+            " not yours. Write out='/the/absolute/path/runs/1'."
         )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_of_flwr_run_go_to_the_flower_home_by_default(quick_config, tmp_path: Path, monkeypatch) -> None:
+def test_results_of_flwr_run_go_to_the_flower_home_by_default(
+    quick_config, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     config = quick_config(**{"num-clients": 0})
     with InProcessGrid(client_app, 2, run_config=config.to_mapping()) as grid:
         context = grid.context(0)
         main(grid, context)
-        assert (tmp_path / "home" / "fedbn-runs" / str(context.run_id) / "summary.json").is_file()
+        assert (
+            tmp_path / "home" / "fedbn-runs" / str(context.run_id) / "summary.json"
+        ).is_file()

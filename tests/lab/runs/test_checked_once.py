@@ -1,4 +1,6 @@
-"""A config is checked once, and the model is built once in each process, before the first step."""
+"""A config is checked once, and the model is built once in each process, before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Counts = dict[str, int]
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """How often the keys were checked together, the run on this machine, and how often the model was built."""
+    """How often the keys were checked together, the run on this machine, and how often
+    the model was built.
+    """
     counted: Counts = {}
 
     def count(module: Any, name: str) -> None:
@@ -52,30 +56,46 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> None:
-    settings = [text for key, value in SMALL.items() for text in ("--set", f"{key}={value}")]
-    result = CliRunner().invoke(app, ["run", *settings, "--workers", "0", "--out", str(tmp_path / "out")])
+    settings = [
+        text for key, value in SMALL.items() for text in ("--set", f"{key}={value}")
+    ]
+    result = CliRunner().invoke(
+        app, ["run", *settings, "--workers", "0", "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out/summary.json").is_file()
     assert counts == {"problems_of_run": 1, "check": 1, "build_model": 1}
 
 
 @pytest.mark.parametrize(
-    "more", [{"strategy": "centralized"}, {"strategy": "fixbn", "model": "lenet", "workers": None}]
+    "more",
+    [
+        {"strategy": "centralized"},
+        {"strategy": "fixbn", "model": "lenet", "workers": None},
+    ],
 )
-def test_so_does_a_run_from_python(counts: Counts, more: dict[str, Any], tmp_path: Path) -> None:
+def test_so_does_a_run_from_python(
+    counts: Counts, more: dict[str, Any], tmp_path: Path
+) -> None:
     workers = more.pop("workers", 0)
     run_module.run(Config.make({**SMALL, **more}), tmp_path / "out", workers=workers)
     assert counts == {"problems_of_run": 1, "check": 1, "build_model": 1}
 
 
-def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(counts: Counts, tmp_path: Path) -> None:
+def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(
+    counts: Counts, tmp_path: Path
+) -> None:
     settings = {**Config.make({**SMALL, "out": str(tmp_path / "out")}).to_mapping()}
     counts.update(dict.fromkeys(counts, 0))
     context = Context(1, 1, {}, RecordDict(), settings)
     with InProcessGrid(flower_app.client_app, 3, run_config=settings) as grid:
         flower_app.server_app(grid, context)
     assert (tmp_path / "out/summary.json").is_file()
-    assert counts == {"problems_of_run": 2, "check": 1, "build_model": 2}, "the server's, and one for all three clients"
+    assert counts == {
+        "problems_of_run": 2,
+        "check": 1,
+        "build_model": 2,
+    }, "the server's, and one for all three clients"
 
 
 @pytest.mark.parametrize(
@@ -86,13 +106,18 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(count
         {"norm": "batch-renorm", "model": "lenet"},
     ],
 )
-def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes, momentum, what is frozen, memory format and initial values are those of a model built for them."""
+def test_clients_get_the_model_as_it_is_built(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes, momentum, what is frozen, memory format and initial values are those of a
+    model built for them.
+    """
     config = Config.make({**SMALL, **settings})
     checked = check(config)
     clients = RunClients.of(checked)
     with torch.no_grad():
-        for entry in checked.model.eval().state_dict().values():  # what the server does with its own
+        # what the server does with its own
+        for entry in checked.model.eval().state_dict().values():
             entry.zero_()
     built, copied = setup.training_model(config), clients._build()
     assert about(copied) == about(built)
@@ -103,10 +128,19 @@ def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any], monkeypa
 
 def about(model: nn.Module) -> list[Any]:
     modules = [
-        (path, type(module), module.training, module in stays_in_eval(model), getattr(module, "momentum", None))
+        (
+            path,
+            type(module),
+            module.training,
+            module in stays_in_eval(model),
+            getattr(module, "momentum", None),
+        )
         for path, module in model.named_modules()
     ]
-    parameters = [(name, p.requires_grad, p.stride(), p.device) for name, p in model.named_parameters()]
+    parameters = [
+        (name, p.requires_grad, p.stride(), p.device)
+        for name, p in model.named_parameters()
+    ]
     assert any(isinstance(module, _BatchNorm) for module in model.modules())
     return [*modules, *parameters]
 

@@ -1,4 +1,6 @@
-"""Runs on a Ray cluster: code, data and files come from one machine, the bits are those of a run in process."""
+"""Runs on a Ray cluster: code, data and files come from one machine, the bits are those
+of a run in process.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,22 @@ SMALL = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "num-clients
 def write_rows(path: Path) -> str:
     """Write own data, rows in two classes; return the config's ``dataset``."""
     rng = np.random.default_rng(0)
-    np.savez(path, x=rng.standard_normal((90, 4)).astype("float32"), y=rng.integers(0, 2, 90))
+    np.savez(
+        path, x=rng.standard_normal((90, 4)).astype("float32"), y=rng.integers(0, 2, 90)
+    )
     return f"npz:{path}"
 
 
-# --- code ------------------------------------------------------------------------------------------------------------
+# --- code -----------------------------------------------------------------------------
 
 
 def write_net(folder: Path) -> None:
-    """Write a user's model in a module that imports another one, and a third one that it does not import."""
-    (folder / "cluster_layers.py").write_text("from torch import nn\n\nlayer = nn.Linear\n")
+    """Write a user's model in a module that imports another one, and a third one that
+    it does not import.
+    """
+    (folder / "cluster_layers.py").write_text(
+        "from torch import nn\n\nlayer = nn.Linear\n"
+    )
     (folder / "not_imported.py").write_text("")
     net = """
         import os
@@ -59,28 +67,49 @@ def test_the_modules_of_a_users_model_go_to_the_machines_and_installed_ones_do_n
     write_net(tmp_path)
     monkeypatch.chdir(tmp_path)
     rows = write_rows(tmp_path / "rows.npz")
-    configs = [Config.make({**SMALL, "dataset": rows, "model": name}) for name in ("cluster_net:net", "mlp")]
-    assert sorted(user_modules(configs)) == [tmp_path / "cluster_layers.py", tmp_path / "cluster_net.py"]
+    configs = [
+        Config.make({**SMALL, "dataset": rows, "model": name})
+        for name in ("cluster_net:net", "mlp")
+    ]
+    assert sorted(user_modules(configs)) == [
+        tmp_path / "cluster_layers.py",
+        tmp_path / "cluster_net.py",
+    ]
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------
 
 
 def test_the_address_is_for_the_simulation_alone(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["run", "--ray-address", "127.0.0.1:1", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(
+        app, ["run", "--ray-address", "127.0.0.1:1", "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 2
-    assert result.stderr.strip() == "--ray-address=127.0.0.1:1 needs --engine simulation, whose clients Ray runs."
-    with pytest.raises(ConfigError, match=r"ray-address=127\.0\.0\.1:1 is for the engine simulation"):
+    assert (
+        result.stderr.strip()
+        == "--ray-address=127.0.0.1:1 needs --engine simulation, whose clients Ray"
+        " runs."
+    )
+    with pytest.raises(
+        ConfigError, match=r"ray-address=127\.0\.0\.1:1 is for the engine simulation"
+    ):
         run(Config.make(SMALL), tmp_path / "out", ray_address="127.0.0.1:1")
 
 
-@pytest.mark.parametrize("address", ["auto", "localhost", "ray://127.0.0.1:1", "127.0.0.1:port"])
+@pytest.mark.parametrize(
+    "address", ["auto", "localhost", "ray://127.0.0.1:1", "127.0.0.1:port"]
+)
 def test_an_address_is_a_host_and_a_port(address: str) -> None:
-    with pytest.raises(ConfigError, match="must be HOST:PORT of a running cluster"), cluster([], address):
+    with (
+        pytest.raises(ConfigError, match="must be HOST:PORT of a running cluster"),
+        cluster([], address),
+    ):
         pass
 
 
-def test_an_address_that_does_not_answer_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_an_address_that_does_not_answer_is_refused_before_any_work(
+    tmp_path: Path,
+) -> None:
     """``ray.init`` itself would wait for minutes."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -103,7 +132,9 @@ def machines(*cpus: float, addresses: str = "ab") -> list[tuple[str, float]]:
         ({"strategy": "fedtan"}, machines(1, 1), ""),
     ],
 )  # fmt: skip
-def test_the_clients_have_room_on_the_cluster(settings: dict[str, Any], found: Any, message: str) -> None:
+def test_the_clients_have_room_on_the_cluster(
+    settings: dict[str, Any], found: Any, message: str
+) -> None:
     config = Config.make({**SMALL, **settings})
     if not message:
         check_room(config, found)
@@ -112,14 +143,21 @@ def test_the_clients_have_room_on_the_cluster(settings: dict[str, Any], found: A
         check_room(config, found)
 
 
-def test_a_second_connection_is_refused_and_the_first_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_connection_is_refused_and_the_first_one_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the user's connection was ended"))
-    with pytest.raises(EngineError, match="connected to Ray already"), cluster([], "127.0.0.1:1"):
+    monkeypatch.setattr(
+        ray, "shutdown", lambda: pytest.fail("the user's connection was ended")
+    )
+    with (
+        pytest.raises(EngineError, match="connected to Ray already"),
+        cluster([], "127.0.0.1:1"),
+    ):
         pass
 
 
-# --- a cluster -------------------------------------------------------------------------------------------------------
+# --- a cluster ------------------------------------------------------------------------
 
 
 HIDDEN = ("code", "runs")
@@ -128,8 +166,11 @@ HIDDEN = ("code", "runs")
 
 @pytest.fixture(scope="module")
 def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
-    """The address of a cluster of two nodes with one CPU each, and the folder of the files here."""
-    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:  # Ray's sockets: <= 107 bytes
+    """The address of a cluster of two nodes with one CPU each, and the folder of the
+    files here.
+    """
+    # Ray's sockets: <= 107 bytes
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:
         scratch = Path(folder)
         for name in (*HIDDEN, "seen"):
             (scratch / name).mkdir()
@@ -140,12 +181,20 @@ def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
 
 @pytest.mark.slow
 @pytest.mark.simulation
-def test_a_run_of_this_machine_continues_on_a_cluster(nodes: tuple[str, Path], monkeypatch, same_run) -> None:
-    """On the second node there is no code but that which comes from here; data and results are on a shared disk."""
+def test_a_run_of_this_machine_continues_on_a_cluster(
+    nodes: tuple[str, Path], monkeypatch, same_run
+) -> None:
+    """On the second node there is no code but that which comes from here; data and
+    results are on a shared disk.
+    """
     address, scratch = nodes
     write_net(scratch / "code")
     monkeypatch.chdir(scratch / "code")
-    own = {"dataset": write_rows(scratch / "seen" / "rows.npz"), "model": "cluster_net:net", "strategy": "fedbn"}
+    own = {
+        "dataset": write_rows(scratch / "seen" / "rows.npz"),
+        "model": "cluster_net:net",
+        "strategy": "fedbn",
+    }
     settings, out = {**SMALL, **own}, scratch / "seen" / "cluster"
     expected = run(Config.make(settings), scratch / "runs" / "here", workers=0)
     run(Config.make({**settings, "num-server-rounds": 1}), out, workers=0)
@@ -154,12 +203,16 @@ def test_a_run_of_this_machine_continues_on_a_cluster(nodes: tuple[str, Path], m
     same_run(summary, expected)
     assert summary["resumed-after"] == [1]
     said = (out / "flower.log").read_text()
-    assert all(f"built in {scratch / home}" in said for home in ("head-home", "second-home"))
+    assert all(
+        f"built in {scratch / home}" in said for home in ("head-home", "second-home")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.simulation
-def test_the_machines_are_asked_for_files(nodes: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_are_asked_for_files(
+    nodes: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     address, scratch = nodes
     if not can_hide():
         pytest.skip("both nodes see all files here")
@@ -167,7 +220,9 @@ def test_the_machines_are_asked_for_files(nodes: tuple[str, Path], monkeypatch: 
         config = Config.make({**SMALL, "state-dir": folder})
         with pytest.raises(ConfigError, match="is not one folder for all machines"):
             check_cluster(config, scratch / "runs" / "out", address)
-    check_cluster(Config.make({**SMALL, "state-dir": "out"}), scratch / "seen" / "out", address)
+    check_cluster(
+        Config.make({**SMALL, "state-dir": "out"}), scratch / "seen" / "out", address
+    )
 
 
 @pytest.mark.slow
@@ -179,4 +234,7 @@ def test_a_run_on_a_cluster_has_the_bits_of_the_run_in_process(
     extra = {"freeze-at": 1} if strategy == "fixbn" else {}
     config = Config.make({**SMALL, "num-clients": 5, "strategy": strategy, **extra})
     expected = run(config, tmp_path / "here", workers=0)
-    same_run(run(config, nodes[1] / "seen" / strategy, "simulation", ray_address=nodes[0]), expected)
+    same_run(
+        run(config, nodes[1] / "seen" / strategy, "simulation", ray_address=nodes[0]),
+        expected,
+    )

@@ -1,4 +1,6 @@
-"""A run that diverged: its files, its errors, its place in tables, and remedies, on digits."""
+"""A run that diverged: its files, its errors, its place in tables, and remedies, on
+digits.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +23,66 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 
-HUGE: Mapping[str, Any] = {"learning-rate": 1e6, "num-server-rounds": 6, "local-steps": 3}
+HUGE: Mapping[str, Any] = {
+    "learning-rate": 1e6,
+    "num-server-rounds": 6,
+    "local-steps": 3,
+}
 SMALL: Mapping[str, Any] = {
-    **{"partition": "iid", "num-clients": 3, "batch-size": 8, "local-steps": 5, "num-server-rounds": 4},
+    **{
+        "partition": "iid",
+        "num-clients": 3,
+        "batch-size": 8,
+        "local-steps": 5,
+        "num-server-rounds": 4,
+    },
     "learning-rate": 1.0,
 }
-DEEP: Mapping[str, Any] = {**SMALL, "model": "resnet20", "norm": "none", "learning-rate": 0.1, "local-steps": 2}
+DEEP: Mapping[str, Any] = {
+    **SMALL,
+    "model": "resnet20",
+    "norm": "none",
+    "learning-rate": 0.1,
+    "local-steps": 2,
+}
 FAR: Mapping[str, Any] = {**SMALL, "bn-momentum": 0.01}  # statistics stay near 0 and 1
 
 
 @pytest.fixture
 def diverge(tmp_path: Path):
-    """``diverge(**settings)``: run into a divergence; return the error, the summary and the lines of metrics."""
+    """``diverge(**settings)``: run into a divergence; return the error, the summary and
+    the lines of metrics.
+    """
 
-    def do(**settings: Any) -> tuple[DivergedError, dict[str, Any], list[dict[str, Any]]]:
+    def do(
+        **settings: Any,
+    ) -> tuple[DivergedError, dict[str, Any], list[dict[str, Any]]]:
         out = tmp_path / "out"
         with pytest.raises(DivergedError) as caught:
             run(Config.make(settings), out)
-        return caught.value, json.loads((out / "summary.json").read_text()), read_metrics(out / "metrics.jsonl")
+        return (
+            caught.value,
+            json.loads((out / "summary.json").read_text()),
+            read_metrics(out / "metrics.jsonl"),
+        )
 
     return do
 
 
-def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path: Path) -> None:
+def test_a_huge_learning_rate_fails_with_everything_written(
+    diverge, tmp_path: Path
+) -> None:
     error, summary, lines = diverge(**HUGE)
-    assert str(error).startswith("the run diverged in round 1: test-loss is nan. Likely cause: the training steps are")
-    assert (error.diverged_at, summary["diverged-at"], summary["rounds"], len(lines)) == (1, 1, 1, 1)
+    assert str(error).startswith(
+        "the run diverged in round 1: test-loss is nan. Likely cause: the training"
+        " steps are"
+    )
+    assert (
+        error.diverged_at,
+        summary["diverged-at"],
+        summary["rounds"],
+        len(lines),
+    ) == (1, 1, 1, 1)
     assert (lines[0]["diverged-at"], lines[0]["diverged"]) == (1, ["test-loss is nan"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(
@@ -61,14 +97,23 @@ def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path: P
     }
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata()["diverged-at"] == "1"
-    checkpoints = sorted(path.name for path in (tmp_path / "out/checkpoint").glob("round-*"))
+    checkpoints = sorted(
+        path.name for path in (tmp_path / "out/checkpoint").glob("round-*")
+    )
     assert checkpoints == ["round-000000.safetensors", "round-000001.safetensors"]
 
 
 def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> None:
     diverge(**HUGE)
-    summary = run(Config.make({**HUGE, "on-divergence": "continue", "resume": True}), tmp_path / "out")
-    assert (summary["diverged-at"], summary["rounds"], summary["resumed-after"]) == (1, 6, [1])
+    summary = run(
+        Config.make({**HUGE, "on-divergence": "continue", "resume": True}),
+        tmp_path / "out",
+    )
+    assert (summary["diverged-at"], summary["rounds"], summary["resumed-after"]) == (
+        1,
+        6,
+        [1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,8 +122,14 @@ def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> 
         {"strategy": "fedbn"},
         {"strategy": "centralized"},
         {"eval-every": 4},  # a test that is rare sees it when it comes
-        {"strategy": "centralized", "learning-rate": 1e30, "eval-every": 5},  # here the training itself
-        {"strategy": "fedadam", "learning-rate": 1.0, "server-learning-rate": 1e37, "num-server-rounds": 1},
+        # here the training itself
+        {"strategy": "centralized", "learning-rate": 1e30, "eval-every": 5},
+        {
+            "strategy": "fedadam",
+            "learning-rate": 1.0,
+            "server-learning-rate": 1e37,
+            "num-server-rounds": 1,
+        },
         {"learning-rate": 1e30, "num-server-rounds": 1},  # no reply is usable
     ],
 )
@@ -94,13 +145,27 @@ def test_a_run_that_diverged_ends_and_fails_again_when_its_last_round_is_resumed
         assert resumed["sha256"] == summary["sha256"]
 
 
-def test_a_trial_of_which_no_reply_can_be_used_is_one_that_diverged(tmp_path: Path) -> None:
-    grid = "tune: {grid: {learning-rate: [0.1, 1.0e+30]}, base: {validation-share: 0.2, num-server-rounds: 3}}"
-    base = "{num-clients: 2, num-server-rounds: 1, partition: iid, on-divergence: continue}"
-    (tmp_path / "study.yaml").write_text(f"name: rates\nbase: {base}\nmethods: {{A: {{}}}}\n{grid}\n")
+def test_a_trial_of_which_no_reply_can_be_used_is_one_that_diverged(
+    tmp_path: Path,
+) -> None:
+    grid = (
+        "tune: {grid: {learning-rate: [0.1, 1.0e+30]}, base: {validation-share: 0.2,"
+        " num-server-rounds: 3}}"
+    )
+    base = (
+        "{num-clients: 2, num-server-rounds: 1, partition: iid, on-divergence:"
+        " continue}"
+    )
+    (tmp_path / "study.yaml").write_text(
+        f"name: rates\nbase: {base}\nmethods: {{A: {{}}}}\n{grid}\n"
+    )
     sweep(load_study(tmp_path / "study.yaml"), tmp_path / "out")
-    assert "| A/all | validation-accuracy | " in (tmp_path / "out/tuning.md").read_text()
-    assert load_study(tmp_path / "out/study.yaml").overrides == {"A/all": {"learning-rate": 0.1}}
+    assert (
+        "| A/all | validation-accuracy | " in (tmp_path / "out/tuning.md").read_text()
+    )
+    assert load_study(tmp_path / "out/study.yaml").overrides == {
+        "A/all": {"learning-rate": 0.1}
+    }
 
 
 FROZEN = {**FAR, "strategy": "fixbn", "freeze-at": 1}
@@ -111,24 +176,44 @@ FROZEN = {**FAR, "strategy": "fixbn", "freeze-at": 1}
     [
         (FROZEN, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
         (FROZEN, {"learning-rate": 0.1}, "frozen after round T*=1"),
-        ({**FAR, "strategy": "fedtan2", "fedtan-rounds": 1}, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
-        ({"strategy": "fedprox", "proximal-mu": 1e4}, {"proximal-mu": 1.0}, "proximal-mu"),
+        (
+            {**FAR, "strategy": "fedtan2", "fedtan-rounds": 1},
+            {"lr-decay-at": "freeze"},
+            "frozen after round T*=1",
+        ),
+        (
+            {"strategy": "fedprox", "proximal-mu": 1e4},
+            {"proximal-mu": 1.0},
+            "proximal-mu",
+        ),
         (
             {"strategy": "fedadam", "learning-rate": 0.1, "server-learning-rate": 1e20},
             {"server-learning-rate": 0.1},
             "server-learning-rate=1e+20",
         ),
         (
-            {"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "learning-rate": 10.0, "agc": 0.0},
+            {
+                "strategy": "fedwon",
+                "norm": "wsconv",
+                "model": "lenet",
+                "learning-rate": 10.0,
+                "agc": 0.0,
+            },
             {"agc": 0.1},
             "agc=0.",
         ),
         pytest.param(DEEP, {"norm": "batch"}, "norm=batch", marks=pytest.mark.slow),
-        pytest.param(DEEP, {"learning-rate": 0.01}, "learning-rate", marks=pytest.mark.slow),
+        pytest.param(
+            DEEP, {"learning-rate": 0.01}, "learning-rate", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_each_method_names_its_cause_and_a_remedy_that_helps(
-    diverge, tmp_path: Path, settings: Mapping[str, Any], remedy: Mapping[str, Any], named: str
+    diverge,
+    tmp_path: Path,
+    settings: Mapping[str, Any],
+    remedy: Mapping[str, Any],
+    named: str,
 ) -> None:
     settings = {**SMALL, "strategy": "fedavg", **settings}
     error, summary, lines = diverge(**settings)
@@ -140,7 +225,7 @@ def test_each_method_names_its_cause_and_a_remedy_that_helps(
     assert np.isfinite(summary["final"]["test-loss"])
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
@@ -149,13 +234,19 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_the_command_ends_with_1_and_shows_the_table(tmp_path: Path, monkeypatch) -> None:
-    settings = [word for key, value in HUGE.items() for word in ("--set", f"{key}={value}")]
+def test_the_command_ends_with_1_and_shows_the_table(
+    tmp_path: Path, monkeypatch
+) -> None:
+    settings = [
+        word for key, value in HUGE.items() for word in ("--set", f"{key}={value}")
+    ]
     result = call(monkeypatch, "run", *settings, "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "1, diverged" in result.stdout
     assert f"results: {tmp_path / 'out'}" in result.stdout
-    assert "the run diverged in round 1: test-loss is nan. Likely cause: " in result.stderr
+    assert (
+        "the run diverged in round 1: test-loss is nan. Likely cause: " in result.stderr
+    )
 
 
 STUDY = """
@@ -165,15 +256,21 @@ methods: {good: {}, bad: {learning-rate: 1.0e+9}}
 """
 
 
-def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monkeypatch) -> None:
+def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
+    tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     out = tmp_path / "out"
     for _ in range(2):  # the second time nothing is run again
-        result = call(monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out))
+        result = call(
+            monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out)
+        )
         assert result.exit_code == 1
         assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
         lines = [line.rstrip() for line in result.stdout.splitlines()]
-        good, bad = (line.split("  ") for line in lines if line.startswith(("good", "bad")))
+        good, bad = (
+            line.split("  ") for line in lines if line.startswith(("good", "bad"))
+        )
         assert good[-1].strip() == "1"
         assert bad[-1].strip() == "0, 1 diverged"
     assert not list(out.rglob("*unfinished*"))
@@ -184,25 +281,33 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monk
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     study = load_study(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
-    with pytest.raises(RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0") as caught:
+    with pytest.raises(
+        RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0"
+    ) as caught:
         sweep(study, tmp_path / "out")
     assert list(caught.value.result["runs"]) == ["0, 1 failed"] * 2
 
 
-def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(tmp_path: Path, monkeypatch) -> None:
+def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(
+    tmp_path: Path, monkeypatch
+) -> None:
     """Flower tells only that the ServerApp raised; the summary tells why."""
     (tmp_path / "summary.json").write_text('{"diverged-at": 1}')
 
     def ends(summary: str):
         def flower_run(*arguments: Any, **options: Any) -> None:
             (tmp_path / "summary.json").write_text(summary)
-            raise EngineError("flwr run: finished:failed. The last lines of its log: loss is nan")
+            raise EngineError(
+                "flwr run: finished:failed. The last lines of its log: loss is nan"
+            )
 
         monkeypatch.setattr(simulation, "flower_run", flower_run)
 
     config = Config.make({"num-clients": 2, "out": str(tmp_path)})
     ends('{"diverged-at": 3}')
-    with pytest.raises(DivergedError, match="The last lines of its log: loss is nan") as caught:
+    with pytest.raises(
+        DivergedError, match="The last lines of its log: loss is nan"
+    ) as caught:
         simulation.simulate(config, tmp_path)
     assert caught.value.diverged_at == 3
     with pytest.raises(EngineError) as failed:  # the summary is that of the run before

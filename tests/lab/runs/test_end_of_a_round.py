@@ -1,4 +1,6 @@
-"""The server's test of a round reads only; what is written of the round is written at its end."""
+"""The server's test of a round reads only; what is written of the round is written at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,12 @@ from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
 from fedbn_flwr.strategies import FedAvg
 
 
-def test_the_files_of_a_round_are_written_after_its_tests(quick_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The statistics and the line come before the checkpoint, from which a resumed run repeats later rounds only."""
+def test_the_files_of_a_round_are_written_after_its_tests(
+    quick_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics and the line come before the checkpoint, from which a resumed run
+    repeats later rounds only.
+    """
     events: list[str] = []
     returned: dict[int, Any] = {}
 
@@ -39,12 +45,26 @@ def test_the_files_of_a_round_are_written_after_its_tests(quick_run, monkeypatch
 
     monkeypatch.setattr(FedAvg, "start", starting)
     note(RunFolder, "append", lambda name, line: f"{name} {line['round']}")
-    note(Checkpoints, "save", lambda checkpoint, _: f"checkpoint {checkpoint.server_round}")
+    note(
+        Checkpoints,
+        "save",
+        lambda checkpoint, _: f"checkpoint {checkpoint.server_round}",
+    )
     _, out = quick_run(**{"eval-every": 2, "checkpoint-every": 1})
-    ends = [[f"tested {n}", f"{STATISTICS_FILE} {n}", f"metrics.jsonl {n}", f"checkpoint {n}"] for n in (1, 2)]
+    ends = [
+        [
+            f"tested {n}",
+            f"{STATISTICS_FILE} {n}",
+            f"metrics.jsonl {n}",
+            f"checkpoint {n}",
+        ]
+        for n in (1, 2)
+    ]
     assert events == ["checkpoint 0", "tested 0", *ends[0], *ends[1]]
     assert returned[0] is None
     assert returned[1] is None, "this round has no test"
     lines = read_metrics(out / "metrics.jsonl")
-    assert dict(returned[2]) == {name: lines[1][name] for name in ("test-loss", "test-accuracy")}
+    assert dict(returned[2]) == {
+        name: lines[1][name] for name in ("test-loss", "test-accuracy")
+    }
     assert [line["round"] for line in read_metrics(out / STATISTICS_FILE)] == [1, 2]

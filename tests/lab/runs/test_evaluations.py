@@ -1,4 +1,6 @@
-"""What a run tests the global model with: re-estimated statistics, averaged BN parts, domain by domain; each task."""
+"""What a run tests the global model with: re-estimated statistics, averaged BN parts,
+domain by domain; each task.
+"""
 
 from __future__ import annotations
 
@@ -55,48 +57,83 @@ def saved(out) -> tuple[nn.Module, dict[str, str]]:
 
 
 def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> None:
-    """The MLP has one BN layer: under the final weights, one pass over the training data of all clients."""
+    """The MLP has one BN layer: under the final weights, one pass over the training
+    data of all clients.
+    """
     settings = {"num-server-rounds": 3, "eval-every": 2}
     summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
-    plain, other = quick_run(strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"})
+    plain, other = quick_run(
+        strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"}
+    )
     model, about = saved(out)
     trained, about_trained = saved(other)
-    assert about["statistics"] == "re-estimated from the clients' data under these weights"
+    assert (
+        about["statistics"] == "re-estimated from the clients' data under these weights"
+    )
     assert about_trained["statistics"] == about["affine"] == "global"
-    (layer,) = (module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
-    (theirs,) = (module for module in trained.modules() if isinstance(module, nn.BatchNorm1d))
+    (layer,) = (
+        module for module in model.modules() if isinstance(module, nn.BatchNorm1d)
+    )
+    (theirs,) = (
+        module for module in trained.modules() if isinstance(module, nn.BatchNorm1d)
+    )
     seen: list[torch.Tensor] = []
     layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     union = partitioned_data(Config.load(out / "config.yaml"), 3).train_view()
     model.eval()(union.batch(torch.arange(len(union)))[0])
-    torch.testing.assert_close(layer.running_mean, seen[0].mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        layer.running_mean, seen[0].mean(0), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(layer.running_var, seen[0].var(0), rtol=1e-4, atol=1e-5)
-    for (name, mine), value in zip(model.named_parameters(), trained.parameters(), strict=True):
+    for (name, mine), value in zip(
+        model.named_parameters(), trained.parameters(), strict=True
+    ):
         assert torch.equal(mine, value), name
     assert not torch.allclose(layer.running_var, theirs.running_var)
-    assert plain["final"]["test-recalibrated-loss"] == summary["final"]["test-loss"] != plain["final"]["test-loss"]
+    assert (
+        plain["final"]["test-recalibrated-loss"]
+        == summary["final"]["test-loss"]
+        != plain["final"]["test-loss"]
+    )
     assert plain["final"]["train-loss"] == summary["final"]["train-loss"]
-    tested = [line["round"] for line in read_metrics(other / "metrics.jsonl") if "test-recalibrated-loss" in line]
+    tested = [
+        line["round"]
+        for line in read_metrics(other / "metrics.jsonl")
+        if "test-recalibrated-loss" in line
+    ]
     assert tested == [2, 3]
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl"])
 def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> None:
     settings = {"num-server-rounds": 3, "local-steps": 5, "learning-rate": 0.3}
-    summary, out = quick_run(strategy=strategy, **{"eval-on": "personal-own,averaged-bn,global", **settings})
-    plain, _ = quick_run(strategy=strategy, **{"eval-on": "personal-own,global", **settings})
+    summary, out = quick_run(
+        strategy=strategy, **{"eval-on": "personal-own,averaged-bn,global", **settings}
+    )
+    plain, _ = quick_run(
+        strategy=strategy, **{"eval-on": "personal-own,global", **settings}
+    )
     for key in ("personal-own-loss", "test-loss", "train-loss"):
         assert summary["final"][key] == plain["final"][key], "a test changes nothing"
     model, about = saved(out)
     config = Config.load(out / "config.yaml")
     result = evaluate(model, partitioned_data(config, 3).test_view())
-    assert result.loss == summary["final"]["test-averaged-bn-loss"] != summary["final"]["test-loss"]
-    kept = {"affine", "statistics", "counters"} - {part for part, text in about.items() if text == "global"}
+    assert (
+        result.loss
+        == summary["final"]["test-averaged-bn-loss"]
+        != summary["final"]["test-loss"]
+    )
+    kept = {"affine", "statistics", "counters"} - {
+        part for part, text in about.items() if text == "global"
+    }
     assert kept
     text = "weighted average of the clients' latest: this part stays with the clients"
     assert {about[part] for part in kept} == {text}
     found = inspect_model(make_model(config), strategy, 3, config)
-    assert (found.total().up, found.total().down) == (summary["ledger"]["bytes-up"], summary["ledger"]["bytes-down"])
+    assert (found.total().up, found.total().down) == (
+        summary["ledger"]["bytes-up"],
+        summary["ledger"]["bytes-down"],
+    )
     assert found.total().counters_up == summary["ledger"]["counter-bytes-up"]
 
 
@@ -109,7 +146,9 @@ LOCAL_PARTS = {
 
 
 @pytest.mark.parametrize("strategy", LOCAL_PARTS)
-def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(quick_run, strategy: str) -> None:
+def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
+    quick_run, strategy: str
+) -> None:
     """The saved model had the initial BN entries; only its metadata said so."""
     settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
     summary, out = quick_run(strategy=strategy, **settings)
@@ -117,14 +156,24 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(quick_ru
     model = make_model(config)
     part_of = split_state(model).part_of
     held = load_file(out / "model.safetensors")
-    assert {str(part_of[name]) for name in part_of.keys() - held.keys()} == LOCAL_PARTS[strategy]
+    assert {str(part_of[name]) for name in part_of.keys() - held.keys()} == LOCAL_PARTS[
+        strategy
+    ]
     assert not {str(part_of[name]) for name in held} & LOCAL_PARTS[strategy]
-    assert {part for part, text in summary["model"].items() if text.startswith("absent")} == LOCAL_PARTS[strategy]
+    assert {
+        part for part, text in summary["model"].items() if text.startswith("absent")
+    } == LOCAL_PARTS[strategy]
     with pytest.raises(StateError) as caught:
         global_state(out)
     assert str(caught.value) == f"{out}: {summary['model-note']}"
-    assert "entries: they stay with the clients, and the server has only their initial values." in str(caught.value)
-    assert "personal_state(run, client) gives a client's own model (here: client 0, 1, 2)" in str(caught.value)
+    assert (
+        "entries: they stay with the clients, and the server has only their initial"
+        " values." in str(caught.value)
+    )
+    assert (
+        "personal_state(run, client) gives a client's own model (here: client 0, 1, 2)"
+        in str(caught.value)
+    )
     assert ("eval-on=averaged-bn" in str(caught.value)) == (strategy != "standalone")
     tested = read_metrics(out / "metrics.jsonl")[-1]["clients"]
     data = partitioned_data(config, 3)
@@ -134,15 +183,25 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(quick_ru
         assert (result.loss, result.accuracy) == tuple(
             tested[str(client)][f"own-{what}"] for what in ("loss", "accuracy")
         )
-    assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {
+        0o600
+    }
     with pytest.raises(
-        StateError, match=r"client=3 has no entries of its own \(here: client 0, 1, 2\)\. It did not train"
+        StateError,
+        match=(
+            r"client=3 has no entries of its own \(here: client 0, 1, 2\)\. It did not"
+            r" train"
+        ),
     ):
         personal_state(out, 3)
 
 
 def test_a_client_that_never_trained_has_the_averaged_bn(quick_run) -> None:
-    settings = {"fraction-train": 0.34, "eval-on": "averaged-bn,personal-own", "checkpoint-every": 0}
+    settings = {
+        "fraction-train": 0.34,
+        "eval-on": "averaged-bn,personal-own",
+        "checkpoint-every": 0,
+    }
     _, out = quick_run(strategy="fedbn", **settings)
     line = read_metrics(out / "metrics.jsonl")[-1]
     config = Config.load(out / "config.yaml")
@@ -152,16 +211,25 @@ def test_a_client_that_never_trained_has_the_averaged_bn(quick_run) -> None:
         result = evaluate(model, partitioned_data(config, 3).test_view(client))
         assert result.loss == line["clients"][str(client)]["own-loss"]
     model.load_state_dict(global_state(out))
-    assert evaluate(model, partitioned_data(config, 3).test_view()).loss == line["test-averaged-bn-loss"]
+    assert (
+        evaluate(model, partitioned_data(config, 3).test_view()).loss
+        == line["test-averaged-bn-loss"]
+    )
 
 
-def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(quick_config, tmp_path) -> None:
+def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(
+    quick_config, tmp_path
+) -> None:
     config = quick_config(strategy="fedbn", out=str(tmp_path / "out"))
     with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid:
         serve(grid, check(config), tmp_path / "out")
     assert not (tmp_path / "out/clients").exists()
     with pytest.raises(
-        StateError, match=r"none is in the run's folder: state-dir=out saves them there, if the clients share its disk"
+        StateError,
+        match=(
+            r"none is in the run's folder: state-dir=out saves them there, if the"
+            r" clients share its disk"
+        ),
     ):
         global_state(tmp_path / "out")
     with pytest.raises(StateError, match=r"absent/model.safetensors is absent"):
@@ -173,8 +241,9 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
         quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
         assert "not trained" not in caplog.text
         quick_run(strategy="fedbn", **{"eval-on": "personal-own,global"})
-    assert "eval-on=global tests the model of the server, and strategy 'fedbn' keeps affine, counters, statistics" in (
-        caplog.text
+    assert (
+        "eval-on=global tests the model of the server, and strategy 'fedbn' keeps"
+        " affine, counters, statistics" in (caplog.text)
     )
 
 
@@ -183,29 +252,51 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
     [
         ({}, 500),
         ({"image-size": 64}, 500),
-        ({"image-size": 512}, 32),  # 500 take 18 GB with ResNet-18; a batch of the training fits
+        # 500 take 18 GB with ResNet-18; a batch of the training fits
+        ({"image-size": 512}, 32),
         ({"image-size": 512, "batch-size": 4}, 7),
         ({"image-size": 512, "batch-size": 0}, 7),
         ({"image-size": 512, "batch-size": 2000}, 500),
-        ({"dataset": "cityscapes", "model": "torchvision-seg:lraspp_mobilenet_v3_large", "image-size": 512}, 8),
+        (
+            {
+                "dataset": "cityscapes",
+                "model": "torchvision-seg:lraspp_mobilenet_v3_large",
+                "image-size": 512,
+            },
+            8,
+        ),
     ],
 )
-def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(settings: Any, size: int) -> None:
-    config = Config.make({"dataset": "cifar10", "model": "torchvision:resnet18", **settings})
+def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(
+    settings: Any, size: int
+) -> None:
+    config = Config.make(
+        {"dataset": "cifar10", "model": "torchvision:resnet18", **settings}
+    )
     task = data_of(config).test_task
     assert task.plain_test_batch == size
-    assert task.test_batch == data_of(config).task.test_batch == (8 if "seg" in config.model else 500)
+    assert (
+        task.test_batch
+        == data_of(config).task.test_batch
+        == (8 if "seg" in config.model else 500)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "centralized"])
 def test_any_size_of_a_test_batch_gives_the_same_figures(
     quick_run, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rounding; tests with statistics of their batches keep these batches, and all bits."""
-    asked = {"fedbn": "personal-own,averaged-bn", "fedavg": "global,personal-global,global-batch-statistics"}
+    """To rounding; tests with statistics of their batches keep these batches, and all
+    bits.
+    """
+    asked = {
+        "fedbn": "personal-own,averaged-bn",
+        "fedavg": "global,personal-global,global-batch-statistics",
+    }
     tests = {"eval-on": asked[strategy]} if strategy in asked else {}
     plain, _ = quick_run(strategy=strategy, **tests)
-    monkeypatch.setattr("fedbn_flwr.lab.config.data._TEST_VALUES", 0)  # no more than a batch of the training
+    # no more than a batch of the training
+    monkeypatch.setattr("fedbn_flwr.lab.config.data._TEST_VALUES", 0)
     small, _ = quick_run(strategy=strategy, **tests)
     assert small["sha256"] == plain["sha256"]
     assert small["final"].keys() == plain["final"].keys()
@@ -216,12 +307,26 @@ def test_any_size_of_a_test_batch_gives_the_same_figures(
 
 
 @pytest.mark.parametrize("shown", ["personal-own,personal-global", "personal-domains"])
-def test_one_machine_is_tested_where_the_clients_are(quick_run, quick_config, shown: str) -> None:
-    """Each client's test is that of plain evaluation; weighted by examples the disjoint tests give that of all."""
-    keys = {"strategy": "centralized", "eval-on": f"{shown},global" if "own" in shown else f"global,{shown}"}
-    keys |= DOMAINS if "domains" in shown else {"partition": "classes", "classes-per-client": 4}
+def test_one_machine_is_tested_where_the_clients_are(
+    quick_run, quick_config, shown: str
+) -> None:
+    """Each client's test is that of plain evaluation; weighted by examples the disjoint
+    tests give that of all.
+    """
+    keys = {
+        "strategy": "centralized",
+        "eval-on": f"{shown},global" if "own" in shown else f"global,{shown}",
+    }
+    keys |= (
+        DOMAINS
+        if "domains" in shown
+        else {"partition": "classes", "classes-per-client": 4}
+    )
     summary, out = quick_run(**keys, **{"validation-share": 0.2})
-    config, line = quick_config(**keys, **{"validation-share": 0.2}), read_metrics(out / "metrics.jsonl")[-1]
+    config, line = (
+        quick_config(**keys, **{"validation-share": 0.2}),
+        read_metrics(out / "metrics.jsonl")[-1],
+    )
     data, (model, _) = partitioned_data(config, config.num_clients), saved(out)
     assert len(line["clients"]) == config.num_clients
     if "own" not in shown:
@@ -236,17 +341,28 @@ def test_one_machine_is_tested_where_the_clients_are(quick_run, quick_config, sh
         return
     assert summary["headline"] == "personal-own-accuracy"
     own = [
-        evaluate(model, data.test_view(client), task=data_of(config).test_task) for client in range(config.num_clients)
+        evaluate(model, data.test_view(client), task=data_of(config).test_task)
+        for client in range(config.num_clients)
     ]
-    assert [of_client["own-accuracy"] for of_client in line["clients"].values()] == [one.accuracy for one in own]
-    assert summary["final"]["personal-own-accuracy"] == pytest.approx(statistics.mean(one.accuracy for one in own))
-    assert summary["final"]["personal-own-accuracy-weighted"] == pytest.approx(summary["final"]["test-accuracy"])
-    assert summary["final"]["personal-global-accuracy"] == pytest.approx(summary["final"]["test-accuracy"])
+    assert [of_client["own-accuracy"] for of_client in line["clients"].values()] == [
+        one.accuracy for one in own
+    ]
+    assert summary["final"]["personal-own-accuracy"] == pytest.approx(
+        statistics.mean(one.accuracy for one in own)
+    )
+    assert summary["final"]["personal-own-accuracy-weighted"] == pytest.approx(
+        summary["final"]["test-accuracy"]
+    )
+    assert summary["final"]["personal-global-accuracy"] == pytest.approx(
+        summary["final"]["test-accuracy"]
+    )
     assert line["personal-validation-accuracy"] > 0
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
-def test_the_loss_on_all_training_examples_is_that_of_plain_torch(quick_run, quick_config, strategy: str) -> None:
+def test_the_loss_on_all_training_examples_is_that_of_plain_torch(
+    quick_run, quick_config, strategy: str
+) -> None:
     """Of the model after the round, without the augmentation of the training."""
     keys = {"strategy": strategy, "eval-on": "global,global-train", "augment": "flip"}
     summary, out = quick_run(**keys)
@@ -259,13 +375,26 @@ def test_the_loss_on_all_training_examples_is_that_of_plain_torch(quick_run, qui
         logits = model(inputs).double()
     loss = float(nn.functional.cross_entropy(logits, targets))
     assert summary["final"]["test-global-train-loss"] == pytest.approx(loss, rel=1e-5)
-    assert summary["final"]["test-global-train-accuracy"] == float((logits.argmax(1) == targets).double().mean())
+    assert summary["final"]["test-global-train-accuracy"] == float(
+        (logits.argmax(1) == targets).double().mean()
+    )
 
 
 def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
-    """By client; the mean over the domains, weighted by their examples, is the test on all of them."""
-    keys = {"dataset": "digits-domains", "model": "lenet", "partition": "natural", "num-clients": 5}
-    _, out = quick_run(strategy="fedbn", **keys, **{"eval-on": "personal-own,personal-global,personal-domains"})
+    """By client; the mean over the domains, weighted by their examples, is the test on
+    all of them.
+    """
+    keys = {
+        "dataset": "digits-domains",
+        "model": "lenet",
+        "partition": "natural",
+        "num-clients": 5,
+    }
+    _, out = quick_run(
+        strategy="fedbn",
+        **keys,
+        **{"eval-on": "personal-own,personal-global,personal-domains"},
+    )
     domains = ("inverted", "blurred", "noisy", "coloured", "rotated")
     for client, tests in read_metrics(out / "metrics.jsonl")[-1]["clients"].items():
         losses = [tests[f"domain-{name}-loss"] for name in domains]
@@ -275,34 +404,62 @@ def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "test", "prefix"), [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")]
+    ("strategy", "test", "prefix"),
+    [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")],
 )
-def test_test_time_bn_is_tested_beside_the_plain_model(quick_run, strategy: str, test: str, prefix: str) -> None:
-    """Also where the config does not ask for the plain test, which is what a reader compares with."""
-    summary, out = quick_run(strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"})
+def test_test_time_bn_is_tested_beside_the_plain_model(
+    quick_run, strategy: str, test: str, prefix: str
+) -> None:
+    """Also where the config does not ask for the plain test, which is what a reader
+    compares with.
+    """
+    summary, out = quick_run(
+        strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"}
+    )
     model, _ = saved(out)
     config = Config.load(out / "config.yaml")
     assert method_of(config).tests == (f"{test}-test-bn", test)
     assert summary["headline"] == f"test-{test}-test-bn-accuracy"
     view = partitioned_data(config, 3).test_view()
-    adapted, plain = evaluate_adapted(model, view, "mix").loss, evaluate(model, view).loss
-    assert summary["final"][f"test-{test}-test-bn-loss"] == adapted != plain == summary["final"][f"{prefix}-loss"]
+    adapted, plain = (
+        evaluate_adapted(model, view, "mix").loss,
+        evaluate(model, view).loss,
+    )
+    assert (
+        summary["final"][f"test-{test}-test-bn-loss"]
+        == adapted
+        != plain
+        == summary["final"][f"{prefix}-loss"]
+    )
     plain_run, _ = quick_run(strategy=strategy, **{"eval-on": test})
     assert summary["sha256"] == plain_run["sha256"], "a test changes nothing"
 
 
 def test_each_domain_has_statistics_of_its_own_test_inputs(quick_run) -> None:
-    settings = {"test-bn": "mix", "eval-on": "global-test-bn", "num-server-rounds": 1, "validation-share": 0.2}
+    settings = {
+        "test-bn": "mix",
+        "eval-on": "global-test-bn",
+        "num-server-rounds": 1,
+        "validation-share": 0.2,
+    }
     summary, out = quick_run(strategy="fedavg", **DOMAINS, **settings)
     model, _ = saved(out)
     data = partitioned_data(Config.load(out / "config.yaml"), 5)
-    expected = {name: evaluate_adapted(model, view, "mix").accuracy for name, view in data.domain_views().items()}
+    expected = {
+        name: evaluate_adapted(model, view, "mix").accuracy
+        for name, view in data.domain_views().items()
+    }
     assert summary["final"]["domains"]["test-global-test-bn-accuracy"] == expected
     assert summary["final"]["domains"]["test-accuracy"] != expected
-    assert summary["final"]["validation-loss"] == evaluate_adapted(model, data.validation_view(), "mix").loss
+    assert (
+        summary["final"]["validation-loss"]
+        == evaluate_adapted(model, data.validation_view(), "mix").loss
+    )
 
 
-def test_a_test_batch_of_one_is_refused_before_the_first_round(quick_run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_batch_of_one_is_refused_before_the_first_round(
+    quick_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """359 test examples in batches of 358 leave one."""
     task = dataclasses.replace(data_of(Config.make({})).test_task, test_batch=358)
     monkeypatch.setattr(RunData, "test_task", property(lambda data: task))
@@ -319,7 +476,10 @@ def test_global_accuracy_by_domain_is_on_each_domains_test_images(quick_run) -> 
     inputs, targets = whole.batch(torch.arange(len(whole)))
     with torch.no_grad():
         right = model.eval()(inputs).argmax(1) == targets
-    expected = {name: right[groups == i].double().mean().item() for i, name in enumerate(data.dataset.group_names)}
+    expected = {
+        name: right[groups == i].double().mean().item()
+        for i, name in enumerate(data.dataset.group_names)
+    }
     assert len(expected) == 5
     found = summary["final"]["domains"]
     assert list(found) == ["test-accuracy"]
@@ -328,8 +488,12 @@ def test_global_accuracy_by_domain_is_on_each_domains_test_images(quick_run) -> 
 
 
 def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> None:
-    """One client per domain: a method without local parts fills the table as the global model does."""
-    own, _ = quick_run(strategy="fedavg", **{**DOMAINS, "eval-on": "personal-own,global"})
+    """One client per domain: a method without local parts fills the table as the global
+    model does.
+    """
+    own, _ = quick_run(
+        strategy="fedavg", **{**DOMAINS, "eval-on": "personal-own,global"}
+    )
     found = own["final"]["domains"]
     assert found["personal-own-accuracy"] == found["test-accuracy"]
     two, out = quick_run(strategy="fedbn", **{**DOMAINS, "num-clients": 10})
@@ -337,7 +501,9 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
     data = partitioned_data(Config.load(out / "config.yaml"), 10)
     by_domain: dict[str, list[float]] = {}
     for client, metrics in clients.items():
-        by_domain.setdefault(data.domain_of(int(client)), []).append(metrics["own-accuracy"])
+        by_domain.setdefault(data.domain_of(int(client)), []).append(
+            metrics["own-accuracy"]
+        )
     assert [len(numbers) for numbers in by_domain.values()] == [2] * 5
     expected = {name: sum(numbers) / 2 for name, numbers in by_domain.items()}
     assert two["final"]["domains"] == {"personal-own-accuracy": pytest.approx(expected)}
@@ -347,37 +513,73 @@ def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> 
 
 def test_personal_means_are_plain_and_weighted(quick_run, caplog) -> None:
     """One client of six trains in a round: the others are tested with the initial BN."""
-    settings = {"fraction-train": 0.17, "num-clients": 6, "partition": "dirichlet", "num-server-rounds": 4}
+    settings = {
+        "fraction-train": 0.17,
+        "num-clients": 6,
+        "partition": "dirichlet",
+        "num-server-rounds": 4,
+    }
     with caplog.at_level("INFO", logger="flwr"):
         summary, out = quick_run(strategy="fedbn", **settings)
     lines = read_metrics(out / "metrics.jsonl")
     for line in lines:
         for what in ("accuracy", "loss"):
-            each = {client: metrics[f"own-{what}"] for client, metrics in line["clients"].items()}
-            count = {client: metrics["own-num-examples"] for client, metrics in line["clients"].items()}
+            each = {
+                client: metrics[f"own-{what}"]
+                for client, metrics in line["clients"].items()
+            }
+            count = {
+                client: metrics["own-num-examples"]
+                for client, metrics in line["clients"].items()
+            }
             key = f"personal-own-{what}"
             assert line[key] == pytest.approx(sum(each.values()) / 6)
-            weighted = sum(each[client] * count[client] for client in each) / sum(count.values())
+            weighted = sum(each[client] * count[client] for client in each) / sum(
+                count.values()
+            )
             assert line[f"{key}-weighted"] == pytest.approx(weighted)
             assert line[f"{key}-weighted"] != line[key]
     assert "personal-own-accuracy-weighted" in summary["final"]
-    assert f"personal-own-accuracy {lines[-1]['personal-own-accuracy']:.4f} (mean over clients)" in caplog.text
+    assert (
+        f"personal-own-accuracy {lines[-1]['personal-own-accuracy']:.4f} (mean over"
+        " clients)" in caplog.text
+    )
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # settings, and the code and the key of the problem
     ({"strategy": "fedbn", "recalibrate": True}, "no-global-weights", "strategy"),
     ({"strategy": "mtfl", "eval-on": "recalibrated"}, "no-global-weights", "strategy"),
-    ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "no-local-batchnorm", "strategy"),
-    ({"strategy": "standalone", "eval-on": "personal-own,global"}, "no-global-model", "strategy"),
-    ({"strategy": "standalone", "eval-on": "global-batch-statistics"}, "no-global-model", "strategy"),
+    (
+        {"strategy": "fedavg", "eval-on": "averaged-bn"},
+        "no-local-batchnorm",
+        "strategy",
+    ),
+    (
+        {"strategy": "standalone", "eval-on": "personal-own,global"},
+        "no-global-model",
+        "strategy",
+    ),
+    (
+        {"strategy": "standalone", "eval-on": "global-batch-statistics"},
+        "no-global-model",
+        "strategy",
+    ),
     ({"strategy": "centralized", "recalibrate": True}, "no-effect", "recalibrate"),
     ({"strategy": "staticbn", "norm": "batch-renorm"}, "batch-renorm", "strategy"),
     ({"eval-on": "personal-domains"}, "needs", "eval-on"),
     ({"eval-on": "global-test-bn"}, "needs", "test-bn"),
     ({"test-bn": "mix"}, "no-effect", "test-bn"),
-    ({"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"}, "no-effect", "test-bn"),
-    ({"test-bn": "mix", "eval-on": "averaged-bn-test-bn"}, "no-local-batchnorm", "strategy"),
+    (
+        {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
+        "no-effect",
+        "test-bn",
+    ),
+    (
+        {"test-bn": "mix", "eval-on": "averaged-bn-test-bn"},
+        "no-local-batchnorm",
+        "strategy",
+    ),
     ({"test-bn": "mixed"}, "bad-value", "test-bn"),
     ({"task": "binary"}, "config", "task"),
     ({"task": "binery"}, "unknown-name", "task"),
@@ -387,19 +589,29 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 WITHOUT_BATCHNORM: list[dict[str, Any]] = [
     {"recalibrate": True, "norm": "group"},
     {"strategy": "staticbn", "norm": "group"},
-    {"test-bn": "mix", "eval-on": "global-test-bn", "model": "torchvision:squeezenet1_0"},
+    {
+        "test-bn": "mix",
+        "eval-on": "global-test-bn",
+        "model": "torchvision:squeezenet1_0",
+    },
 ]
 
 
 @pytest.mark.parametrize(("settings", "code", "key"), REFUSED, ids=str)
-def test_what_cannot_be_tested_is_refused(settings: dict[str, Any], code: str, key: str) -> None:
+def test_what_cannot_be_tested_is_refused(
+    settings: dict[str, Any], code: str, key: str
+) -> None:
     with pytest.raises(ConfigProblemsError) as caught:
         Config.make(settings)
-    assert [(problem.code, problem.key) for problem in caught.value.problems] == [(code, key)]
+    assert [(problem.code, problem.key) for problem in caught.value.problems] == [
+        (code, key)
+    ]
 
 
 @pytest.mark.parametrize("settings", WITHOUT_BATCHNORM, ids=str)
-def test_what_needs_batchnorm_is_refused_before_the_run(settings: dict[str, Any]) -> None:
+def test_what_needs_batchnorm_is_refused_before_the_run(
+    settings: dict[str, Any],
+) -> None:
     config = Config.make(settings)
     with pytest.raises(NormLayerError):
         check(config)
@@ -410,7 +622,7 @@ def test_domains_are_tested_of_data_that_have_some(quick_run) -> None:
         quick_run(strategy="fedbn", **{"eval-on": "personal-own,personal-domains"})
 
 
-# --- tasks -----------------------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------
 
 
 def own_task(
@@ -420,26 +632,53 @@ def own_task(
     label: Callable[[Tensor], Tensor],
     grouped: bool = False,
 ) -> None:
-    """A data set "mine": the digits with other targets, for a task that the user may choose; groups: even, odd."""
+    """A data set "mine": the digits with other targets, for a task that the user may
+    choose; groups: even, odd.
+    """
 
     def read(folder: Path, shape: Any) -> Loaded:
         parts = DATASETS["digits"].loader(folder, shape)[:2]
-        own = [Samples(part.inputs, label(part.targets), part.targets % 2 if grouped else None) for part in parts]
+        own = [
+            Samples(
+                part.inputs, label(part.targets), part.targets % 2 if grouped else None
+            )
+            for part in parts
+        ]
         return Loaded(*own, ("even", "odd") if grouped else ())
 
-    own = {"name": "mine", "loader": read, "num_classes": num_classes, "task": task, "tasks": ("classification",)}
+    own = {
+        "name": "mine",
+        "loader": read,
+        "num_classes": num_classes,
+        "task": task,
+        "tasks": ("classification",),
+    }
     own["grouped"] = grouped
-    monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own))
+    monkeypatch.setitem(
+        DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own)
+    )
     monkeypatch.setattr(
-        "fedbn_flwr.lab.config.checks.allowed", lambda key: DATASETS if key == "dataset" else allowed(key)
+        "fedbn_flwr.lab.config.checks.allowed",
+        lambda key: DATASETS if key == "dataset" else allowed(key),
     )
     _load.cache_clear()
 
 
-def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_path: Path) -> None:
+def test_a_binary_run_has_its_metrics_everywhere(
+    monkeypatch, quick_run, tmp_path: Path
+) -> None:
     own_task(monkeypatch, BINARY, 2, lambda digit: (digit == 8).long())
-    settings = {"dataset": "mine", "partition": "shards", "shards-per-client": 1, "num-clients": 3, "batch-size": 32}
-    summary, out = quick_run(**settings, **{"eval-on": "global,personal-own", "learning-rate": 0.3, "local-steps": 9})
+    settings = {
+        "dataset": "mine",
+        "partition": "shards",
+        "shards-per-client": 1,
+        "num-clients": 3,
+        "batch-size": 32,
+    }
+    summary, out = quick_run(
+        **settings,
+        **{"eval-on": "global,personal-own", "learning-rate": 0.3, "local-steps": 9},
+    )
     line = read_metrics(out / "metrics.jsonl")[-1]
     config = Config.load(out / "config.yaml")
     model, _ = saved(out)
@@ -449,7 +688,9 @@ def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_pat
         outputs = model.eval()(inputs)
     assert outputs.shape == (len(test), 1)
     logits = outputs[:, 0]
-    assert line["test-auroc"] == pytest.approx(sk.roc_auc_score(targets, logits), rel=1e-12)
+    assert line["test-auroc"] == pytest.approx(
+        sk.roc_auc_score(targets, logits), rel=1e-12
+    )
     assert line["test-f1"] == pytest.approx(sk.f1_score(targets, logits > 0), rel=1e-12)
     assert line["test-accuracy"] == ((logits > 0) == targets).double().mean()
     assert 0 < line["train-accuracy"] < 1
@@ -457,17 +698,25 @@ def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_pat
     one_class, defined = [], []
     for client in line["clients"].values():
         (one_class if client["own-auroc"] is None else defined).append(client)
-    assert one_class, "shards by class: no client has an AUROC unless it has both classes"
+    assert one_class, (
+        "shards by class: no client has an AUROC unless it has both classes"
+    )
     if defined:
-        assert line["personal-own-auroc"] == statistics.fmean(client["own-auroc"] for client in defined)
+        assert line["personal-own-auroc"] == statistics.fmean(
+            client["own-auroc"] for client in defined
+        )
     assert line["personal-own-auroc-clients"] == len(defined)
     assert "personal-own-accuracy-clients" not in line
 
     assert summary["headline"] == "test-accuracy"
 
 
-def test_a_regression_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_path: Path) -> None:
-    """The best value is the lowest error; tables show it as it is, and no key is missing or null."""
+def test_a_regression_run_has_its_metrics_everywhere(
+    monkeypatch, quick_run, tmp_path: Path
+) -> None:
+    """The best value is the lowest error; tables show it as it is, and no key is
+    missing or null.
+    """
     own_task(monkeypatch, REGRESSION, 1, lambda digit: digit.float())
     path = tmp_path / "study.yaml"
     path.write_text("""
@@ -477,28 +726,48 @@ methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {st
 """)
     out = tmp_path / "out"
     table = sweep(load_study(path), out).set_index("method")
-    for method, headline in (("FedAvg", "test-mae"), ("FedBN", "personal-own-mae"), ("centralized", "test-mae")):
+    for method, headline in (
+        ("FedAvg", "test-mae"),
+        ("FedBN", "personal-own-mae"),
+        ("centralized", "test-mae"),
+    ):
         folder = out / method / "all/seed-0"
-        summary, lines = json.loads((folder / "summary.json").read_text()), read_metrics(folder / "metrics.jsonl")
+        summary, lines = (
+            json.loads((folder / "summary.json").read_text()),
+            read_metrics(folder / "metrics.jsonl"),
+        )
         assert summary["headline"] == headline
         assert summary["best"][headline] == min(line[headline] for line in lines)
         assert all("accuracy" not in key for line in lines for key in line)
         assert None not in summary["final"].values()
-        assert tuple(table.loc[method, ["metric", "final"]]) == (headline, f"{summary['final'][headline]:.4f}")
+        assert tuple(table.loc[method, ["metric", "final"]]) == (
+            headline,
+            f"{summary['final'][headline]:.4f}",
+        )
     assert f"mae {lines[-1]['test-mae']:.4f}" in Scores("mae").after(lines[-1])
 
 
 def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -> None:
-    """Targets: the digit is even, is above 4, is 3, which the domain of even digits never has."""
+    """Targets: the digit is even, is above 4, is 3, which the domain of even digits
+    never has.
+    """
 
     def labels(digit: Tensor) -> Tensor:
         return torch.stack([digit % 2 == 0, digit > 4, digit == 3], 1).float()
 
     own_task(monkeypatch, MULTI_LABEL, 3, labels, grouped=True)
-    settings = {"dataset": "mine", "partition": "domain", "num-clients": 2, "eval-on": "personal-own,global"}
+    settings = {
+        "dataset": "mine",
+        "partition": "domain",
+        "num-clients": 2,
+        "eval-on": "personal-own,global",
+    }
     summary, out = quick_run(strategy="fedbn", **settings)
     line = read_metrics(out / "metrics.jsonl")[-1]
-    own = {name: line["clients"][str(client)]["own-auroc"] for client, name in enumerate(("even", "odd"))}
+    own = {
+        name: line["clients"][str(client)]["own-auroc"]
+        for client, name in enumerate(("even", "odd"))
+    }
     assert summary["headline"] == "personal-own-auroc"
     assert line["domains"]["personal-own-auroc"] == own
     assert line["personal-own-auroc"] == statistics.fmean(own.values())
@@ -506,14 +775,21 @@ def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -
 
 def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
     own_task(monkeypatch, BINARY, 2, lambda digit: (digit > 4).long())
-    chosen = Config.make({"dataset": "mine", "task": "classification", "metrics": "macro-f1,auroc"})
+    chosen = Config.make(
+        {"dataset": "mine", "task": "classification", "metrics": "macro-f1,auroc"}
+    )
     assert data_of(chosen).task.metrics == ("accuracy", "macro-f1", "auroc")
     assert make_model(chosen).fc.out_features == 2
-    _, out = quick_run(**{"metrics": "balanced-accuracy", "eval-on": "global,personal-own"})
+    _, out = quick_run(
+        **{"metrics": "balanced-accuracy", "eval-on": "global,personal-own"}
+    )
     line = read_metrics(out / "metrics.jsonl")[-1]
     assert 0 <= line["test-balanced-accuracy"] <= 1
     assert 0 <= line["personal-own-balanced-accuracy"] <= 1
-    for settings, key in (({"task": "regression"}, "task"), ({"num-classes": 3}, "num-classes")):
+    for settings, key in (
+        ({"task": "regression"}, "task"),
+        ({"num-classes": 3}, "num-classes"),
+    ):
         with pytest.raises(ConfigProblemsError) as caught:
             Config.make({"dataset": "mine", **settings})
         assert [problem.key for problem in caught.value.problems] == [key]
@@ -523,21 +799,32 @@ def test_momentum_without_effect_is_told() -> None:
     keys = {"sgd-momentum": 0.9, "local-steps": 1}
     (said,) = Config.make(keys).warnings()
     assert said.startswith("sgd-momentum=0.9 has no effect: a round has one step")
-    for other in ({"local-steps": 2}, {"momentum-scope": "local"}, {"strategy": "centralized"}):
+    for other in (
+        {"local-steps": 2},
+        {"momentum-scope": "local"},
+        {"strategy": "centralized"},
+    ):
         assert Config.make({**keys, **other}).warnings() == []
 
 
 def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() -> None:
     nan = float("nan")
     clients = [(1.0, 2.0, nan), (2.0, 4.0, 0.5), (3.0, 9.0, 0.7)]
-    numbers = [dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True)) for client in clients]
+    numbers = [
+        dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True))
+        for client in clients
+    ]
     report = RoundReport(1, "train")
-    report.evaluations = {str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)}
+    report.evaluations = {
+        str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)
+    }
     found = client_means(report, REGRESSION)
     assert found["personal-own-mae"] == 5
     assert found["personal-own-r2"] == pytest.approx(0.6)
     assert found["personal-own-r2-weighted"] == pytest.approx((2 * 0.5 + 3 * 0.7) / 5)
-    assert [key for key in found if key.endswith("-clients")] == ["personal-own-r2-clients"]
+    assert [key for key in found if key.endswith("-clients")] == [
+        "personal-own-r2-clients"
+    ]
     assert found["personal-own-r2-clients"] == 2
     report.evaluations["1"] |= dict.fromkeys(("own-loss", "own-mae", "own-r2"), nan)
     found = client_means(report, REGRESSION)

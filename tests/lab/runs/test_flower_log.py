@@ -1,4 +1,6 @@
-"""The log of Flower's simulation: its warnings and errors show while the run goes on, the rest does not."""
+"""The log of Flower's simulation: its warnings and errors show while the run goes on,
+the rest does not.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,29 @@ def shown(lines: list[str], caplog: pytest.LogCaptureFixture) -> list[tuple[str,
 def test_warnings_and_errors_are_echoed(caplog: pytest.LogCaptureFixture) -> None:
     assert shown(LOG.splitlines(), caplog) == [
         ("WARNING", "fixbn: BN is never frozen."),
-        ("WARNING", "(ClientAppActor pid=5821) a client's warning [repeated 2x across cluster]"),
+        (
+            "WARNING",
+            "(ClientAppActor pid=5821) a client's warning [repeated 2x across cluster]",
+        ),
         ("WARNING", "with a time: and a colon"),
         ("ERROR", "node 3: refused"),
         ("CRITICAL", "the end"),
     ]
 
 
-def test_the_lines_are_those_of_flowers_handler(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lines_are_those_of_flowers_handler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Flower's own format, with and without the times of FLWR_LOG_LEVEL=DEBUG."""
     from flwr.common.logger import ConsoleHandler
 
-    record = logging.LogRecord("flwr", logging.WARNING, "a.py", 1, "node %d: refused", (3,), None)
-    lines = [ConsoleHandler(timestamps=timestamps, colored=False).format(record) for timestamps in (False, True)]
+    record = logging.LogRecord(
+        "flwr", logging.WARNING, "a.py", 1, "node %d: refused", (3,), None
+    )
+    lines = [
+        ConsoleHandler(timestamps=timestamps, colored=False).format(record)
+        for timestamps in (False, True)
+    ]
     assert shown(lines, caplog) == [("WARNING", "node 3: refused")] * 2
 
 
@@ -70,12 +82,17 @@ def test_a_simulation_shows_warnings_at_once_and_names_its_log(
         raise EngineError("flwr run: finished:failed")
 
     monkeypatch.setattr(simulation, "flower_run", failed)
-    with pytest.raises(EngineError, match=rf"finished:failed(?s:.*)The whole log: {tmp_path}/out/flower.log"):
+    with pytest.raises(
+        EngineError,
+        match=rf"finished:failed(?s:.*)The whole log: {tmp_path}/out/flower.log",
+    ):
         simulation.simulate(Config.make({"num-clients": 2}), tmp_path / "out")
     assert (tmp_path / "out/flower.log").read_text() == "WARNING :   refused replies\n"
 
 
-def test_what_the_callback_raises_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_callback_raises_ends_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flower_run(*args: object, **options: object) -> None:
         (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
         (tmp_path / "summary.json").write_text('{"rounds": 1}')

@@ -20,16 +20,31 @@ from fedbn_flwr.lab.runs.run import run
 @pytest.fixture
 def trained() -> dict[str, torch.Tensor]:
     """The state of a LeNet unlike the run's."""
-    state = build_model("lenet", num_classes=10, input_shape=(1, 28, 28), seed=9).state_dict()
-    return {name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1 for name, value in state.items()}
+    state = build_model(
+        "lenet", num_classes=10, input_shape=(1, 28, 28), seed=9
+    ).state_dict()
+    return {
+        name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
+        for name, value in state.items()
+    }
 
 
 def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
-    quick_config: Any, tmp_path: Path, same_run: Any, caplog: pytest.LogCaptureFixture, trained: dict[str, torch.Tensor]
+    quick_config: Any,
+    tmp_path: Path,
+    same_run: Any,
+    caplog: pytest.LogCaptureFixture,
+    trained: dict[str, torch.Tensor],
 ) -> None:
     path = tmp_path / "start.safetensors"
     safetensors.torch.save_file(trained, path)
-    settings = {"model": "lenet", "strategy": "fedbn", "init": str(path), "checkpoint-every": 1, "learning-rate": 1e-4}
+    settings = {
+        "model": "lenet",
+        "strategy": "fedbn",
+        "init": str(path),
+        "checkpoint-every": 1,
+        "learning-rate": 1e-4,
+    }
     with caplog.at_level(logging.INFO, "flwr"):
         whole = run(quick_config(**settings), tmp_path / "whole")
     assert f"init={path}: {len(trained)} entries loaded" in caplog.text
@@ -38,15 +53,24 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
     again = run(quick_config(**settings, resume=True), tmp_path / "cut")
     same_run(whole, again)
     saved = safetensors.torch.load_file(tmp_path / "whole/model.safetensors")
-    assert torch.allclose(saved["fc1.weight"], trained["fc1.weight"], atol=0.005), "it began there"
+    assert torch.allclose(saved["fc1.weight"], trained["fc1.weight"], atol=0.005), (
+        "it began there"
+    )
     with pytest.raises(ConfigError, match="is not a file"):
         run(quick_config(**settings), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_the_reference_starts_there_too(quick_config: Any, tmp_path: Path, trained: dict[str, torch.Tensor]) -> None:
+def test_the_reference_starts_there_too(
+    quick_config: Any, tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
     torch.save(trained, tmp_path / "a.pt")
-    settings = {"model": "lenet", "init": str(tmp_path / "a.pt"), "strategy": "centralized", "learning-rate": 1e-30}
+    settings = {
+        "model": "lenet",
+        "init": str(tmp_path / "a.pt"),
+        "strategy": "centralized",
+        "learning-rate": 1e-30,
+    }
     run(quick_config(**settings), tmp_path / "out")
     saved = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(saved["fc1.weight"], trained["fc1.weight"])
@@ -56,15 +80,31 @@ def test_a_relative_file_is_refused_with_the_absolute_one(
     quick_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"init='a\.pt' is relative.*'{tmp_path}/a\.pt'"):
+    with pytest.raises(
+        ConfigError, match=rf"init='a\.pt' is relative.*'{tmp_path}/a\.pt'"
+    ):
         run(quick_config(model="lenet", init="a.pt"), tmp_path / "out")
 
 
-def test_inspect_prints_all_names(tmp_path: Path, trained: dict[str, torch.Tensor]) -> None:
+def test_inspect_prints_all_names(
+    tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
     del trained["conv1.bias"]
     torch.save(trained, tmp_path / "a.pt")
-    asked = ["--model", "lenet", "--dataset", "mnist", "--set", "num-classes=12", "--set", f"init={tmp_path}/a.pt"]
+    asked = [
+        "--model",
+        "lenet",
+        "--dataset",
+        "mnist",
+        "--set",
+        "num-classes=12",
+        "--set",
+        f"init={tmp_path}/a.pt",
+    ]
     shown = CliRunner().invoke(app, ["inspect", *asked])
     assert shown.exit_code == 0, shown.output
-    assert f"init={tmp_path}/a.pt: 17 entries loaded, 2 of another shape, 1 missing, 0 unused" in shown.output
+    assert (
+        f"init={tmp_path}/a.pt: 17 entries loaded, 2 of another shape, 1 missing, 0"
+        " unused" in shown.output
+    )
     assert "not there, so left at their initial values: conv1.bias" in shown.output

@@ -1,4 +1,6 @@
-"""The traffic that ``inspect`` predicts is the traffic of a run, for every strategy and model; the papers' sizes."""
+"""The traffic that ``inspect`` predicts is the traffic of a run, for every strategy and
+model; the papers' sizes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Noise:
     """A few random images in place of a data set."""
 
     def __init__(self, channels: int, size: int) -> None:
-        self.images = torch.randn(4, channels, size, size, generator=torch.Generator().manual_seed(0))
+        self.images = torch.randn(
+            4, channels, size, size, generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self) -> int:
         return len(self.images)
@@ -42,16 +46,33 @@ class Noise:
 
 
 def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
-    """Both phases of a method that has two, for ResNet-20 on three channels or a smaller model on one."""
-    size = {"dataset": "cifar10" if model == "resnet20" else "mnist", "model": model, "norm": norm}
-    quick = {"batch-size": 2, "local-steps": 1, "learning-rate": 0.001, "num-server-rounds": rounds}
-    return Config.make_of_shared({**quick, "fedtan-rounds": 1}, {"strategy": strategy, **size})[0]
+    """Both phases of a method that has two, for ResNet-20 on three channels or a
+    smaller model on one.
+    """
+    size = {
+        "dataset": "cifar10" if model == "resnet20" else "mnist",
+        "model": model,
+        "norm": norm,
+    }
+    quick = {
+        "batch-size": 2,
+        "local-steps": 1,
+        "learning-rate": 0.001,
+        "num-server-rounds": rounds,
+    }
+    return Config.make_of_shared(
+        {**quick, "fedtan-rounds": 1}, {"strategy": strategy, **size}
+    )[0]
 
 
 def predicted(found: Inspection) -> list[Traffic]:
     """The traffic of each round; every round is tested."""
     reestimation = found.reestimation.traffic if found.reestimation else Traffic()
-    return [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
+    return [
+        phase.traffic.plus(reestimation)
+        for phase in found.phases
+        for _ in range(phase.rounds or 0)
+    ]
 
 
 def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
@@ -59,7 +80,11 @@ def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
     data = Noise(*((3, 32) if config.model == "resnet20" else (1, 28)))
     method = make_strategy(config, make_model(config), clients)
     method.fraction_evaluate = 0.0
-    app = client_app(torch_clients(lambda: make_model(config), [data] * clients, local_training(config)))
+    app = client_app(
+        torch_clients(
+            lambda: make_model(config), [data] * clients, local_training(config)
+        )
+    )
     start, rounds = make_model(config).state_dict(), config.num_server_rounds
     together = {"barrier": True, "grid_options": {"threads": clients}}
     run_strategy(method, app, start, clients, rounds=rounds, **together)
@@ -69,9 +94,13 @@ def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, norm: str) -> None:
+def test_predicted_traffic_equals_measured_traffic(
+    run_strategy, strategy: str, norm: str
+) -> None:
     """Of LeNet, with two norm layers; test_run.py has the MLP."""
-    config = settings(strategy, "lenet", "wsconv" if strategy == "fedwon" else norm, rounds=2)
+    config = settings(
+        strategy, "lenet", "wsconv" if strategy == "fedwon" else norm, rounds=2
+    )
     found = inspect_model(make_model(config), strategy, 2, config)
     if any("a run is refused" in warning for warning in found.warnings):
         assert norm == "group"
@@ -80,12 +109,19 @@ def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, 
             measured(run_strategy, config, 2)
         return
     assert measured(run_strategy, config, 2) == predicted(found)
-    assert found.total().exchanges == sum(traffic.exchanges for traffic in predicted(found))
+    assert found.total().exchanges == sum(
+        traffic.exchanges for traffic in predicted(found)
+    )
 
 
-WITHOUT_MOMENTUM = ("scaffold", "bn-scaffold", "fedwon")  # the first two refuse it, the last has no MLP
+# the first two refuse it, the last has no MLP
+WITHOUT_MOMENTUM = ("scaffold", "bn-scaffold", "fedwon")
 FURTHER = [
-    *({"strategy": name, **GLOBAL_MOMENTUM} for name in STRATEGIES if name not in WITHOUT_MOMENTUM),
+    *(
+        {"strategy": name, **GLOBAL_MOMENTUM}
+        for name in STRATEGIES
+        if name not in WITHOUT_MOMENTUM
+    ),
     {"strategy": "fbn", "fbn-measure": "pass"},
     {"strategy": "fbn", "statistics-aggregation": "trimmed-mean:0.2"},
     {"strategy": "hbn", "share-alpha": True},
@@ -97,8 +133,12 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize("own", FURTHER, ids=lambda own: "+".join(map(str, own.values())))
-def test_predicted_traffic_equals_measured_traffic_with_further_settings(run_strategy, own: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "own", FURTHER, ids=lambda own: "+".join(map(str, own.values()))
+)
+def test_predicted_traffic_equals_measured_traffic_with_further_settings(
+    run_strategy, own: Mapping[str, Any]
+) -> None:
     values = settings("fedavg", "mlp", "batch", rounds=3).to_mapping()
     shared = {"freeze-at": 2, "fedtan-rounds": 1}
     config, _ = Config.make_of_shared(shared, {**values, "local-epochs": 0, **own})
@@ -111,7 +151,11 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
     found = [
         inspect_model(make_model(config), "fedavg", 2, config).reestimation
         for settings in ({"recalibrate": True}, {"eval-on": "recalibrated,global"}, {})
-        for config in [Config.make({"dataset": "mnist", "model": "mlp", "num-server-rounds": 2, **settings})]
+        for config in [
+            Config.make(
+                {"dataset": "mnist", "model": "mlp", "num-server-rounds": 2, **settings}
+            )
+        ]
     ]
     assert found[0] is not None
     assert found[0] == found[1]
@@ -119,49 +163,91 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
 
 
 @pytest.mark.parametrize(
-    ("norm", "floats", "statistics", "megabytes"), [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)]
+    ("norm", "floats", "statistics", "megabytes"),
+    [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)],
 )
-def test_resnet20_has_the_papers_sizes(run_strategy, norm: str, floats: int, statistics: int, megabytes: float) -> None:
-    """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round with 5 clients."""
+def test_resnet20_has_the_papers_sizes(
+    run_strategy, norm: str, floats: int, statistics: int, megabytes: float
+) -> None:
+    """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round
+    with 5 clients.
+    """
     model = build_model("resnet20", num_classes=10, channels=3, size=32, norm=norm)
     found = inspect_model(model, "fedavg", CLIENTS)
     assert sum(found.floats.values()) == floats
     assert found.floats[Part.STATISTICS] == statistics
-    assert found.counters == {part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part}
+    assert found.counters == {
+        part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part
+    }
     assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
-    (traffic,) = measured(run_strategy, settings("fedavg", "resnet20", norm, rounds=1), CLIENTS)
+    (traffic,) = measured(
+        run_strategy, settings("fedavg", "resnet20", norm, rounds=1), CLIENTS
+    )
     assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
     assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
 
 
 def test_warnings_name_what_is_not_counted() -> None:
-    config = Config.make({"dataset": "digits", "model": "mlp", "num-clients": 10, "masked-sums": True})
+    config = Config.make(
+        {"dataset": "digits", "model": "mlp", "num-clients": 10, "masked-sums": True}
+    )
     (warning,) = inspect_model(make_model(config), "fedavg", 10, config).warnings
     assert warning.startswith("masked-sums: its further exchanges")
-    config = Config.make({"dataset": "digits", "model": "mlp", "num-clients": 10, "fraction-train": 0.2})
+    config = Config.make(
+        {"dataset": "digits", "model": "mlp", "num-clients": 10, "fraction-train": 0.2}
+    )
     assert inspect_model(make_model(config), "fedavg", 2, config).warnings == ()
     (warning,) = inspect_model(make_model(config), "fedbn", 2, config).warnings
-    assert warning.startswith("fraction-train: a client first asked after round 1 gets the whole model")
+    assert warning.startswith(
+        "fraction-train: a client first asked after round 1 gets the whole model"
+    )
 
 
 def test_warnings_name_what_a_method_would_not_do() -> None:
     plain = torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False)
     assert inspect_model(plain, "fedbn", 2).warnings == (
-        "strategy 'fedbn' needs BatchNorm with gamma and beta or running statistics; the model has 1 BatchNorm layer "
-        "((the model itself)) without (affine=False, track_running_stats=False): a run is refused",
+        (
+            "strategy 'fedbn' needs BatchNorm with gamma and beta or running"
+            " statistics; the model has 1 BatchNorm layer ((the model itself)) without"
+            " (affine=False, track_running_stats=False): a run is refused"
+        ),
         "1 BN layer(s) have no gamma and beta to keep: ",
-        "1 BN layer(s) track no running statistics and use the batch's own in testing: ",
+        (
+            "1 BN layer(s) track no running statistics and use the batch's own in"
+            " testing: "
+        ),
     )
     model = build_model("mlp", num_classes=10, channels=1, size=28)
-    assert all(inspect_model(model, strategy, 2).warnings == () for strategy in STRATEGIES if strategy != "fedwon")
+    assert all(
+        inspect_model(model, strategy, 2).warnings == ()
+        for strategy in STRATEGIES
+        if strategy != "fedwon"
+    )
 
 
 @pytest.mark.parametrize("frozen_bn", ["eval", "train"])
-@pytest.mark.parametrize("strategy", ["fedtan", "feddna", "scaffold", "bn-scaffold", "staticbn", "hbn", "fedavg"])
-def test_predicted_traffic_with_frozen_layers(run_strategy, strategy: str, frozen_bn: str) -> None:
-    """Layers after a frozen network have no exchange of gradients; variates are of trained parameters only."""
-    asked = {"model": "lenet", "dataset": "mnist", "train-only": "fc3,norm2,conv2", "frozen-bn": frozen_bn}
-    quick = {"batch-size": 2, "local-steps": 1, "num-server-rounds": 2, "learning-rate": 0.001}
+@pytest.mark.parametrize(
+    "strategy",
+    ["fedtan", "feddna", "scaffold", "bn-scaffold", "staticbn", "hbn", "fedavg"],
+)
+def test_predicted_traffic_with_frozen_layers(
+    run_strategy, strategy: str, frozen_bn: str
+) -> None:
+    """Layers after a frozen network have no exchange of gradients; variates are of
+    trained parameters only.
+    """
+    asked = {
+        "model": "lenet",
+        "dataset": "mnist",
+        "train-only": "fc3,norm2,conv2",
+        "frozen-bn": frozen_bn,
+    }
+    quick = {
+        "batch-size": 2,
+        "local-steps": 1,
+        "num-server-rounds": 2,
+        "learning-rate": 0.001,
+    }
     momentum = GLOBAL_MOMENTUM if strategy == "fedavg" else {}
     config = Config.make({"strategy": strategy, **asked, **quick, **momentum})
     found = inspect_model(make_model(config), strategy, 2, config)
@@ -186,36 +272,59 @@ def test_a_layer_that_is_called_by_keyword_is_an_exchange() -> None:
 @pytest.mark.parametrize(
     ("own", "phases"),
     [
-        ({"strategy": "fixbn", "freeze-at": 0}, [("frozen", 10, {"statistics", "counters"})]),
+        (
+            {"strategy": "fixbn", "freeze-at": 0},
+            [("frozen", 10, {"statistics", "counters"})],
+        ),
         ({"strategy": "fixbn", "freeze-at": 10}, [("before T*", 10, set())]),
         ({"strategy": "fixbn", "freeze-at": 99}, [("before T*", 10, set())]),
         (
             {"strategy": "fixbn", "freeze-at": 4, "freeze-affine": True},
-            [("before T*", 4, set()), ("frozen", 6, {"affine", "statistics", "counters"})],
+            [
+                ("before T*", 4, set()),
+                ("frozen", 6, {"affine", "statistics", "counters"}),
+            ],
         ),
         (
             {"strategy": "fedtan2", "fedtan-rounds": "auto", "freeze-window": 2},
-            [("synchronised", None, set()), ("frozen", None, {"statistics", "counters"})],
+            [
+                ("synchronised", None, set()),
+                ("frozen", None, {"statistics", "counters"}),
+            ],
         ),
     ],
 )
 def test_phases_are_those_of_the_settings(
     own: Mapping[str, Any], phases: list[tuple[str, int | None, set[str]]]
 ) -> None:
-    config = Config.make({"dataset": "mnist", "model": "mlp", "num-server-rounds": 10, **own})
+    config = Config.make(
+        {"dataset": "mnist", "model": "mlp", "num-server-rounds": 10, **own}
+    )
     found = inspect_model(make_model(config), config.strategy, 2, config).phases
-    assert [(phase.name, phase.rounds, {part.value for part in phase.frozen}) for phase in found] == phases
+    assert [
+        (phase.name, phase.rounds, {part.value for part in phase.frozen})
+        for phase in found
+    ] == phases
 
 
-@pytest.mark.parametrize("model", ["resnet20", "torchvision:mobilenet_v2", "timm:test_resnet"])
+@pytest.mark.parametrize(
+    "model", ["resnet20", "torchvision:mobilenet_v2", "timm:test_resnet"]
+)
 def test_the_parts_of_a_model_are_those_of_its_layers(model: str) -> None:
     """Counted layer by layer, by the names of BatchNorm's entries."""
     config = Config.make({"dataset": "cifar10", "model": model})
     network = make_model(config)
     counts = dict.fromkeys(Part, 0)
-    fates = {"weight": Part.AFFINE, "bias": Part.AFFINE, "num_batches_tracked": Part.COUNTERS}
+    fates = {
+        "weight": Part.AFFINE,
+        "bias": Part.AFFINE,
+        "num_batches_tracked": Part.COUNTERS,
+    }
     for layer in network.modules():
-        entries = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        entries = [
+            *layer.named_parameters(recurse=False),
+            *layer.named_buffers(recurse=False),
+        ]
         for name, value in entries:
             normal = isinstance(layer, _BatchNorm)
             part = fates.get(name, Part.STATISTICS) if normal else Part.REST

@@ -1,4 +1,6 @@
-"""SIGKILL: a few kills of ``benchmarks/kill_and_resume.py``, and a sweep that is killed with all its processes."""
+"""SIGKILL: a few kills of ``benchmarks/kill_and_resume.py``, and a sweep that is killed
+with all its processes.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks/kill_and_resume.py"
 def test_a_killed_run_resumes_to_the_same_bits(at_once: dict[str, str]) -> None:
     options = ["--methods", "scaffold", "--kills", "2", "--rounds", "8", "--every", "2"]
     command = ["python", str(SCRIPT), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=at_once
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in done.stdout.splitlines()[2:]
+    ]
     assert [(row[0], row[2], row[6]) for row in rows] == [("scaffold", "2", "yes")]
     assert all(int(row[3]) > 0 for row in rows), "none was resumed from a checkpoint"
 
@@ -68,23 +75,57 @@ def await_that(true: Callable[[], object]) -> None:
 def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
     at_once: dict[str, str], tmp_path: Path
 ) -> None:
-    base = {"num-clients": 3, "local-steps": 1, "batch-size": 8, "learning-rate": 0.1, "eval-every": 10}
+    base = {
+        "num-clients": 3,
+        "local-steps": 1,
+        "batch-size": 8,
+        "learning-rate": 0.1,
+        "eval-every": 10,
+    }
     base |= {"num-server-rounds": 20, "checkpoint-every": 5}
-    content = {"name": "killed", "base": base, "seeds": [0], "target": 20, "paper": {"FedBN/all": 50}}
-    content |= {"methods": {"FedBN": {"strategy": "fedbn"}, "FixBN": {"strategy": "fixbn", "freeze-at": 0.5}}}
+    content = {
+        "name": "killed",
+        "base": base,
+        "seeds": [0],
+        "target": 20,
+        "paper": {"FedBN/all": 50},
+    }
+    content |= {
+        "methods": {
+            "FedBN": {"strategy": "fedbn"},
+            "FixBN": {"strategy": "fixbn", "freeze-at": 0.5},
+        }
+    }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
 
     def start(out: Path) -> tuple[subprocess.Popen[bytes], Path]:
         group = tmp_path / "group"
         group.unlink(missing_ok=True)
-        command = ["python", "-c", SWEEP, str(tmp_path / "study.yaml"), str(out), str(group)]
-        return subprocess.Popen(command, env=at_once, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), group
+        command = [
+            "python",
+            "-c",
+            SWEEP,
+            str(tmp_path / "study.yaml"),
+            str(out),
+            str(group),
+        ]
+        return (
+            subprocess.Popen(
+                command,
+                env=at_once,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            ),
+            group,
+        )
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole)[0].wait(60) == 0
     for run in ("FedBN/all/seed-0", "FixBN/all/seed-0"):
         process, group = start(killed)
-        await_that(lambda run=run: len(read_metrics(killed / run / "metrics.jsonl")) > 6)
+        await_that(
+            lambda run=run: len(read_metrics(killed / run / "metrics.jsonl")) > 6
+        )
         pid = int(group.read_text())
         assert len(members(pid)) == 3, "the sweep and the workers of its run"
         os.killpg(pid, signal.SIGKILL)
@@ -92,7 +133,9 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
         assert process.wait(60) != 0
     assert start(killed)[0].wait(60) == 0
     resumed = [
-        path.parent.parent.parent.name for path in killed.rglob("summary.json") if "resumed-after" in path.read_text()
+        path.parent.parent.parent.name
+        for path in killed.rglob("summary.json")
+        if "resumed-after" in path.read_text()
     ]
     assert sorted(resumed) == ["FedBN", "FixBN"]
     for name in TABLES:

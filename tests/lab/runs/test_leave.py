@@ -1,4 +1,6 @@
-"""A run that a signal ends in mid-round saves its last whole round, and goes on from there to the same bits."""
+"""A run that a signal ends in mid-round saves its last whole round, and goes on from
+there to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import pytest
 
 from fedbn_flwr.lab.files import read_metrics
 
-SETTINGS: dict[str, Any] = {"num-clients": 2, "num-server-rounds": 4, "local-steps": 1, "batch-size": 8}
+SETTINGS: dict[str, Any] = {
+    "num-clients": 2,
+    "num-server-rounds": 4,
+    "local-steps": 1,
+    "batch-size": 8,
+}
 COMMAND = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,19 +32,44 @@ app()
 
 
 def checkpoints(out: Path) -> list[str]:
-    return sorted(path.stem for path in (out / "checkpoint").glob("round-*.safetensors"))
+    return sorted(
+        path.stem for path in (out / "checkpoint").glob("round-*.safetensors")
+    )
 
 
-@pytest.mark.parametrize(("kind", "code", "workers"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 0)])
+@pytest.mark.parametrize(
+    ("kind", "code", "workers"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 0)]
+)
 def test_a_real_signal_to_all_processes_of_a_command(
-    kind: signal.Signals, code: int, workers: int, at_once: dict[str, str], tmp_path: Path
+    kind: signal.Signals,
+    code: int,
+    workers: int,
+    at_once: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """As a batch system sends it; the command says what it saved."""
     out = tmp_path / "out"
-    settings = {**SETTINGS, "strategy": "fedbn", "num-server-rounds": 5000, "checkpoint-every": 4000}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    settings = {
+        **SETTINGS,
+        "strategy": "fedbn",
+        "num-server-rounds": 5000,
+        "checkpoint-every": 4000,
+    }
+    words = [
+        word for key, value in settings.items() for word in ("--set", f"{key}={value}")
+    ]
     started = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "run", *words, "--workers", str(workers), "--out", str(out)],
+        [
+            sys.executable,
+            "-c",
+            COMMAND,
+            "run",
+            *words,
+            "--workers",
+            str(workers),
+            "--out",
+            str(out),
+        ],
         env=at_once,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,8 +85,17 @@ def test_a_real_signal_to_all_processes_of_a_command(
     assert started.returncode == code, said
     assert "INFO" not in said, "Flower's log of every round"
     assert re.search(r"^round 2/5000: loss \d\.\d{4}", said, re.MULTILINE)
-    (last, *_) = sorted(checkpoints(out), reverse=True)
+    last, *_ = sorted(checkpoints(out), reverse=True)
     written = read_metrics(out / "metrics.jsonl")[-1]["round"]
-    assert int(last.removeprefix("round-")) in (written, written - 1), "the signal may come between line and checkpoint"
-    assert f"interrupted. Saved in {out}: the results of round {written} of 5000, and a checkpoint of round " in said
-    assert f"Go on from there: fedbn-flwr run --out {out} --workers {workers} --resume" in said
+    assert int(last.removeprefix("round-")) in (
+        written,
+        written - 1,
+    ), "the signal may come between line and checkpoint"
+    assert (
+        f"interrupted. Saved in {out}: the results of round {written} of 5000, and a"
+        " checkpoint of round " in said
+    )
+    assert (
+        f"Go on from there: fedbn-flwr run --out {out} --workers {workers} --resume"
+        in said
+    )

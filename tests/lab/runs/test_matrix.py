@@ -1,4 +1,5 @@
-"""Engine B has the bits of engine A: a GPU for every strategy, Ray for each way in which methods use the engine.
+"""Engine B has the bits of engine A: a GPU for every strategy, Ray for each way in
+which methods use the engine.
 
 In Ray there is also an app of Flower's older kind, in Flower's own loop.
 """
@@ -24,7 +25,13 @@ from tests.support import legacy_loop
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared/data"
-SETTINGS = {"num-clients": 5, "num-server-rounds": 16, "eval-every": 16, "local-steps": 5, "batch-size": 16}
+SETTINGS = {
+    "num-clients": 5,
+    "num-server-rounds": 16,
+    "eval-every": 16,
+    "local-steps": 5,
+    "batch-size": 16,
+}
 SETTINGS |= {"learning-rate": 0.1, "bn-momentum": 0.5, "fedtan-rounds": 4}
 CHANCE = {"iid": 1 / 10, "classes": 1 / 10}
 CHANCE_OF_OWN = {"iid": 1 / 10, "classes": 1 / 2}  # of two classes each
@@ -37,24 +44,47 @@ Needs = Callable[[str], Mapping[str, Any]]
 def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
     strategy: str, needs: Needs, tmp_path: Path, gpu: torch.device
 ) -> None:
-    settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 2}
-    settings |= {"fedtan-rounds": 1, "fedbs-rounds": 1, "fedbs-eps": 1e9, "freeze-at": 1}  # both phases of each
+    settings = {
+        "num-clients": 3,
+        "num-server-rounds": 2,
+        "local-steps": 2,
+        "batch-size": 8,
+        "eval-every": 2,
+    }
+    # both phases of each
+    settings |= {
+        "fedtan-rounds": 1,
+        "fedbs-rounds": 1,
+        "fedbs-eps": 1e9,
+        "freeze-at": 1,
+    }
     ended = []
     for device in ("cpu", gpu.type):
-        config, _ = Config.make_of_shared(settings, {**needs(strategy), "strategy": strategy, "device": device})
+        config, _ = Config.make_of_shared(
+            settings, {**needs(strategy), "strategy": strategy, "device": device}
+        )
         assert run(config, tmp_path / device)["rejected"] == 0
         ended.append(load_file(tmp_path / device / "model.safetensors"))
     assert list(ended[0]) == list(ended[1])
     for name, expected in ended[0].items():
-        torch.testing.assert_close(ended[1][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            ended[1][name], expected, rtol=1e-4, atol=1e-5, msg=name
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="MNIST is not here")
 @pytest.mark.parametrize("partition", CHANCE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_learns_mnist(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
-    own = {"strategy": strategy, "partition": partition, "dataset": "mnist", "data-dir": str(SHARED)}
+def test_every_strategy_learns_mnist(
+    strategy: str, partition: str, needs: Needs, tmp_path: Path
+) -> None:
+    own = {
+        "strategy": strategy,
+        "partition": partition,
+        "dataset": "mnist",
+        "data-dir": str(SHARED),
+    }
     config, _ = Config.make_of_shared(SETTINGS, {**needs(strategy), **own})
     summary = run(config, tmp_path / "out")
     assert (summary["rounds"], summary["rejected"]) == (config.num_server_rounds, 0)
@@ -63,7 +93,8 @@ def test_every_strategy_learns_mnist(strategy: str, partition: str, needs: Needs
 
 
 RAY: Mapping[str, Mapping[str, Any]] = {
-    # One of each way in which methods use the engine; those left out send what one of these sends.
+    # One of each way in which methods use the engine; those left out send what one
+    # of # these sends.
     "fedavg": {},
     "fedadam": {"strategy": "fedadam"},  # a server's step
     "scaffold": {"strategy": "scaffold"},  # a part that goes both ways
@@ -78,7 +109,7 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     "test-bn": {"eval-on": "global,global-test-bn", "test-bn": "mix"},
 }
 
-# --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time --------------
+# --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time ---
 
 APP = '''
 """Serves each config of a folder in turn, and then another app; the file "current" tells the clients which."""
@@ -157,11 +188,19 @@ folder = ""
 
 @pytest.fixture(scope="module")
 def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every case; ``log`` is Flower's."""
+    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every
+    case; ``log`` is Flower's.
+    """
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
     (app / "pyproject.toml").write_text(PYPROJECT)
-    short = {"num-clients": 3, "num-server-rounds": 2, "eval-every": 2, "local-steps": 3, "batch-size": 16}
+    short = {
+        "num-clients": 3,
+        "num-server-rounds": 2,
+        "eval-every": 2,
+        "local-steps": 3,
+        "batch-size": 16,
+    }
     for name, own in RAY.items():
         shared = {**short, "freeze-at": 1, "fedtan-rounds": 1}
         given, _ = Config.make_of_shared(shared, own)
@@ -169,12 +208,21 @@ def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
     (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
     lines: list[str] = []
-    federation = {"num-supernodes": legacy_loop.NODES, "client-resources-num-cpus": 1, "init-args-num-cpus": 3}
+    federation = {
+        "num-supernodes": legacy_loop.NODES,
+        "client-resources-num-cpus": 1,
+        "init-args-num-cpus": 3,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         paths = (str(ROOT), str(legacy_loop.APP), os.environ.get("PYTHONPATH", ""))
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        flower_run(app, run_config={"folder": str(folder)}, federation_config=federation, on_line=lines.append)
+        flower_run(
+            app,
+            run_config={"folder": str(folder)},
+            federation_config=federation,
+            on_line=lines.append,
+        )
     (folder / "log").write_text("\n".join(lines))
     return folder
 
@@ -182,23 +230,35 @@ def ray_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")  # one process, and so one run of Flower
 @pytest.mark.parametrize("case", RAY)
-def test_ray_gives_the_bits_of_the_run_in_process(case: str, ray_runs: Path, tmp_path: Path, same_run) -> None:
+def test_ray_gives_the_bits_of_the_run_in_process(
+    case: str, ray_runs: Path, tmp_path: Path, same_run
+) -> None:
     error = ray_runs / f"{case}.error"
     assert not error.exists(), error.read_text()
     summary = json.loads((ray_runs / case / "summary.json").read_text())
-    config = Config.make(json.loads((ray_runs / f"{case}.json").read_text()), complete=True)
+    config = Config.make(
+        json.loads((ray_runs / f"{case}.json").read_text()), complete=True
+    )
     here = run(config, tmp_path / "out")
     same_run(summary, here)
     lines = read_metrics(ray_runs / case / "metrics.jsonl")
-    assert [(line["round"], line["participants"]) for line in lines] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
+    assert [(line["round"], line["participants"]) for line in lines] == [
+        (1, [0, 1, 2]),
+        (2, [0, 1, 2]),
+    ]
 
 
 @pytest.mark.simulation
 @pytest.mark.xdist_group("ray-matrix")
 def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
-    ray_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ray_runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The NumPyClient project; tests/apps/test_numpyclient_app.py has it on its own, through ``flwr run``."""
+    """The NumPyClient project; tests/apps/test_numpyclient_app.py has it on its own,
+    through ``flwr run``.
+    """
     error = ray_runs / "numpyclient.error"
     assert not error.exists(), error.read_text()
     found = legacy_loop.accuracies((ray_runs / "log").read_text().splitlines())

@@ -1,4 +1,6 @@
-"""What a server can make a node of the default app do: what the run's config names, and what errors tell."""
+"""What a server can make a node of the default app do: what the run's config names, and
+what errors tell.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,22 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.messages.protocol import INFO, NUM_EXAMPLES, UNUSABLE
 
 SECRET = "Mueller_1961"
-DEFAULTS = {key: value for key, value in Config.make({}).to_mapping().items() if value != ""}
+DEFAULTS = {
+    key: value for key, value in Config.make({}).to_mapping().items() if value != ""
+}
 SHARE = {"partition-id": 0, "num-partitions": 2}
 _OPENED: list[str] = []
 _WATCHING: list[bool] = []
 
 
 def _audit(event: str, values: tuple[Any, ...]) -> None:
-    if _WATCHING and event in ("open", "import", "os.listdir", "os.scandir", "os.mkdir"):
+    if _WATCHING and event in (
+        "open",
+        "import",
+        "os.listdir",
+        "os.scandir",
+        "os.mkdir",
+    ):
         _OPENED.append(str(values[0]))
 
 
@@ -35,7 +45,9 @@ sys.addaudithook(_audit)  # stays, and does nothing after the test
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[str], bool]]:
-    """``opened(part)``: whether a path or a module with this part in its name was opened since the test began."""
+    """``opened(part)``: whether a path or a module with this part in its name was
+    opened since the test began.
+    """
     _OPENED.clear()
     _WATCHING.append(True)
     yield lambda part: any(part in name for name in _OPENED)
@@ -58,14 +70,24 @@ def secret(tmp_path: Path) -> Path:
 
 def ask(run: dict[str, Any], node: dict[str, Any], kind: str = "query") -> RecordDict:
     """Return the node's answer to a message of this kind."""
-    context = Context(run_id=1, node_id=7, node_config=node, state=RecordDict(), run_config={**DEFAULTS, **run})
+    context = Context(
+        run_id=1,
+        node_id=7,
+        node_config=node,
+        state=RecordDict(),
+        run_config={**DEFAULTS, **run},
+    )
     reply = client_app(Message(RecordDict(), dst_node_id=7, message_type=kind), context)
     assert not reply.has_error()
     return reply.content
 
 
 def examples(content: RecordDict) -> int:
-    return next(int(record[NUM_EXAMPLES]) for record in content.values() if NUM_EXAMPLES in record)
+    return next(
+        int(record[NUM_EXAMPLES])
+        for record in content.values()
+        if NUM_EXAMPLES in record
+    )
 
 
 def asks_for(path: Path) -> dict[str, dict[str, Any]]:
@@ -80,8 +102,14 @@ def asks_for(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", asks_for(Path()))
-@pytest.mark.parametrize("node", [SHARE, {"partition-id": 0, "data-path": "/srv/own.npz"}], ids=["share", "own data"])
-def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(network, secret, opened, name, node) -> None:
+@pytest.mark.parametrize(
+    "node",
+    [SHARE, {"partition-id": 0, "data-path": "/srv/own.npz"}],
+    ids=["share", "own data"],
+)
+def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(
+    network, secret, opened, name, node
+) -> None:
     with pytest.raises(ConfigError, match="allow-paths") as error:
         ask(asks_for(secret)[name], node)
     assert SECRET not in str(error.value)
@@ -91,8 +119,12 @@ def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(network, secr
         ask(asks_for(secret)[name], {**node, "allow-paths": f"/srv,{secret.parent}x"})
 
 
-def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(network, tmp_path, monkeypatch) -> None:
-    (tmp_path / "sly_models.py").write_text("from torch import nn\ndef net(num_classes): return nn.Linear(1, 1)\n")
+def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(
+    network, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "sly_models.py").write_text(
+        "from torch import nn\ndef net(num_classes): return nn.Linear(1, 1)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     run = {"model": "sly_models:net"}
     for node in (SHARE, {**SHARE, "allow-modules": "sly,sly_models.inner"}):
@@ -102,7 +134,9 @@ def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(network, 
     assert examples(ask(run, {**SHARE, "allow-modules": "other,sly_models"})) > 0
 
 
-def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out_of_it(network, secret) -> None:
+def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out_of_it(
+    network, secret
+) -> None:
     inside = secret.parent / "inside"
     inside.mkdir()
     np.savez(inside / "rows.npz", x=np.arange(40.0)[:, None], y=np.arange(40.0))
@@ -128,7 +162,13 @@ def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) 
         ask(run, {**SHARE, "allow-paths": ""})
 
 
-OWN = {"dataset": "npz:", "image-size": 28, "num-classes": 2, "task": "classification", "model": "mlp"}
+OWN = {
+    "dataset": "npz:",
+    "image-size": 28,
+    "num-classes": 2,
+    "task": "classification",
+    "model": "mlp",
+}
 
 
 def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> None:
@@ -142,7 +182,9 @@ def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> No
     assert SECRET in str(ask(OWN, {**node, "report-data": True})[INFO][UNUSABLE])
 
 
-def test_an_error_of_any_kind_says_nothing_of_a_files_content(network, secret, monkeypatch) -> None:
+def test_an_error_of_any_kind_says_nothing_of_a_files_content(
+    network, secret, monkeypatch
+) -> None:
     def breaks(*_: Any, **__: Any) -> None:
         raise KeyError(SECRET)
 

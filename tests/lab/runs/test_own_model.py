@@ -1,4 +1,6 @@
-"""``model=module:function``: found from the working directory, seeded, checked before round 1."""
+"""``model=module:function``: found from the working directory, seeded, checked before
+round 1.
+"""
 
 from __future__ import annotations
 
@@ -112,13 +114,22 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def test_a_run_with_an_own_model_in_worker_processes_too(quick_config: Any, tmp_path: Path, same_run: Any) -> None:
+def test_a_run_with_an_own_model_in_worker_processes_too(
+    quick_config: Any, tmp_path: Path, same_run: Any
+) -> None:
     config = quick_config(model="my_nets:small_net", strategy="fedbn")
-    same_run(*(run(config, tmp_path / f"out-{workers}", workers=workers) for workers in (0, 2)))
+    same_run(
+        *(
+            run(config, tmp_path / f"out-{workers}", workers=workers)
+            for workers in (0, 2)
+        )
+    )
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
-def test_a_model_that_views_its_memory_is_trained_and_tested(quick_config: Any, tmp_path: Path, strategy: str) -> None:
+def test_a_model_that_views_its_memory_is_trained_and_tested(
+    quick_config: Any, tmp_path: Path, strategy: str
+) -> None:
     run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
     assert evaluate_run(tmp_path / "out", {})
 
@@ -127,33 +138,62 @@ def test_a_model_that_views_its_memory_is_trained_and_tested(quick_config: Any, 
 def test_a_run_with_the_old_weight_norm(quick_config: Any, tmp_path: Path) -> None:
     config = quick_config(model="my_nets:weight_normed")
     run(config, tmp_path / "out")
-    start, end = make_model(config).state_dict(), load_file(tmp_path / "out/model.safetensors")
-    assert [name for name, value in start.items() if torch.equal(value, end[name])] == []
+    start, end = (
+        make_model(config).state_dict(),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
+    assert [
+        name for name, value in start.items() if torch.equal(value, end[name])
+    ] == []
 
 
 @pytest.mark.parametrize("trains", ["", "5"])
-@pytest.mark.parametrize("strategy", ["fedavg", "fixbn", "staticbn", "fbn", "centralized"])
+@pytest.mark.parametrize(
+    "strategy", ["fedavg", "fixbn", "staticbn", "fbn", "centralized"]
+)
 def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     quick_config: Any, tmp_path: Path, strategy: str, trains: str
 ) -> None:
-    """Also with frozen-bn=train. What has no gradient but is in train mode keeps training statistics, as in torch."""
+    """Also with frozen-bn=train. What has no gradient but is in train mode keeps
+    training statistics, as in torch.
+    """
     further = {"train-only": trains, "frozen-bn": "train"} if trains else {}
     config = quick_config(model="my_nets:in_eval", strategy=strategy, **further)
     run(config, tmp_path / "out")
-    start, end = make_model(config).state_dict(), load_file(tmp_path / "out/model.safetensors")
+    start, end = (
+        make_model(config).state_dict(),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
     moved = {name for name, value in start.items() if not torch.equal(value, end[name])}
     counter = set() if strategy in ("staticbn", "fbn") else {"4.num_batches_tracked"}
-    entries = {f"{index}.{leaf}" for index in trains or "1235" for leaf in ("weight", "bias")}
+    entries = {
+        f"{index}.{leaf}" for index in trains or "1235" for leaf in ("weight", "bias")
+    }
     assert moved == entries | {"4.running_mean", "4.running_var"} | counter
 
 
 def test_what_is_frozen_by_the_function_is_told(quick_config: Any) -> None:
-    told = [text for text in check(quick_config(model="my_nets:in_eval")).warnings if "eval mode" in text]
+    told = [
+        text
+        for text in check(quick_config(model="my_nets:in_eval")).warnings
+        if "eval mode" in text
+    ]
     assert len(told) == 1
     assert "(2)" in told[0]
-    asked = ["--model", "my_nets:in_eval", "--strategy", "fedavg", "--dataset", "digits"]
+    asked = [
+        "--model",
+        "my_nets:in_eval",
+        "--strategy",
+        "fedavg",
+        "--dataset",
+        "digits",
+    ]
     shown = CliRunner().invoke(app, ["inspect", *asked]).output
-    lines = {line.split()[0]: line.rstrip() for line in shown.splitlines() if line.startswith((" 2", " 4"))}
+    lines = {
+        line.split()[0]: line.rstrip()
+        for line in shown.splitlines()
+        if line.startswith((" 2", " 4"))
+    }
     assert lines["2"].split()[1:-1] == ["shared", "shared;", "in", "eval", "mode"]
     assert lines["4"].split()[1:-1] == ["shared;", "not", "trained", "shared"]
 
@@ -162,7 +202,9 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
     torch.manual_seed(1)
     first = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3)
     torch.manual_seed(2)
-    again = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3, norm="group").state_dict()
+    again = build_model(
+        "my_nets:Rows", num_classes=2, input_shape=(5,), seed=3, norm="group"
+    ).state_dict()
     assert torch.equal(first.state_dict()["0.weight"], again["0.weight"])
     assert first(torch.zeros(3, 5)).shape == (3, 2)
 
@@ -170,23 +212,64 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ("my_net:small_net", r"no module 'my_net' in the working directory.*Did you mean 'my_nets:small_net'\?"),
+        (
+            "my_net:small_net",
+            (
+                r"no module 'my_net' in the working directory.*Did you mean"
+                r" 'my_nets:small_net'\?"
+            ),
+        ),
         ("torchvison:resnet18", r"Did you mean 'torchvision:resnet18'\?"),
-        ("my_nets:smal_net", r"unknown function of .*my_nets\.py: 'smal_net'. Did you mean 'small_net'\?"),
-        ("my_bad:net", "importing my_bad raised ModuleNotFoundError: No module named 'not_there_at_all'"),
-        ("my_nets:needs", r"'depth' and 'width'\. For these data it may take num_classes, channels, size"),
+        (
+            "my_nets:smal_net",
+            (
+                r"unknown function of .*my_nets\.py: 'smal_net'. Did you mean"
+                r" 'small_net'\?"
+            ),
+        ),
+        (
+            "my_bad:net",
+            (
+                "importing my_bad raised ModuleNotFoundError: No module named"
+                " 'not_there_at_all'"
+            ),
+        ),
+        (
+            "my_nets:needs",
+            (
+                r"'depth' and 'width'\. For these data it may take num_classes,"
+                r" channels, size"
+            ),
+        ),
         ("my_nets:broken", "its function raised KeyError: 10"),
         ("my_nets:no_module", "returned a int; a torch.nn.Module needed"),
-        ("my_nets:two_outputs", r"returns shape \(2, 2\) .*classification needs a tensor of shape \(2, 10\)"),
+        (
+            "my_nets:two_outputs",
+            (
+                r"returns shape \(2, 2\) .*classification needs a tensor of shape \(2,"
+                r" 10\)"
+            ),
+        ),
         ("my_nets:pair", "returns a tuple for a batch"),
         ("my_nets:pair_in_training", r"returns a tuple in train mode for a batch"),
         ("my_nets:frozen", "has no parameter to train: all have requires_grad=False"),
-        ("my_nets:counted", r"entries of the model's state are no tensors.*'0\._extra_state' \(dict\)"),
+        (
+            "my_nets:counted",
+            r"entries of the model's state are no tensors.*'0\._extra_state' \(dict\)",
+        ),
         ("my_nets:lazy", r"have no shape yet.*LazyLinear"),
-        ("my_nets:bad_forward", r"fails for a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and mat2"),
+        (
+            "my_nets:bad_forward",
+            (
+                r"fails for a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and"
+                r" mat2"
+            ),
+        ),
     ],
 )
-def test_what_is_wrong_is_said_before_round_1(model: str, problem: str, quick_config: Any) -> None:
+def test_what_is_wrong_is_said_before_round_1(
+    model: str, problem: str, quick_config: Any
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(quick_config(model=model))
 
@@ -196,18 +279,31 @@ def test_draws_outside_of_torch_are_seeded_too() -> None:
     for state in (1, 2):
         random.seed(state)
         np.random.seed(state)
-        builds.append(build_model("my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=3).state_dict())
+        builds.append(
+            build_model(
+                "my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=3
+            ).state_dict()
+        )
         after = random.random(), np.random.random()
         random.seed(state)
         np.random.seed(state)
-        assert after == (random.random(), np.random.random()), "the build moved the generators"
-    assert all(torch.equal(builds[0][name], builds[1][name]) for name in ("weight", "bias"))
-    other = build_model("my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=4).state_dict()
+        assert after == (
+            random.random(),
+            np.random.random(),
+        ), "the build moved the generators"
+    assert all(
+        torch.equal(builds[0][name], builds[1][name]) for name in ("weight", "bias")
+    )
+    other = build_model(
+        "my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=4
+    ).state_dict()
     assert not any(torch.equal(builds[0][name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
-def test_a_softmax_at_the_end_is_warned_of_once(strategy: str, quick_run: Any, caplog: Any) -> None:
+def test_a_softmax_at_the_end_is_warned_of_once(
+    strategy: str, quick_run: Any, caplog: Any
+) -> None:
     before = torch.get_rng_state()
     quick_run(model="my_nets:softmax", strategy=strategy)
     assert caplog.text.count("model 'my_nets:softmax' seems to end with a softmax") == 1
@@ -222,10 +318,15 @@ def test_other_names_are_unknown_models(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
 def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
-    strategy: str, quick_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    strategy: str,
+    quick_run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Names and shapes are the same, so the state fits."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two files of one second and size would be one
+    # two files of one second and size would be one
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     _, out = quick_run(model="my_nets:small_net", strategy=strategy)
     longer = Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=3"])
     file = export(out, tmp_path / "home/model.safetensors", "torch").file
@@ -242,12 +343,20 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     with caplog.at_level(logging.WARNING, "flwr"):
         evaluate_run(out, {"dataset": "digits"}, out=tmp_path / "evaluated")
         load_exported(file)
-    changed = f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed since the run"
+    changed = (
+        f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed"
+        " since the run"
+    )
     assert caplog.text.count(changed) == 2
     assert changed in (tmp_path / "evaluated/metrics.json").read_text()
     assert any(note.startswith(changed) for note in diagnose_run(out, 16).notes)
-    for again in (lambda: export(out, tmp_path / "again/model.safetensors", "torch"), lambda: run(longer, out)):
-        with pytest.raises(ConfigError, match=r"has changed since the run.* Restore the file"):
+    for again in (
+        lambda: export(out, tmp_path / "again/model.safetensors", "torch"),
+        lambda: run(longer, out),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"has changed since the run.* Restore the file"
+        ):
             again()
     assert not (tmp_path / "again").exists()
     assert (out / "metrics.jsonl").read_bytes() == metrics
@@ -255,17 +364,19 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     assert run(longer, out)["rounds"] == 3
 
 
-def test_a_moving_average_of_a_users_own_is_no_constant(quick_config: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_moving_average_of_a_users_own_is_no_constant(
+    quick_config: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Client-level privacy refuses replies that changed a constant."""
     (tmp_path / "centred.py").write_text(
-        "import torch\n\n\nclass Centred(torch.nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n"
-        "        self.net = torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(64, 10))\n"
-        "        self.register_buffer('centre', torch.zeros(10))\n"
-        "        self.register_buffer('scale', torch.ones(10))\n\n"
-        "    def forward(self, x):\n        x = self.net(x)\n"
-        "        if self.training:\n            self.centre.mul_(0.9).add_(0.1 * x.detach().amax(0))\n"
-        "        return self.scale * (x - self.centre)\n\n\ndef net():\n    return Centred()\n"
+        "import torch\n\n\nclass Centred(torch.nn.Module):\n    def __init__(self):\n  "
+        "      super().__init__()\n        self.net ="
+        " torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(64, 10))\n       "
+        " self.register_buffer('centre', torch.zeros(10))\n       "
+        " self.register_buffer('scale', torch.ones(10))\n\n    def forward(self, x):\n "
+        "       x = self.net(x)\n        if self.training:\n           "
+        " self.centre.mul_(0.9).add_(0.1 * x.detach().amax(0))\n        return"
+        " self.scale * (x - self.centre)\n\n\ndef net():\n    return Centred()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = quick_config(model="centred:net")

@@ -1,4 +1,6 @@
-"""What ``inspect`` predicts for runs of FedTAN-II, against Tables 4 and 5 of its paper (arXiv:2301.02982)."""
+"""What ``inspect`` predicts for runs of FedTAN-II, against Tables 4 and 5 of its paper
+(arXiv:2301.02982).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,31 @@ CIFAR = {"dataset": "cifar10", "model": "resnet20", "num-server-rounds": 10_000}
 MNIST = {"dataset": "mnist", "model": "mlp", "num-server-rounds": 500}
 
 
-def shares(settings: dict, synchronised: int, left_out: int = 0) -> tuple[float, float, float]:
-    """Return the run's bytes, and in per cent the exchanges and the bytes beyond FedAvg's; without floats left out."""
-    config = Config.make({**settings, "strategy": "fedtan2", "fedtan-rounds": synchronised, "num-clients": CLIENTS})
+def shares(
+    settings: dict, synchronised: int, left_out: int = 0
+) -> tuple[float, float, float]:
+    """Return the run's bytes, and in per cent the exchanges and the bytes beyond
+    FedAvg's; without floats left out.
+    """
+    config = Config.make(
+        {
+            **settings,
+            "strategy": "fedtan2",
+            "fedtan-rounds": synchronised,
+            "num-clients": CLIENTS,
+        }
+    )
     found = inspect_model(make_model(config), "fedtan2", CLIENTS, config)
-    assert sum(phase.rounds or 0 for phase in found.phases) == settings["num-server-rounds"]
+    assert (
+        sum(phase.rounds or 0 for phase in found.phases)
+        == settings["num-server-rounds"]
+    )
     total, rounds = found.total(), settings["num-server-rounds"]
     less = left_out * 4 * (CLIENTS + 1)
-    size, plain = total.megabytes * 2**20 - rounds * less, found.plain.megabytes * 2**20 - less
+    size, plain = (
+        total.megabytes * 2**20 - rounds * less,
+        found.plain.megabytes * 2**20 - less,
+    )
     return size, 100 * (1 - rounds / total.exchanges), 100 * (1 - rounds * plain / size)
 
 
@@ -40,10 +59,12 @@ def shares(settings: dict, synchronised: int, left_out: int = 0) -> tuple[float,
 def test_inspect_gives_the_papers_tables_4_and_5(
     settings: dict, synchronised: int, size: float, more_rounds: float, more_bits: float
 ) -> None:
-    """ResNet-20 on CIFAR-10 in GB, 10,000 rounds; the MLP on MNIST in units of 2^30 bits, 500 rounds.
+    """ResNet-20 on CIFAR-10 in GB, 10,000 rounds; the MLP on MNIST in units of 2^30
+    bits, 500 rounds.
 
-    The paper multiplies rounded megabytes, hence the tolerance. For MNIST it leaves out the 60 running statistics,
-    which travel; its last total, 2.1386, is that of FedAvg; 2.1493 is meant.
+    The paper multiplies rounded megabytes, hence the tolerance. For MNIST it leaves out
+    the 60 running statistics, which travel; its last total, 2.1386, is that of FedAvg;
+    2.1493 is meant.
     """
     mnist = settings is MNIST
     found, rounds, bits = shares(settings, synchronised, left_out=60 if mnist else 0)

@@ -1,7 +1,9 @@
-"""An interrupted run goes on to the bits of an uninterrupted one, whatever ended it and whatever is kept in files.
+"""An interrupted run goes on to the bits of an uninterrupted one, whatever ended it and
+whatever is kept in files.
 
-tests/strategies/test_laws_of_all_methods.py has the law for every strategy; here are the kinds of what the server and
-the clients write. test_kill.py has SIGKILL, test_early_stopping.py a run that goes back to its best round.
+tests/strategies/test_laws_of_all_methods.py has the law for every strategy; here are
+the kinds of what the server and the clients write. test_kill.py has SIGKILL,
+test_early_stopping.py a run that goes back to its best round.
 """
 
 from __future__ import annotations
@@ -60,14 +62,38 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "local momentum": {"strategy": "fedbn", **MOMENTUM},
     "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
     # one client a round
-    "tests with averaged BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn", "fraction-train": 0.34},
-    "a held-out client": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn", "held-out-clients": 1},
-    "recalibrated, then frozen": {"strategy": "fixbn", "recalibrate": True, "eval-every": 2},
-    "fixbn and scaffold": {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 3},
+    "tests with averaged BN": {
+        "strategy": "fedbn",
+        "eval-on": "personal-own,averaged-bn",
+        "fraction-train": 0.34,
+    },
+    "a held-out client": {
+        "strategy": "fedbn",
+        "eval-on": "personal-own,averaged-bn",
+        "held-out-clients": 1,
+    },
+    "recalibrated, then frozen": {
+        "strategy": "fixbn",
+        "recalibrate": True,
+        "eval-every": 2,
+    },
+    "fixbn and scaffold": {
+        "strategy": "fixbn",
+        "client-hooks": "scaffold",
+        "freeze-at": 3,
+    },
     "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
-    "half of the clients": {"strategy": "bn-scaffold", "fraction-train": 0.5, "num-clients": 4},
+    "half of the clients": {
+        "strategy": "bn-scaffold",
+        "fraction-train": 0.5,
+        "num-clients": 4,
+    },
     "centralized": {"sgd-momentum": 0.9},
-    "centralized with adam": {"strategy": CENTRALIZED, "optimizer": "adam", "learning-rate": 0.01},
+    "centralized with adam": {
+        "strategy": CENTRALIZED,
+        "optimizer": "adam",
+        "learning-rate": 0.01,
+    },
 }
 IN_MID_ROUND = ("fedbn", "scaffold", "fedtan", "centralized")
 
@@ -84,7 +110,9 @@ def cut_after(last: int) -> OnRound:
     return on_round
 
 
-def start(out: Path, *, cut: int = 0, resume: bool = False, **settings: Any) -> dict[str, Any]:
+def start(
+    out: Path, *, cut: int = 0, resume: bool = False, **settings: Any
+) -> dict[str, Any]:
     config = Config.make({**BASE, **settings, "resume": resume})
     return run(config, out, on_round=cut_after(cut) if cut else None, workers=0)
 
@@ -107,23 +135,36 @@ def same(cut: Path, whole: Path) -> None:
         np.testing.assert_array_equal(models[0][name], expected, name)
 
 
-def power_fails(out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch) -> list[int]:
+def power_fails(
+    out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch
+) -> list[int]:
     """In round 3, and past the checkpoint of round 4 and the client files of round 5."""
     for last in (3, 5):
         with pytest.raises(Cut):
             start(out, cut=last, resume=True, **settings)
-        assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == list(range(1, last + 1))
+        assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == list(
+            range(1, last + 1)
+        )
     return [2, 4]
 
 
-def ctrl_c(out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch) -> list[int]:
-    """In the second client's training of round 3, when the first client has written its part of that round."""
-    module, at = (centralized, 3) if settings["strategy"] == CENTRALIZED else (torch_client, 2 * 3 + 2)
+def ctrl_c(
+    out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch
+) -> list[int]:
+    """In the second client's training of round 3, when the first client has written its
+    part of that round.
+    """
+    module, at = (
+        (centralized, 3)
+        if settings["strategy"] == CENTRALIZED
+        else (torch_client, 2 * 3 + 2)
+    )
     plain, calls = module.train, itertools.count(1)
 
     def train(*args: Any, **options: Any) -> Any:
         if next(calls) == at:
-            signal.raise_signal(signal.SIGINT)  # for the main thread: clients have threads of their own
+            # for the main thread: clients have threads of their own
+            signal.raise_signal(signal.SIGINT)
             time.sleep(0.3)
         return plain(*args, **options)
 
@@ -132,8 +173,12 @@ def ctrl_c(out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch) ->
         with pytest.raises(KeyboardInterrupt):
             start(out, **settings)
     assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2]
-    saved = sorted(path.stem for path in (out / "checkpoint").glob("round-*.safetensors"))
-    assert saved == (["round-000000", "round-000002"] if settings["checkpoint-every"] else [])
+    saved = sorted(
+        path.stem for path in (out / "checkpoint").glob("round-*.safetensors")
+    )
+    assert saved == (
+        ["round-000000", "round-000002"] if settings["checkpoint-every"] else []
+    )
     return [2]
 
 
@@ -151,7 +196,10 @@ End = Callable[[Path, Mapping[str, Any], pytest.MonkeyPatch], list[int]]
 @pytest.mark.usefixtures("_unignored")
 @pytest.mark.parametrize(
     ("case", "end"),
-    [*((case, power_fails) for case in CASES), *((case, ctrl_c) for case in IN_MID_ROUND)],
+    [
+        *((case, power_fails) for case in CASES),
+        *((case, ctrl_c) for case in IN_MID_ROUND),
+    ],
 )
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
     case: str, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +215,9 @@ def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
 
 
 @pytest.mark.usefixtures("_unignored")
-def test_without_checkpoints_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_checkpoints_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ctrl_c(tmp_path / "out", {"strategy": "fedavg", "checkpoint-every": 0}, monkeypatch)
 
 
@@ -191,30 +241,51 @@ def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path: Path) -> Non
 
 
 def test_a_longer_run_says_that_its_schedule_changes(tmp_path: Path, caplog) -> None:
-    start(tmp_path / "steps", **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 2})
+    start(
+        tmp_path / "steps",
+        **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 2},
+    )
     assert "now has" not in caplog.text
     with caplog.at_level(logging.WARNING, "flwr"):
-        start(tmp_path / "steps", resume=True, **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 4})
+        start(
+            tmp_path / "steps",
+            resume=True,
+            **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 4},
+        )
     text = (
-        "the run began with 2 rounds and now has 4: %s is of the new number, also where earlier rounds followed the old"
+        "the run began with 2 rounds and now has 4: %s is of the new number, also where"
+        " earlier rounds followed the old"
     )
     assert text % "lr-decay-at=0.5" in caplog.text
 
 
 def test_a_resume_never_shortens_a_run(tmp_path: Path) -> None:
-    """The start, round 0, is a checkpoint from which one round could be done, over the results of six."""
+    """The start, round 0, is a checkpoint from which one round could be done, over the
+    results of six.
+    """
     start(tmp_path, **{"checkpoint-every": ROUNDS})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for again in (start, lambda out, **keys: served(out, [{}] * 3, **keys)):
-        with pytest.raises(ConfigError, match=r"num-server-rounds=1(?s:.*)never shorten it"):
-            again(tmp_path, **{"resume": True, "num-server-rounds": 1, "checkpoint-every": ROUNDS})
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        with pytest.raises(
+            ConfigError, match=r"num-server-rounds=1(?s:.*)never shorten it"
+        ):
+            again(
+                tmp_path,
+                **{"resume": True, "num-server-rounds": 1, "checkpoint-every": ROUNDS},
+            )
+    assert {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    } == before
 
 
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     """Also where the run was killed before its first checkpoint, or its first file."""
     start(tmp_path / "whole")
-    for name, files in {"absent": None, "torn": [".config.yaml.9.tmp"], "early": ["config.yaml", "flower.log"]}.items():
+    for name, files in {
+        "absent": None,
+        "torn": [".config.yaml.9.tmp"],
+        "early": ["config.yaml", "flower.log"],
+    }.items():
         if files is not None:
             (tmp_path / name).mkdir()
             for file in files:
@@ -235,16 +306,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("settings", "named"),
     [
         ({"seed": 1}, "seed=0, now 1"),
-        ({"strategy": "fedprox", "proximal-mu": 0.5}, "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'"),
+        (
+            {"strategy": "fedprox", "proximal-mu": 0.5},
+            "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'",
+        ),
         ({"series": "b"}, "series='', now 'b'"),
         ({"num-server-rounds": 3}, "num-server-rounds=3 is below the 6"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(whole: Path, settings: dict[str, Any], named: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    whole: Path, settings: dict[str, Any], named: str
+) -> None:
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=named):
         start(whole, resume=True, **settings)
-    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in whole.rglob("*") if path.is_file()
+    } == before
 
 
 def test_a_used_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
@@ -269,11 +347,17 @@ def test_a_history_shortened_by_hand_is_refused(tmp_path: Path) -> None:
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     with pytest.raises(Cut):
         start(tmp_path, cut=3)
-    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(ConfigError, match="another process is still writing this run"),
+    ):
         start(tmp_path, resume=True)
     start(tmp_path, resume=True)
     (tmp_path / "reference").mkdir()
-    with lock_folder(tmp_path / "reference"), pytest.raises(ConfigError, match="another process is still writing"):
+    with (
+        lock_folder(tmp_path / "reference"),
+        pytest.raises(ConfigError, match="another process is still writing"),
+    ):
         start(tmp_path / "reference", strategy=CENTRALIZED, **{"checkpoint-every": 10})
 
 
@@ -286,51 +370,86 @@ def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None
         if "000000" not in path.name:
             path.unlink()
     start(tmp_path, resume=True)
-    assert [line["round"] for line in read_metrics(metrics)] == list(range(1, BASE["num-server-rounds"] + 1))
+    assert [line["round"] for line in read_metrics(metrics)] == list(
+        range(1, BASE["num-server-rounds"] + 1)
+    )
 
 
 def served(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
     """Run on nodes with these configs, as Flower does."""
-    config = Config.make({**BASE, "checkpoint-every": 1, "eval-every": 1, "eval-on": "personal-own", **keys})
-    with InProcessGrid(client_app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
+    config = Config.make(
+        {
+            **BASE,
+            "checkpoint-every": 1,
+            "eval-every": 1,
+            "eval-on": "personal-own",
+            **keys,
+        }
+    )
+    with InProcessGrid(
+        client_app, len(nodes), run_config=config.to_mapping(), node_configs=nodes
+    ) as grid:
         serve(grid, check(config), out)
 
 
 def go_on(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
-    served(out, nodes, **{"num-clients": 0, "num-server-rounds": 4, "resume": True, **keys})
+    served(
+        out, nodes, **{"num-clients": 0, "num-server-rounds": 4, "resume": True, **keys}
+    )
 
 
 def participants(out: Path) -> list[list[int]]:
     return [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
 
 
-def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, monkeypatch, caplog) -> None:
-    """Over a network, where a node's data is its own; elsewhere two nodes would share all the data."""
+def test_a_run_continues_while_a_node_is_gone(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """Over a network, where a node's data is its own; elsewhere two nodes would share
+    all the data.
+    """
     monkeypatch.setattr(node_queries, "RETURN_GRACE", 0.3)
     monkeypatch.setattr(node_queries, "NODE_GRACE", 0.3)
     node = {"num-partitions": 3}
     served(tmp_path, [node] * 3, **{"num-clients": 0, "num-server-rounds": 2})
-    with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node"):
+    with pytest.raises(
+        ConfigError, match=r"num-clients=3, but the federation has 2 node"
+    ):
         go_on(tmp_path, [node] * 2)
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     with caplog.at_level(logging.WARNING, logger="flwr"):
         go_on(tmp_path, [node] * 2)
-    assert "the run began with 3 nodes and continues with 2: the others may come back" in caplog.text
+    assert (
+        "the run began with 3 nodes and continues with 2: the others may come back"
+        in caplog.text
+    )
     assert participants(tmp_path) == [[0, 1, 2]] * 2 + [[0, 1]] * 2
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    sizes = [[line["clients"][name]["own-num-examples"] for name in ("0", "1")] for line in lines]
+    sizes = [
+        [line["clients"][name]["own-num-examples"] for name in ("0", "1")]
+        for line in lines
+    ]
     assert sizes == sizes[:1] * 4
 
 
-def test_a_run_continues_with_nodes_that_came_later(tmp_path: Path, monkeypatch, caplog) -> None:
-    """Over a network, where it takes nodes that join; unless it has a number of clients."""
+def test_a_run_continues_with_nodes_that_came_later(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """Over a network, where it takes nodes that join; unless it has a number of
+    clients.
+    """
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    x, y = np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8), np.arange(20) % 10
+    x, y = (
+        np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8),
+        np.arange(20) % 10,
+    )
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     node = {"data-path": str(tmp_path / "own.npz")}
     out = tmp_path / "out"
     served(out, [node], **{"num-clients": 0, "num-server-rounds": 1})
-    with pytest.raises(ConfigError, match=r"num-clients=1, but the federation has 3 node"):
+    with pytest.raises(
+        ConfigError, match=r"num-clients=1, but the federation has 3 node"
+    ):
         go_on(out, [node] * 3, **{"num-clients": 1})
     with caplog.at_level(logging.WARNING, logger="flwr"):
         go_on(out, [node] * 3, **{"num-server-rounds": 2})
@@ -338,48 +457,99 @@ def test_a_run_continues_with_nodes_that_came_later(tmp_path: Path, monkeypatch,
     assert participants(out) == [[0], [0, 1, 2]]
 
 
-def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:
-    """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an error before a resumed run."""
+def test_parts_kept_only_in_memory_cannot_be_resumed(
+    tmp_path: Path, quick_config, caplog
+) -> None:
+    """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an
+    error before a resumed run.
+    """
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
-    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+    with (
+        InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
+        caplog.at_level("WARNING", "flwr"),
+    ):
         serve(grid, check(config), tmp_path)
-    assert caplog.text.count("client(s) 0, 1, 2 keep their part in memory only: this run cannot be resumed") == 1
-    with pytest.raises(ConfigError, match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory only"):
+    assert (
+        caplog.text.count(
+            "client(s) 0, 1, 2 keep their part in memory only: this run cannot be"
+            " resumed"
+        )
+        == 1
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory only",
+    ):
         start(tmp_path, strategy="scaffold", resume=True)
 
 
 def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
-    """Under ``flwr run``, where only the clients know their folders, and without checkpoints, too."""
-    settings = {"strategy": "fedbn", "series": "a", "checkpoint-every": 0, "num-server-rounds": 2}
+    """Under ``flwr run``, where only the clients know their folders, and without
+    checkpoints, too.
+    """
+    settings = {
+        "strategy": "fedbn",
+        "series": "a",
+        "checkpoint-every": 0,
+        "num-server-rounds": 2,
+    }
     config = Config.make({**BASE, **settings, "out": str(tmp_path)})
     own = [{"state-dir": str(tmp_path / "clients")}, {}, {}]
     with (
-        InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=own) as grid,
+        InProcessGrid(
+            client_app, 3, run_config=config.to_mapping(), node_configs=own
+        ) as grid,
         caplog.at_level("WARNING", "flwr"),
     ):
         serve(grid, check(config), tmp_path / "out")
     assert [text for text in caplog.messages if "in memory only" in text] == [
-        "client(s) 1, 2 keep their part in memory only: series=a has no effect for them. Set state-dir, in the run's "
-        "config or in each node's."
+        "client(s) 1, 2 keep their part in memory only: series=a has no effect for"
+        " them. Set state-dir, in the run's config or in each node's."
     ]
 
 
-def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(tmp_path: Path) -> None:
-    own = {"strategy": "fedbn", "state-dir": str(tmp_path / "clients"), "num-server-rounds": 2}
-    for experiment, expected in (("hospitals", 4), ("hospitals", 8), ("", 4), ("others", 4)):
+def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(
+    tmp_path: Path,
+) -> None:
+    own = {
+        "strategy": "fedbn",
+        "state-dir": str(tmp_path / "clients"),
+        "num-server-rounds": 2,
+    }
+    for experiment, expected in (
+        ("hospitals", 4),
+        ("hospitals", 8),
+        ("", 4),
+        ("others", 4),
+    ):
         out = tmp_path / f"{experiment}-{expected}"
         start(out, series=experiment, **own)
-        folder = max((tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime)
+        folder = max(
+            (tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime
+        )
         newest = max((folder / "partition-0").iterdir())
         kept = read_checked(newest)["kept"]["fedbn-flwr.local"]
-        assert [int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")] == [expected], experiment
+        assert [
+            int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")
+        ] == [expected], experiment
 
 
-def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(tmp_path: Path) -> None:
+def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path / "run"), "num-server-rounds": 2})
+    config = Config.make(
+        {
+            **BASE,
+            "strategy": "fedbn",
+            "out": str(tmp_path / "run"),
+            "num-server-rounds": 2,
+        }
+    )
     node = [{}, {"state-dir": str(tmp_path / "file")}, {}]
-    with InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=node) as grid:
+    with InProcessGrid(
+        client_app, 3, run_config=config.to_mapping(), node_configs=node
+    ) as grid:
         serve(grid, check(config), tmp_path / "run")
     for line in read_metrics(tmp_path / "run/metrics.jsonl"):
         assert line["participants"] == [0, 2]

@@ -1,4 +1,6 @@
-"""Runs on digits from config to folder, for every strategy: the files of the folder, the traffic, and the seeds."""
+"""Runs on digits from config to folder, for every strategy: the files of the folder,
+the traffic, and the seeds.
+"""
 
 from __future__ import annotations
 
@@ -44,29 +46,54 @@ from tests.support.versioned import Versioned
 
 METHODS = [*STRATEGIES, CENTRALIZED]
 DRAWN = ("fedavg", "fedbn", "fixbn", CENTRALIZED)
-"""With a test of the server, with tests of clients, with a phase, and with one loop over all data."""
+"""With a test of the server, with tests of clients, with a phase, and with one loop
+over all data.
+"""
 REESTIMATED = "re-estimated from the clients' data under these weights"
-FILES = {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "curves.png"}
-TRAFFIC = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+FILES = {
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "model.safetensors",
+    "curves.png",
+}
+TRAFFIC = (
+    "exchanges",
+    "bytes-down",
+    "bytes-up",
+    "counter-bytes-down",
+    "counter-bytes-up",
+)
 
-pytestmark = pytest.mark.xdist_group("runs")  # one process, and so one run of every method
+# one process, and so one run of every method
+pytestmark = pytest.mark.xdist_group("runs")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     """One short run of every method."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = {"num-clients": 3, "num-server-rounds": 3, "local-steps": 4, "batch-size": 16, "learning-rate": 0.2}
+    settings = {
+        "num-clients": 3,
+        "num-server-rounds": 3,
+        "local-steps": 4,
+        "batch-size": 16,
+        "learning-rate": 0.2,
+    }
     made = {}
     for name in METHODS:
         both_phases = {"fedtan-rounds": 1} if name == "fedtan2" else {}
-        config = Config.make({**settings, **needs(name), **both_phases, "strategy": name})
+        config = Config.make(
+            {**settings, **needs(name), **both_phases, "strategy": name}
+        )
         with drawn() if name in DRAWN else nullcontext():
             if name == CENTRALIZED:
                 summary = run(config, folder / name)
             else:  # two threads, on any machine
                 checked = preflight(config, folder / name)
-                with InProcessGrid(client_app, 3, run_config=checked.config.to_mapping(), threads=2) as grid:
+                with InProcessGrid(
+                    client_app, 3, run_config=checked.config.to_mapping(), threads=2
+                ) as grid:
                     summary = serve(grid, checked, folder / name)
         made[name] = summary, folder / name
     return made
@@ -76,8 +103,14 @@ def test_the_matrix_has_every_strategy(runs) -> None:
     assert set(runs) == set(STRATEGIES) | {"centralized"}
     strategies = Path(__file__).parents[3] / "fedbn_flwr/strategies"
     sources = "\n".join(path.read_text() for path in strategies.glob("*.py"))
-    named = {line.split('"')[1] for line in sources.splitlines() if line.startswith('    name = "')} | {"fedavg"}
-    assert named == set(STRATEGIES), "a strategy with a file and no line in the registry"
+    named = {
+        line.split('"')[1]
+        for line in sources.splitlines()
+        if line.startswith('    name = "')
+    } | {"fedavg"}
+    assert named == set(STRATEGIES), (
+        "a strategy with a file and no line in the registry"
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -91,16 +124,25 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     ):
         more |= {STATISTICS_FILE}
     assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
-    assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert json.loads((out / "summary.json").read_text()) == json.loads(
+        json.dumps(summary)
+    )
     config = Config.load(out / "config.yaml")
     assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))
     lines = read_metrics(out / "metrics.jsonl")
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert all(line["rejected"] == [] for line in lines)
-    assert all(np.isfinite(line["train-loss"]) and 0 <= line["train-accuracy"] <= 1 for line in lines)
+    assert all(
+        np.isfinite(line["train-loss"]) and 0 <= line["train-accuracy"] <= 1
+        for line in lines
+    )
     assert summary["rounds"] == 3
     assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
-    headline = "test-accuracy" if name == CENTRALIZED or not STRATEGIES[name]().local else "personal-own-accuracy"
+    headline = (
+        "test-accuracy"
+        if name == CENTRALIZED or not STRATEGIES[name]().local
+        else "personal-own-accuracy"
+    )
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
     assert summary["best"][headline] == max(line[headline] for line in lines)
@@ -110,7 +152,11 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
         assert [line["exchanges"] for line in lines] == [0, 0, 0]
         assert summary["ledger"]["bytes-down"] == summary["ledger"]["bytes-up"] == 0
     if name in DRAWN:
-        assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (400, 1000, 4)
+        assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (
+            400,
+            1000,
+            4,
+        )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -125,7 +171,8 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
         assert {file.metadata()[part] for part in Part} <= {"global", REESTIMATED}
     result = evaluate(model, partitioned_data(config, 3).test_view())
     assert result.accuracy == summary["final"]["test-accuracy"]
-    if name == "fedavg":  # where nothing stays with the clients, the hash is that of the model
+    # where nothing stays with the clients, the hash is that of the model
+    if name == "fedavg":
         assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
 
 
@@ -135,10 +182,21 @@ def test_the_traffic_is_what_inspect_predicts(name: str, runs) -> None:
     lines = read_metrics(out / "metrics.jsonl")
     config = Config.load(out / "config.yaml")
     found = inspect_model(make_model(config), name, 3, config)
-    reestimation = found.reestimation.traffic if found.reestimation else Traffic()  # every round is tested
-    predicted = [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
+    # every round is tested
+    reestimation = found.reestimation.traffic if found.reestimation else Traffic()
+    predicted = [
+        phase.traffic.plus(reestimation)
+        for phase in found.phases
+        for _ in range(phase.rounds or 0)
+    ]
     for line, cost in zip(lines, predicted, strict=True):
-        expected = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
+        expected = (
+            cost.exchanges,
+            cost.down,
+            cost.up,
+            cost.counters_down,
+            cost.counters_up,
+        )
         assert tuple(line[key] for key in TRAFFIC) == expected, line["round"]
     assert {key: summary["ledger"][key] for key in TRAFFIC} == {
         key: sum(line[key] for line in lines) for key in TRAFFIC
@@ -146,30 +204,42 @@ def test_the_traffic_is_what_inspect_predicts(name: str, runs) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_the_traffic_of_reestimation_is_what_inspect_predicts_where_tests_are_rare(quick_run, every: int) -> None:
+def test_the_traffic_of_reestimation_is_what_inspect_predicts_where_tests_are_rare(
+    quick_run, every: int
+) -> None:
     for own in ({"strategy": "staticbn"}, {"strategy": "silobn", "recalibrate": True}):
-        summary, out = quick_run(**own, **{"num-server-rounds": 4, "eval-every": every, "eval-on": "global"})
+        summary, out = quick_run(
+            **own, **{"num-server-rounds": 4, "eval-every": every, "eval-on": "global"}
+        )
         config = Config.load(out / "config.yaml")
         found = inspect_model(make_model(config), config.strategy, 3, config)
         assert Traffic(*(summary["ledger"][key] for key in TRAFFIC)) == found.total()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "scaffold", "fedtan", CENTRALIZED])
-def test_the_config_of_a_run_repeats_it_with_one_worker_too(name: str, runs, tmp_path: Path) -> None:
-    """``config.yaml`` is fully resolved: the same bits from it alone, whatever the threads and the node ids.
+def test_the_config_of_a_run_repeats_it_with_one_worker_too(
+    name: str, runs, tmp_path: Path
+) -> None:
+    """``config.yaml`` is fully resolved: the same bits from it alone, whatever the
+    threads and the node ids.
 
-    In other processes, and so under other ids, each strategy has the same bits in test_matrix.py.
+    In other processes, and so under other ids, each strategy has the same bits in
+    test_matrix.py.
     """
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
     if name == CENTRALIZED:
         again = centralized(check(config), tmp_path / "again")
     else:
-        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), seed=9) as grid:
+        with InProcessGrid(
+            client_app, 3, run_config=config.to_mapping(), seed=9
+        ) as grid:
             again = serve(grid, check(config), tmp_path / "again")
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        out / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedtan", CENTRALIZED])
@@ -182,9 +252,15 @@ def test_another_seed_gives_another_result(name: str, runs, tmp_path: Path) -> N
 
 
 def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
-    """Clients load it to train and to re-estimate its statistics, and the server to test it."""
+    """Clients load it to train and to re-estimate its statistics, and the server to
+    test it.
+    """
     build = setup.build_model
-    monkeypatch.setattr(setup, "build_model", lambda *args, **named: Sequential(build(*args, **named), Versioned()))
+    monkeypatch.setattr(
+        setup,
+        "build_model",
+        lambda *args, **named: Sequential(build(*args, **named), Versioned()),
+    )
     summary, _ = quick_run(strategy="staticbn")
     assert summary["rejected"] == 0
 
@@ -195,14 +271,28 @@ def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:
         ("fedbn", "personal-own-accuracy"),
         ("centralized", "test-accuracy"),
     ):
-        _, out = quick_run(strategy=strategy, **{"eval-every": 3, "num-server-rounds": 4})
-        assert [key in line for line in read_metrics(out / "metrics.jsonl")] == [False, False, True, True], strategy
+        _, out = quick_run(
+            strategy=strategy, **{"eval-every": 3, "num-server-rounds": 4}
+        )
+        assert [key in line for line in read_metrics(out / "metrics.jsonl")] == [
+            False,
+            False,
+            True,
+            True,
+        ], strategy
 
 
 def test_fixbn_reports_its_freeze_round(quick_run) -> None:
-    summary, out = quick_run(strategy="fixbn", **{"num-server-rounds": 4, "freeze-at": 0.5})
+    summary, out = quick_run(
+        strategy="fixbn", **{"num-server-rounds": 4, "freeze-at": 0.5}
+    )
     assert summary["frozen-after"] == 2
-    assert [line["phase"] for line in read_metrics(out / "metrics.jsonl")] == ["train", "train", "frozen", "frozen"]
+    assert [line["phase"] for line in read_metrics(out / "metrics.jsonl")] == [
+        "train",
+        "train",
+        "frozen",
+        "frozen",
+    ]
 
 
 def test_lr_decay_at_freeze_follows_the_freeze_round(quick_run) -> None:
@@ -213,12 +303,18 @@ def test_lr_decay_at_freeze_follows_the_freeze_round(quick_run) -> None:
 
 
 def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
-    """Every client refuses to work: the command must not end as if the model had been trained."""
+    """Every client refuses to work: the command must not end as if the model had been
+    trained.
+    """
     other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
     with (
         InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,
         pytest.raises(
-            EngineError, match=r"nothing was trained: no round had min-replies=1 usable replies\. First refused"
+            EngineError,
+            match=(
+                r"nothing was trained: no round had min-replies=1 usable replies\."
+                r" First refused"
+            ),
         ),
     ):
         serve(grid, check(quick_config()), tmp_path / "out")
@@ -239,39 +335,79 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
     ids=["the tests are lost", "the run ends between two tests"],
 )
 def test_the_result_is_that_of_the_last_test(
-    settings: Mapping[str, Any], lines: int, final: tuple[int, float | None], said: str, quick_config, tmp_path: Path
+    settings: Mapping[str, Any],
+    lines: int,
+    final: tuple[int, float | None],
+    said: str,
+    quick_config,
+    tmp_path: Path,
 ) -> None:
-    """Where the replies of the last test were lost, an earlier round's accuracy stood beside the last round's model."""
+    """Where the replies of the last test were lost, an earlier round's accuracy stood
+    beside the last round's model.
+    """
     real = recorder.read_metrics
 
     def cut(path: Path) -> list[dict[str, Any]]:
         *kept, last = real(path)[:lines] or [{}]
-        return [*kept, {k: v for k, v in last.items() if not k.startswith("test-")}] if last else []
+        return (
+            [*kept, {k: v for k, v in last.items() if not k.startswith("test-")}]
+            if last
+            else []
+        )
 
-    with patch.object(recorder, "read_metrics", cut), patch.object(recorder.logger, "warning") as warning:
+    with (
+        patch.object(recorder, "read_metrics", cut),
+        patch.object(recorder.logger, "warning") as warning,
+    ):
         summary = run(quick_config(strategy="fedavg", **settings), tmp_path / "out")
     server_round, value = final
-    tested = read_metrics(tmp_path / "out" / "metrics.jsonl")[server_round - 1]["test-accuracy"]
+    tested = read_metrics(tmp_path / "out" / "metrics.jsonl")[server_round - 1][
+        "test-accuracy"
+    ]
     assert summary["final"]["round"] == server_round
     assert summary["final"]["test-accuracy"] == (None if value is None else tested)
     assert summary["rounds"] == lines
-    assert said in " ".join(str(call.args[0] % call.args[1:]) for call in warning.call_args_list)
+    assert said in " ".join(
+        str(call.args[0] % call.args[1:]) for call in warning.call_args_list
+    )
 
 
 def test_curves_without_points_are_still_a_picture() -> None:
     for lines in ([], [{"round": 1, "train-loss": None}]):
-        assert image.imread(io.BytesIO(draw_curves(lines, "accuracy"))).shape == (400, 1000, 4)
+        assert image.imread(io.BytesIO(draw_curves(lines, "accuracy"))).shape == (
+            400,
+            1000,
+            4,
+        )
     private = [{"round": 1, "test-accuracy": 0.5, "epsilon": 2.0}]
-    assert image.imread(io.BytesIO(draw_curves(private, "accuracy"))).shape == (400, 1500, 4)  # a panel for epsilon
+    # a panel for epsilon
+    assert image.imread(io.BytesIO(draw_curves(private, "accuracy"))).shape == (
+        400,
+        1500,
+        4,
+    )
 
 
 def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
-    """One client, one step a round on all data: the bits of the centralized reference, and SCAFFOLD's rate."""
-    one = {"num-clients": 1, "partition": "iid", "local-steps": 1, "batch-size": 0, "num-server-rounds": 4}
+    """One client, one step a round on all data: the bits of the centralized reference,
+    and SCAFFOLD's rate.
+    """
+    one = {
+        "num-clients": 1,
+        "partition": "iid",
+        "local-steps": 1,
+        "batch-size": 0,
+        "num-server-rounds": 4,
+    }
     schedule = {"lr-decay-at": "1,0.5", "lr-decay-factor": "0.5,0.2"}
-    found = [quick_run(strategy=name, **one, **schedule)[0] for name in ("fedavg", "centralized", "scaffold")]
+    found = [
+        quick_run(strategy=name, **one, **schedule)[0]
+        for name in ("fedavg", "centralized", "scaffold")
+    ]
     assert found[0]["sha256"] == found[1]["sha256"]
-    assert found[2]["final"]["test-loss"] == pytest.approx(found[0]["final"]["test-loss"], rel=1e-5)
+    assert found[2]["final"]["test-loss"] == pytest.approx(
+        found[0]["final"]["test-loss"], rel=1e-5
+    )
     assert quick_run(strategy="fedavg", **one)[0]["sha256"] != found[0]["sha256"]
 
 

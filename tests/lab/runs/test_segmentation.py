@@ -1,4 +1,6 @@
-"""Runs that give each pixel a class: tiny images in Cityscapes' layout, a client per city."""
+"""Runs that give each pixel a class: tiny images in Cityscapes' layout, a client per
+city.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,24 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def settings(write_cityscapes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = write_cityscapes(tmp_path_factory.mktemp("data"), CITIES, {"lindau": 2, "aachen": 1}, (32, 64))
-    data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural", "image-size": 64}
-    steps = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 2, "learning-rate": 0.05}
+def settings(
+    write_cityscapes, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = write_cityscapes(
+        tmp_path_factory.mktemp("data"), CITIES, {"lindau": 2, "aachen": 1}, (32, 64)
+    )
+    data = {
+        "dataset": "cityscapes",
+        "data-dir": str(folder),
+        "partition": "natural",
+        "image-size": 64,
+    }
+    steps = {
+        "num-server-rounds": 2,
+        "local-steps": 2,
+        "batch-size": 2,
+        "learning-rate": 0.05,
+    }
     return {**data, **steps, "model": MODELS["lraspp"]}
 
 
@@ -42,32 +58,59 @@ def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model"), [("fedavg", "lraspp"), ("fixbn", "lraspp"), ("fedtan", "deeplab"), ("centralized", "lraspp")]
+    ("strategy", "model"),
+    [
+        ("fedavg", "lraspp"),
+        ("fixbn", "lraspp"),
+        ("fedtan", "deeplab"),
+        ("centralized", "lraspp"),
+    ],
 )
 def test_a_segmentation_run_writes_its_results(
     strategy: str, model: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     own = {"freeze-at": 1} if strategy == "fixbn" else {}
-    config = Config.make({**settings, "strategy": strategy, "model": MODELS[model], **own})
+    config = Config.make(
+        {**settings, "strategy": strategy, "model": MODELS[model], **own}
+    )
     summary = run(config, tmp_path / "out")
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert [line["round"] for line in lines] == [1, 2]
-    assert all(0 <= line["test-miou"] <= 1 and math.isfinite(line["train-loss"]) for line in lines)
-    assert [line["examples"] for line in lines] == [4, 4] if strategy == "centralized" else [8, 8]  # images, not pixels
+    assert all(
+        0 <= line["test-miou"] <= 1 and math.isfinite(line["train-loss"])
+        for line in lines
+    )
+    # images, not pixels
+    assert (
+        [line["examples"] for line in lines] == [4, 4]
+        if strategy == "centralized"
+        else [8, 8]
+    )
     assert all(line["rejected"] == [] for line in lines)
     assert summary["headline"] == "test-miou"
     assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 2
     trained = make_model(config)
     trained.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-    result = evaluate(trained, partitioned_data(config, 2).test_view(), task=SEGMENTATION)
-    assert result.named("test-") == {key: summary["final"][key] for key in ("test-loss", "test-accuracy", "test-miou")}
+    result = evaluate(
+        trained, partitioned_data(config, 2).test_view(), task=SEGMENTATION
+    )
+    assert result.named("test-") == {
+        key: summary["final"][key]
+        for key in ("test-loss", "test-accuracy", "test-miou")
+    }
 
 
-def test_a_city_has_its_own_score_where_it_has_test_images(settings: dict[str, Any], tmp_path: Path) -> None:
-    config = Config.make({**settings, "strategy": "silobn", "eval-on": "personal-global,personal-own"})
+def test_a_city_has_its_own_score_where_it_has_test_images(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = Config.make(
+        {**settings, "strategy": "silobn", "eval-on": "personal-global,personal-own"}
+    )
     summary = run(config, tmp_path / "out")
     assert summary["headline"] == "personal-global-miou"
-    aachen, bremen = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["clients"].values()
+    aachen, bremen = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1][
+        "clients"
+    ].values()
     assert (aachen["own-num-examples"], bremen["own-num-examples"]) == (1, 0)
     assert summary["final"]["personal-own-miou"] == aachen["own-miou"]
     both = (aachen["global-miou"] + bremen["global-miou"]) / 2
@@ -79,25 +122,40 @@ def test_a_city_has_its_own_score_where_it_has_test_images(settings: dict[str, A
     [
         (
             {"model": "lenet"},
-            "dataset=cityscapes is for segmentation, model=lenet gives one vector of outputs for each "
-            "example. Use another data set, or one of the models torchvision-seg:<name>",
+            (
+                "dataset=cityscapes is for segmentation, model=lenet gives one vector"
+                " of outputs for each example. Use another data set, or one of the"
+                " models torchvision-seg:<name>"
+            ),
         ),
         (
             {"dataset": "digits"},
-            "dataset=digits is for classification, model=torchvision-seg:lraspp_mobilenet_v3_large gives outputs for "
-            "each pixel. Use another data set, or one of the models mlp, lenet",
+            (
+                "dataset=digits is for classification,"
+                " model=torchvision-seg:lraspp_mobilenet_v3_large gives outputs for"
+                " each pixel. Use another data set, or one of the models mlp, lenet"
+            ),
         ),
     ],
 )
-def test_a_model_for_another_task_is_refused(changed: dict[str, Any], message: str, settings: dict[str, Any]) -> None:
+def test_a_model_for_another_task_is_refused(
+    changed: dict[str, Any], message: str, settings: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.make({**settings, **changed})
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(("partition", "clients"), [("natural", 2), ("domain", 2), ("iid", 5)])
+@pytest.mark.parametrize(
+    ("partition", "clients"), [("natural", 2), ("domain", 2), ("iid", 5)]
+)
 def test_a_split_by_group_has_a_client_for_each_group_by_default(
     partition: str, clients: int, settings: dict[str, Any]
 ) -> None:
     assert count_clients(Config.make({**settings, "partition": partition})) == clients
-    assert count_clients(Config.make({**settings, "partition": partition, "num-clients": 3})) == 3
+    assert (
+        count_clients(
+            Config.make({**settings, "partition": partition, "num-clients": 3})
+        )
+        == 3
+    )

@@ -1,4 +1,6 @@
-"""Signals (N, C, L) from an npz file to ONNX: read, standardised by channel, trained, tested and exported."""
+"""Signals (N, C, L) from an npz file to ONNX: read, standardised by channel, trained,
+tested and exported.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,18 @@ from fedbn_flwr.lab.setup import make_model
 CLASSES, CHANNELS, STEPS = 3, 2, 24
 
 
-def waves(count: int = 60, channels: int = CHANNELS, steps: int = STEPS) -> tuple[Any, Any]:
-    """Waves of a frequency for each class, and a phase for each example; the channels have different units."""
+def waves(
+    count: int = 60, channels: int = CHANNELS, steps: int = STEPS
+) -> tuple[Any, Any]:
+    """Waves of a frequency for each class, and a phase for each example; the channels
+    have different units.
+    """
     draw, y = np.random.default_rng(0), np.arange(count) % CLASSES
     phase, time = draw.uniform(0, 6, (count, channels, 1)), np.linspace(0, 6.28, steps)
-    x = np.sin((y[:, None, None] + 1) * time + phase) * 10.0 ** np.arange(channels)[:, None]
+    x = (
+        np.sin((y[:, None, None] + 1) * time + phase)
+        * 10.0 ** np.arange(channels)[:, None]
+    )
     return x.astype(np.float32), y
 
 
@@ -38,12 +47,19 @@ def saved(path: Path, x: Any, y: Any) -> str:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     data = saved(tmp_path / "waves.npz", *waves())
-    sizes = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
+    sizes = {
+        "num-clients": 3,
+        "num-server-rounds": 2,
+        "local-steps": 2,
+        "batch-size": 8,
+    }
     return {"dataset": data, "model": "signal-cnn", **sizes}
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "fixbn"])
-def test_a_run_on_signals_is_the_model_that_is_exported(strategy: str, settings: Any, tmp_path: Path) -> None:
+def test_a_run_on_signals_is_the_model_that_is_exported(
+    strategy: str, settings: Any, tmp_path: Path
+) -> None:
     freeze = {"freeze-at": 1} if strategy == "fixbn" else {}
     averaged = {"eval-on": "averaged-bn"} if strategy == "fedbn" else {}
     config = Config.make({**settings, **freeze, **averaged, "strategy": strategy})
@@ -60,11 +76,16 @@ def test_a_run_on_signals_is_the_model_that_is_exported(strategy: str, settings:
 
 def test_models_for_other_inputs_are_refused(settings: Any) -> None:
     for model in ("lenet", "mlp", "resnet20"):
-        with pytest.raises(ConfigError, match=rf"'{model}' does not take examples of shape \(2, 24\).*signal-cnn"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"'{model}' does not take examples of shape \(2, 24\).*signal-cnn",
+        ):
             make_model(Config.make({**settings, "model": model}))
 
 
-def test_a_function_of_a_user_takes_channels_and_length(settings: Any, tmp_path: Path, monkeypatch) -> None:
+def test_a_function_of_a_user_takes_channels_and_length(
+    settings: Any, tmp_path: Path, monkeypatch
+) -> None:
     code = """
 from torch import nn
 def net(num_classes, channels, length):
@@ -77,7 +98,9 @@ def images(num_classes, channels, size):
     monkeypatch.delitem(sys.modules, "my_signals", raising=False)  # gone after the test
     model = make_model(Config.make({**settings, "model": "my_signals:net"}))
     assert model(torch.ones(2, CHANNELS, STEPS)).shape == (2, CLASSES)
-    with pytest.raises(ConfigError, match=r"'size'\. For these data .* num_classes, channels, length"):
+    with pytest.raises(
+        ConfigError, match=r"'size'\. For these data .* num_classes, channels, length"
+    ):
         make_model(Config.make({**settings, "model": "my_signals:images"}))
 
 
@@ -90,6 +113,10 @@ def images(num_classes, channels, size):
         (np.zeros((9, 1, 6, 6), np.float32), (1, 6, 6)),
     ],
 )
-def test_arrays_of_numbers_are_signals_and_bytes_are_images(x: Any, shape: Any, tmp_path: Path) -> None:
-    config = Config.make({"dataset": saved(tmp_path / "a.npz", x, np.arange(9) % 3), "num-clients": 1})
+def test_arrays_of_numbers_are_signals_and_bytes_are_images(
+    x: Any, shape: Any, tmp_path: Path
+) -> None:
+    config = Config.make(
+        {"dataset": saved(tmp_path / "a.npz", x, np.arange(9) % 3), "num-clients": 1}
+    )
     assert own_info(data_of(config).own).input_shape == shape

@@ -1,4 +1,6 @@
-"""``train-only`` and ``frozen-bn`` in a run: what moves, what is refused, what ``inspect`` says."""
+"""``train-only`` and ``frozen-bn`` in a run: what moves, what is refused, what
+``inspect`` says.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,38 @@ HEAD = {"model": "lenet", "train-only": "fc3"}
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
 @pytest.mark.parametrize("frozen_bn", ["eval", "train"])
-def test_what_moves(strategy: str, frozen_bn: str, quick_config: Any, tmp_path: Path) -> None:
-    config = quick_config(**HEAD, **{"frozen-bn": frozen_bn, "strategy": strategy, "weight-decay": 0.1})
+def test_what_moves(
+    strategy: str, frozen_bn: str, quick_config: Any, tmp_path: Path
+) -> None:
+    config = quick_config(
+        **HEAD, **{"frozen-bn": frozen_bn, "strategy": strategy, "weight-decay": 0.1}
+    )
     run(config, tmp_path / "out")
-    start, end = make_model(config).state_dict(), load_file(tmp_path / "out/model.safetensors")
+    start, end = (
+        make_model(config).state_dict(),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
     moved = {name for name, value in start.items() if not torch.equal(value, end[name])}
     leaves = ("running_mean", "running_var", "num_batches_tracked")
-    statistics = {f"norm{i}.{leaf}" for i in (1, 2) for leaf in leaves} if frozen_bn == "train" else set()
+    statistics = (
+        {f"norm{i}.{leaf}" for i in (1, 2) for leaf in leaves}
+        if frozen_bn == "train"
+        else set()
+    )
     assert moved == {"fc3.weight", "fc3.bias"} | statistics
 
 
-def test_reestimation_leaves_frozen_layers_out(quick_config: Any, tmp_path: Path) -> None:
-    config = quick_config(model="lenet", recalibrate=True, **{"train-only": "conv2,norm2,fc3"})
+def test_reestimation_leaves_frozen_layers_out(
+    quick_config: Any, tmp_path: Path
+) -> None:
+    config = quick_config(
+        model="lenet", recalibrate=True, **{"train-only": "conv2,norm2,fc3"}
+    )
     run(config, tmp_path / "out")
-    start, end = make_model(config).state_dict(), load_file(tmp_path / "out/model.safetensors")
+    start, end = (
+        make_model(config).state_dict(),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
     assert torch.equal(start["norm1.running_var"], end["norm1.running_var"])
     assert not torch.equal(start["norm2.running_var"], end["norm2.running_var"])
 
@@ -52,42 +72,72 @@ def test_reestimation_leaves_frozen_layers_out(quick_config: Any, tmp_path: Path
         {"recalibrate": True},
     ],
 )
-def test_a_method_for_batchnorm_is_refused_if_none_learns(settings: dict[str, Any], quick_config: Any) -> None:
+def test_a_method_for_batchnorm_is_refused_if_none_learns(
+    settings: dict[str, Any], quick_config: Any
+) -> None:
     with pytest.raises(NormLayerError) as caught:
         check(quick_config(**HEAD, **settings))
-    assert "2 BatchNorm layers (norm1, norm2), and train-only=fc3 freezes" in str(caught.value)
+    assert "2 BatchNorm layers (norm1, norm2), and train-only=fc3 freezes" in str(
+        caught.value
+    )
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "fedbn", "frozen-bn": "train"}, {"strategy": "scaffold"}])
+@pytest.mark.parametrize(
+    "settings", [{"strategy": "fedbn", "frozen-bn": "train"}, {"strategy": "scaffold"}]
+)
 def test_other_methods_are_not(settings: dict[str, Any], quick_config: Any) -> None:
     check(quick_config(**HEAD, **settings))
 
 
-def test_a_bad_path_is_an_error_before_anything_is_written(quick_config: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'fc4' names no parameter of the model\. Did you mean 'fc"):
+def test_a_bad_path_is_an_error_before_anything_is_written(
+    quick_config: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'fc4' names no parameter of the model\. Did you mean 'fc"
+    ):
         run(quick_config(model="lenet", **{"train-only": "fc4"}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_inspect_says_which_layers_train() -> None:
-    asked = ["--model", "lenet", "--strategy", "fedbn", "--dataset", "mnist", "--set", "train-only=norm2,fc3"]
+    asked = [
+        "--model",
+        "lenet",
+        "--strategy",
+        "fedbn",
+        "--dataset",
+        "mnist",
+        "--set",
+        "train-only=norm2,fc3",
+    ]
     shown = CliRunner().invoke(app, ["inspect", *asked])
     assert shown.exit_code == 0, shown.output
-    lines = {line.split()[0]: line.rstrip() for line in shown.output.splitlines() if line.startswith(" norm")}
+    lines = {
+        line.split()[0]: line.rstrip()
+        for line in shown.output.splitlines()
+        if line.startswith(" norm")
+    }
     assert "client; not trained" in lines["norm1"]
     assert "client; in eval mode" in lines["norm1"]
     assert not any(words in lines["norm2"] for words in ("not trained", "in eval mode"))
     assert "10 parameters are frozen" in shown.output
-    adapting = CliRunner().invoke(app, ["inspect", *asked, "--set", "frozen-bn=train"]).output
+    adapting = (
+        CliRunner().invoke(app, ["inspect", *asked, "--set", "frozen-bn=train"]).output
+    )
     assert "not trained" in adapting
     assert "in eval mode" not in adapting
 
 
 def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
-    """What a run froze is no property of its result: statistics of new inputs go into every layer."""
+    """What a run froze is no property of its result: statistics of new inputs go into
+    every layer.
+    """
     run(quick_config(**HEAD), tmp_path / "out")
     model = load_model(tmp_path / "out", Choice()).model
     assert all(p.requires_grad for p in model.parameters())
     assert not stays_in_eval(model)
-    plain, adapted = (evaluate_run(tmp_path / "out", {"dataset": "digits"}, bn).rows[0] for bn in ("", "adapt"))
+    plain, adapted = (
+        evaluate_run(tmp_path / "out", {"dataset": "digits"}, bn).rows[0]
+        for bn in ("", "adapt")
+    )
     assert plain.result.loss != adapted.result.loss

@@ -1,4 +1,6 @@
-"""The numbers of a study: paired comparisons, rounds to a target, and settings chosen by trials."""
+"""The numbers of a study: paired comparisons, rounds to a target, and settings chosen
+by trials.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from scipy.stats import ttest_rel
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.studies import results
 from fedbn_flwr.lab.studies.one_run import finished
-from fedbn_flwr.lab.studies.results import markdown, paired_tests, rows_of, table, write_results
+from fedbn_flwr.lab.studies.results import (
+    markdown,
+    paired_tests,
+    rows_of,
+    table,
+    write_results,
+)
 from fedbn_flwr.lab.studies.study import PaperNumber, Study
 from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import sweep
@@ -30,31 +38,68 @@ def load(folder: Path, text: str, *overrides: str) -> Study:
     return load_study(folder / "study.yaml", overrides)
 
 
-def row(method: str, seed: int, final: float | None, **more: object) -> dict[str, object]:
-    about = {"method": method, "split": "all", "seed": seed, "metric": "test-accuracy", "main": True}
-    return dict.fromkeys(results.FIELDS) | about | {"domain": "", "status": "finished", "final": final} | more
+def row(
+    method: str, seed: int, final: float | None, **more: object
+) -> dict[str, object]:
+    about = {
+        "method": method,
+        "split": "all",
+        "seed": seed,
+        "metric": "test-accuracy",
+        "main": True,
+    }
+    return (
+        dict.fromkeys(results.FIELDS)
+        | about
+        | {"domain": "", "status": "finished", "final": final}
+        | more
+    )
 
 
 def test_differences_to_the_first_method_are_paired_by_seed_as_scipy_does() -> None:
     rng = np.random.default_rng(0)
     values = {"A": rng.normal(60, 3, 5), "B": rng.normal(62, 3, 5)}
-    rows = [row(method, seed, value) for method, own in values.items() for seed, value in enumerate(own)]
-    rows += [row("A", 5, 99.0), row("B", 6, 0.0), row("B", 7, None), row("B", 8, 1.0, status="diverged")]
-    own = {"metric": "personal-own-accuracy"}  # FedBN is tested with the clients' models: the papers' comparison
-    rows += [row("FedBN", 0, values["A"][0] + 1, **own), row("FedBN", 1, values["A"][1] + 1, **own)]
-    rows += [row("Other", seed, 0.1, metric="test-mae") for seed in range(2)] + [row("Late", 9, 60.0)]
+    rows = [
+        row(method, seed, value)
+        for method, own in values.items()
+        for seed, value in enumerate(own)
+    ]
+    rows += [
+        row("A", 5, 99.0),
+        row("B", 6, 0.0),
+        row("B", 7, None),
+        row("B", 8, 1.0, status="diverged"),
+    ]
+    # FedBN is tested with the clients' models: the papers' comparison
+    own = {"metric": "personal-own-accuracy"}
+    rows += [
+        row("FedBN", 0, values["A"][0] + 1, **own),
+        row("FedBN", 1, values["A"][1] + 1, **own),
+    ]
+    rows += [row("Other", seed, 0.1, metric="test-mae") for seed in range(2)] + [
+        row("Late", 9, 60.0)
+    ]
     found = paired_tests(rows)
     assert list(found) == [("all", "B"), ("all", "FedBN")]
     assert found["all", "B"] == pytest.approx(
         ((values["B"] - values["A"]).mean(), ttest_rel(values["B"], values["A"]).pvalue)
     )
     difference, p = found["all", "FedBN"]
-    assert (difference, math.isnan(p)) == (pytest.approx(1), True), "equal differences: their spread is not known"
+    assert (difference, math.isnan(p)) == (
+        pytest.approx(1),
+        True,
+    ), "equal differences: their spread is not known"
 
 
 def test_a_bar_in_a_name_ends_no_cell() -> None:
-    text = markdown(pd.DataFrame([["FedBN | p=1", "two\nlines", 3]], columns=["a", "b", "c"]))
-    assert text.splitlines() == ["| a | b | c |", "| --- | --- | --- |", "| FedBN \\| p=1 | two lines | 3 |"]
+    text = markdown(
+        pd.DataFrame([["FedBN | p=1", "two\nlines", 3]], columns=["a", "b", "c"])
+    )
+    assert text.splitlines() == [
+        "| a | b | c |",
+        "| --- | --- | --- |",
+        "| FedBN \\| p=1 | two lines | 3 |",
+    ]
 
 
 TARGETS = """
@@ -69,7 +114,9 @@ paper: {A/all: 70 ± 2.5}
 
 def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     # These folders have no config.
-    monkeypatch.setattr(results, "is_done", lambda cell, out: finished(cell.folder(out)))
+    monkeypatch.setattr(
+        results, "is_done", lambda cell, out: finished(cell.folder(out))
+    )
     study = load(tmp_path, TARGETS)
     accuracies = {
         "A/seed-0": [0.2, None, 0.61, 0.5],
@@ -84,30 +131,71 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
             | ({} if value is None else {"test-accuracy": value})
             for r, value in enumerate(values, 1)
         ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        summary = {"headline": "test-accuracy", "final": {"test-accuracy": values[-1]}, "rounds": 4, "sha256": "x"}
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+        summary = {
+            "headline": "test-accuracy",
+            "final": {"test-accuracy": values[-1]},
+            "rounds": 4,
+            "sha256": "x",
+        }
         ledger = {"exchanges": 10, "bytes-down": 40, "bytes-up": 80}
-        lost = {} if name == "A/seed-0" else {"rejected": 2 * (name == "A/seed-1")}  # the first is of an older version
-        (folder / "summary.json").write_text(json.dumps({**summary, "ledger": ledger, **lost}))
+        # the first is of an older version
+        lost = {} if name == "A/seed-0" else {"rejected": 2 * (name == "A/seed-1")}
+        (folder / "summary.json").write_text(
+            json.dumps({**summary, "ledger": ledger, **lost})
+        )
     rows = rows_of(study, tmp_path / "out")
-    assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [("A", 0, 0), ("B", 0, 0), ("A", 1, 2)]
-    to_target = [tuple(r.get(f"{what}-to-target") for what in ("rounds", "exchanges", "bytes")) for r in rows]
+    assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [
+        ("A", 0, 0),
+        ("B", 0, 0),
+        ("A", 1, 2),
+    ]
+    to_target = [
+        tuple(r.get(f"{what}-to-target") for what in ("rounds", "exchanges", "bytes"))
+        for r in rows
+    ]
     assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
     first, second = table(rows).to_dict("records")
-    assert (first["reached"], first["rounds to it"], first["minus paper"]) == ("2 of 2", "2.5", "+0.00")
+    assert (first["reached"], first["rounds to it"], first["minus paper"]) == (
+        "2 of 2",
+        "2.5",
+        "+0.00",
+    )
     assert (first["final"], first["paper"]) == ("70.00 ± 28.28", "70.00 ± 2.50")
     assert (first["runs"], second["runs"]) == ("2, 1 with lost replies", "1")
-    assert (second["reached"], second["rounds to it"], second["paper"]) == ("0 of 1", "", "")
-    lacking = [row | {"final": None if row["seed"] else row["final"]} for row in rows[::2]]
+    assert (second["reached"], second["rounds to it"], second["paper"]) == (
+        "0 of 1",
+        "",
+        "",
+    )
+    lacking = [
+        row | {"final": None if row["seed"] else row["final"]} for row in rows[::2]
+    ]
     (undefined,) = table(lacking).to_dict("records")
-    assert (undefined["runs"], undefined["final"]) == ("1, 1 without a value, 1 with lost replies", "50.00")
+    assert (undefined["runs"], undefined["final"]) == (
+        "1, 1 without a value, 1 with lost replies",
+        "50.00",
+    )
     write_results(study, tmp_path / "out")
     assert "| 70.00 ± 2.50 | +0.00 |" in (tmp_path / "out/table.md").read_text()
     losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
-    for folder, values in ((tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1)) for seed in (0, 1)):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        lines = [line | {"test-loss": value} for line, value in zip(lines, values, strict=True)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for folder, values in (
+        (tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1))
+        for seed in (0, 1)
+    ):
+        lines = [
+            json.loads(line)
+            for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        lines = [
+            line | {"test-loss": value}
+            for line, value in zip(lines, values, strict=True)
+        ]
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
         summary = json.loads((folder / "summary.json").read_text())
         summary["final"]["test-loss"] = 1.1
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -116,47 +204,92 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     assert found == 2 * [("test-loss", True, 1.1)]
     assert study.paper_numbers("A/all") == {"": PaperNumber(70, 2.5)}
     for wrong in ("high", "70 ± 1 ± 2", "70 ±", "70 ± -1", ".nan", "{cat: 70 +- 1}"):
-        with pytest.raises(ConfigError, match=r"paper: A/all.*: '.*' is no number of a paper; write 53.97 or 53.97"):
+        with pytest.raises(
+            ConfigError,
+            match=r"paper: A/all.*: '.*' is no number of a paper; write 53.97 or 53.97",
+        ):
             load(tmp_path, TARGETS.replace("70 ± 2.5", wrong))
-    with pytest.raises(ConfigError, match=r"paper: A/all, cat: 'x' is no .*; A/all, dog: '\[1\]' is no number"):
+    with pytest.raises(
+        ConfigError,
+        match=r"paper: A/all, cat: 'x' is no .*; A/all, dog: '\[1\]' is no number",
+    ):
         load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
 
 
-def finish(folder: Path, lines: list[dict[str, Any]], headline: str = "test-accuracy") -> None:
+def finish(
+    folder: Path, lines: list[dict[str, Any]], headline: str = "test-accuracy"
+) -> None:
     """Write the files of a finished run that the results are read from."""
     folder.mkdir(parents=True)
-    whole = [{"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line} for r, line in enumerate(lines, 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
-    summary = {"headline": headline, "final": whole[-1], "rounds": len(whole), "sha256": "x", "ledger": {}}
+    whole = [
+        {"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line}
+        for r, line in enumerate(lines, 1)
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in whole)
+    )
+    summary = {
+        "headline": headline,
+        "final": whole[-1],
+        "rounds": len(whole),
+        "sha256": "x",
+        "ledger": {},
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.mark.parametrize("beside", ["", "paper: {A/all: 70}", "target: 60"])
-def test_a_number_beside_a_result_does_not_change_what_is_compared(beside: str, tmp_path: Path, monkeypatch) -> None:
-    """A paper's number of one method compared its test-accuracy with the other's personal-own-accuracy."""
-    monkeypatch.setattr(results, "is_done", lambda cell, out: finished(cell.folder(out)))
-    own = TARGETS.replace("target: 60\npaper: {A/all: 70 ± 2.5}", f"metrics: [personal-own-accuracy]\n{beside}")
+def test_a_number_beside_a_result_does_not_change_what_is_compared(
+    beside: str, tmp_path: Path, monkeypatch
+) -> None:
+    """A paper's number of one method compared its test-accuracy with the other's
+    personal-own-accuracy.
+    """
+    monkeypatch.setattr(
+        results, "is_done", lambda cell, out: finished(cell.folder(out))
+    )
+    own = TARGETS.replace(
+        "target: 60\npaper: {A/all: 70 ± 2.5}",
+        f"metrics: [personal-own-accuracy]\n{beside}",
+    )
     study = load(tmp_path, own)
     for cell in study.cells():
         personal = 0.8 + 0.05 * (cell.method == "B") + 0.01 * cell.seed**2
-        finish(cell.folder(tmp_path), [{"test-accuracy": 0.7, "personal-own-accuracy": personal}])
+        finish(
+            cell.folder(tmp_path),
+            [{"test-accuracy": 0.7, "personal-own-accuracy": personal}],
+        )
     rows = rows_of(study, tmp_path)
     assert {row["metric"] for row in rows if row["main"]} == {"personal-own-accuracy"}
     assert paired_tests(rows)["all", "B"][0] == pytest.approx(5)
 
 
 def test_runs_that_all_failed_have_no_cost() -> None:
-    failed = [row("A", seed, None, status="failed", metric=None, main=None) for seed in (0, 1)]
+    failed = [
+        row("A", seed, None, status="failed", metric=None, main=None) for seed in (0, 1)
+    ]
     (found,) = table(failed).to_dict("records")
-    assert found == {"split": "all", "method": "A", "metric": "-", "runs": "0, 2 failed"}
+    assert found == {
+        "split": "all",
+        "method": "A",
+        "metric": "-",
+        "runs": "0, 2 failed",
+    }
     both = table([*failed, row("A", 2, 50.0)]).to_dict("records")
     assert [line["runs"] for line in both] == ["1, 2 failed"]
 
 
 def test_a_target_that_is_reached_exactly_is_reached(tmp_path: Path) -> None:
-    """5013 right of 10,000 are 50.13 %; in float64 100 times the share is a little less."""
+    """5013 right of 10,000 are 50.13 %; in float64 100 times the share is a little
+    less.
+    """
     finish(tmp_path / "run", [{"accuracy": 0.1}, {"accuracy": 5013 / 10_000}])
-    until = functools.partial(results._until_target, metric="accuracy", run=tmp_path / "run", summary={"rounds": 2})
+    until = functools.partial(
+        results._until_target,
+        metric="accuracy",
+        run=tmp_path / "run",
+        summary={"rounds": 2},
+    )
     assert until(50.13)["rounds-to-target"] == 2
     assert "rounds-to-target" not in until(50.14)
 
@@ -171,62 +304,114 @@ overrides: {BN/all: {sgd-momentum: 0.1}}
 """
 
 
-def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_are_chosen_by_validation_before_the_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "flwr")
     study, out = load(tmp_path, TUNE), tmp_path / "out"
     trials = list(study.trials())
-    assert [cell.name for cell in trials[:2]] == [f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")]
+    assert [cell.name for cell in trials[:2]] == [
+        f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")
+    ]
     sweep(study, out, selection=Selection(methods=["FedBN"], seeds=[1]))
-    own = [*(trial for trial in trials if trial.method == "FedBN"), [*study.cells()][-1]]
-    assert sorted(out.rglob("summary.json")) == sorted(cell.folder(out) / "summary.json" for cell in own)
-    assert Study.read(out / "study.yaml").overrides == {**study.overrides, "FedBN/all": {"learning-rate": 0.1}}
+    own = [
+        *(trial for trial in trials if trial.method == "FedBN"),
+        [*study.cells()][-1],
+    ]
+    assert sorted(out.rglob("summary.json")) == sorted(
+        cell.folder(out) / "summary.json" for cell in own
+    )
+    assert Study.read(out / "study.yaml").overrides == {
+        **study.overrides,
+        "FedBN/all": {"learning-rate": 0.1},
+    }
     caplog.clear()
     made_before = sweep(study, out)
-    rates = {cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()}
+    rates = {
+        cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()
+    }
     assert rates == {0.1}
     for cell in trials:
         assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)
         assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
         score = json.loads((cell.folder(out) / "summary.json").read_text())["final"]
-        metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[cell.method]
-        shown = f"{100 * score[metric]:.2f} %{' (chosen)' if '0.1/' in cell.name else ''}"
+        metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[
+            cell.method
+        ]
+        shown = (
+            f"{100 * score[metric]:.2f} %{' (chosen)' if '0.1/' in cell.name else ''}"
+        )
         assert shown in (out / "tuning.md").read_text()
     ends = "learning-rate=0.1 is best and ends the grid; a larger grid may do better"
-    assert [m for m in caplog.messages if "grid" in m] == [f"BN/all: {ends}", f"FedBN/all: {ends}"]
+    assert [m for m in caplog.messages if "grid" in m] == [
+        f"BN/all: {ends}",
+        f"FedBN/all: {ends}",
+    ]
     made = {path: path.read_bytes() for path in out.rglob("summary.json")}
     assert len(made) == 10
     assert sweep(study, out).equals(made_before), "nothing is left to do"
     assert {path: path.read_bytes() for path in made} == made
     (trials[3].folder(out) / "summary.json").unlink()
     found, chosen = tuned(study, out)
-    assert ([row.name for row in found], chosen) == (["BN/all"], {"BN/all": {"learning-rate": 0.1}})
-    with pytest.raises(RunFailedError, match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0"):
+    assert ([row.name for row in found], chosen) == (
+        ["BN/all"],
+        {"BN/all": {"learning-rate": 0.1}},
+    )
+    with pytest.raises(
+        RunFailedError,
+        match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0",
+    ):
         sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
-    with pytest.raises(ConfigError, match=r"tune\.grid: learning-rate: 0\.1 is listed twice"):
+    with pytest.raises(
+        ConfigError, match=r"tune\.grid: learning-rate: 0\.1 is listed twice"
+    ):
         load(tmp_path, TUNE.replace("1.0e-6", "0.1"))
-    with pytest.raises(ConfigError, match=r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"
+        ),
+    ):
         load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))
 
 
 def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
     study = TUNE.replace("strategy: fedavg", "strategy: fedbs", 1)
-    with pytest.raises(ConfigError, match=r"fedbs weighs by .* set validation-share for the runs, too"):
+    with pytest.raises(
+        ConfigError, match=r"fedbs weighs by .* set validation-share for the runs, too"
+    ):
         load(tmp_path, study)
-    load(tmp_path, study.replace("strategy: fedbs", "strategy: fedbs, validation-share: 0.1"))
+    load(
+        tmp_path,
+        study.replace("strategy: fedbs", "strategy: fedbs, validation-share: 0.1"),
+    )
 
 
 def run_of(metric: str, **domains: float | None) -> dict[str, Any]:
     final = {metric: 0.5, "domains": {metric: domains}}
-    return {"headline": metric, "sha256": "x", "rounds": 1, "ledger": {}, "final": final}
+    return {
+        "headline": metric,
+        "sha256": "x",
+        "rounds": 1,
+        "ledger": {},
+        "final": final,
+    }
 
 
-def test_each_domain_and_their_average_stand_beside_the_papers_number(tmp_path: Path, monkeypatch) -> None:
+def test_each_domain_and_their_average_stand_beside_the_papers_number(
+    tmp_path: Path, monkeypatch
+) -> None:
     """Of the average of a run that lacks a domain nothing is known."""
     paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
     study = Study(name="pets", methods={"A": {}}, seeds=[0, 1], paper=paper)
-    runs = [run_of("test-accuracy", dog=0.5, cat=0.25), run_of("test-accuracy", dog=0.7, cat=None)]
+    runs = [
+        run_of("test-accuracy", dog=0.5, cat=0.25),
+        run_of("test-accuracy", dog=0.7, cat=None),
+    ]
     monkeypatch.setattr(results, "is_done", lambda cell, out: True)
-    monkeypatch.setattr(results, "summary_of", lambda folder: runs[int(folder.name[-1])])
+    monkeypatch.setattr(
+        results, "summary_of", lambda folder: runs[int(folder.name[-1])]
+    )
     rows = rows_of(study, tmp_path)
     assert [(row["domain"], row["final"]) for row in rows[:4]] == [
         *(("", 50.0), ("dog", 50.0), ("cat", 25.0), ("average", 37.5))
@@ -236,7 +421,10 @@ def test_each_domain_and_their_average_stand_beside_the_papers_number(tmp_path: 
         *(("", "50.00 ± 0.00"), ("cat", "25.00"), ("average", "37.50"))
     ]
     assert [line["paper"] for line in lines.values()] == ["", "20.50", "40.25 ± 1.50"]
-    assert (lines["cat"]["minus paper"], lines["average"]["minus paper"]) == ("+4.50", "-2.75")
+    assert (lines["cat"]["minus paper"], lines["average"]["minus paper"]) == (
+        "+4.50",
+        "-2.75",
+    )
 
 
 METRICS = """
@@ -248,12 +436,17 @@ metrics: [personal-own-balanced-accuracy, test-accuracy, personal-own-accuracy, 
 """
 
 
-def test_a_study_names_the_metrics_of_its_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_study_names_the_metrics_of_its_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "out"
     sweep(load(tmp_path, METRICS), out)
     final = json.loads((out / "FedBN/all/seed-0/summary.json").read_text())["final"]
     with (out / "results.csv").open() as file:
-        rows = {(row["method"], row["metric"], row["domain"]): row for row in csv.DictReader(file)}
+        rows = {
+            (row["method"], row["metric"], row["domain"]): row
+            for row in csv.DictReader(file)
+        }
     own = [f"personal-own-{name}" for name in ("balanced-accuracy", "accuracy")]
     expected = [("FedAvg", "test-accuracy"), *(("FedBN", name) for name in own)]
     assert list(dict.fromkeys(key[:2] for key in rows)) == expected

@@ -69,16 +69,29 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        (TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, series: ties}"), r"FedAvg/iid/seed-0 and \d+ other"),
-        (TEXT.replace("seeds: [0, 1]", "seeds: [0]\noverrides: {FedAvg/iid: {series: ties}}"), "FedAvg/iid/seed-0"),
+        (
+            TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, series: ties}"),
+            r"FedAvg/iid/seed-0 and \d+ other",
+        ),
+        (
+            TEXT.replace(
+                "seeds: [0, 1]", "seeds: [0]\noverrides: {FedAvg/iid: {series: ties}}"
+            ),
+            "FedAvg/iid/seed-0",
+        ),
     ],
     ids=["base", "one pair"],
 )
 def test_a_study_whose_runs_would_start_with_the_parts_of_others_is_refused(
     tmp_path: Path, text: str, named: str
 ) -> None:
-    """Seed 1 would start with what the clients of seed 0 kept, and parallel runs with whatever is there."""
-    with pytest.raises(ConfigError, match=rf"{named}.*series=ties.*one after another with `fedbn-flwr run`") as caught:
+    """Seed 1 would start with what the clients of seed 0 kept, and parallel runs with
+    whatever is there.
+    """
+    with pytest.raises(
+        ConfigError,
+        match=rf"{named}.*series=ties.*one after another with `fedbn-flwr run`",
+    ) as caught:
         load_study(written(tmp_path, text))
     assert len(str(caught.value).splitlines()) == 1, "once for all runs"
 
@@ -86,22 +99,30 @@ def test_a_study_whose_runs_would_start_with_the_parts_of_others_is_refused(
 def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, variance: pooled}").replace(
-        "seeds: [0, 1]", "seeds: [0]"
-    )
+    text = TEXT.replace(
+        "learning-rate: 0.3}", "learning-rate: 0.3, variance: pooled}"
+    ).replace("seeds: [0, 1]", "seeds: [0]")
     study = load_study(written(tmp_path, text))
-    assert {cell.method: cell.config.variance for cell in study.cells()} == {"FedAvg": "pooled", "FedBN/own": "mean"}
+    assert {cell.method: cell.config.variance for cell in study.cells()} == {
+        "FedAvg": "pooled",
+        "FedBN/own": "mean",
+    }
     sweep(study, tmp_path / "out")
     assert [m for m in caplog.messages if "left out" in m] == [
-        "FedBN/own/two classes: variance of base is left out: fedbn averages no running variances"
+        "FedBN/own/two classes: variance of base is left out: fedbn averages no running"
+        " variances"
     ]
     wrong = text.replace("{strategy: fedbn, ", "{strategy: fedbn, variance: pooled, ")
-    with pytest.raises(ConfigError, match="variance='pooled' has no effect: fedbn averages"):
+    with pytest.raises(
+        ConfigError, match="variance='pooled' has no effect: fedbn averages"
+    ):
         load_study(written(tmp_path, wrong))
 
 
 @pytest.mark.parametrize("override", ["seed=7", "strategy=fedbn"])
-def test_an_override_that_every_run_overrides_is_refused(override: str, tmp_path: Path) -> None:
+def test_an_override_that_every_run_overrides_is_refused(
+    override: str, tmp_path: Path
+) -> None:
     key = override.partition("=")[0]
     with pytest.raises(ConfigError, match=f"--set {key} has no effect"):
         load_study(written(tmp_path, TEXT), [override, "num-clients=3"])
@@ -117,14 +138,25 @@ def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
         "FedAvg/two classes/seed-1",
         "FedBN/own/two classes/seed-1",
     ]
-    assert [cell.config.learning_rate for cell in cells[:3]] == [0.2, 0.3, 0.1], "method over split over base"
+    assert [cell.config.learning_rate for cell in cells[:3]] == [
+        0.2,
+        0.3,
+        0.1,
+    ], "method over split over base"
     assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
-    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == ("FedBN", "own", "two_classes", "seed-0")
+    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == (
+        "FedBN",
+        "own",
+        "two_classes",
+        "seed-0",
+    )
     assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
 
 
 def test_overrides_replace_the_base(tmp_path: Path) -> None:
-    study = load_study(written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"])
+    study = load_study(
+        written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"]
+    )
     assert {cell.config.num_server_rounds for cell in study.cells()} == {3}
     assert next(study.cells()).config.learning_rate == 0.2, "under the split"
 
@@ -132,30 +164,52 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"), "'FedBN/idd' names no METHOD/SPLIT"),
+        (
+            ("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"),
+            "'FedBN/idd' names no METHOD/SPLIT",
+        ),
         (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
-        (("strategy: fedbn", "strategy: silobm"), "FedBN/own/two classes/seed-0: unknown strategy 'silobm'"),
+        (
+            ("strategy: fedbn", "strategy: silobm"),
+            "FedBN/own/two classes/seed-0: unknown strategy 'silobm'",
+        ),
         (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: 0 is listed twice"),
         (("seeds: [0, 1]", "seeds: []"), "seeds: list should have at least 1 item"),
         (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
         ((TEXT, "- a"), "study .*study.yaml"),
         ((TEXT, "a: ["), "study .*study.yaml"),
-        (("name: small", "name: small\nname: large"), "study .*study.yaml: line 3: 'name' is also in line 2"),
-        (("strategy: fedavg}", "strategy: fedavg}\n  FedAvg: {}"), "line 6: 'FedAvg' is also in line 5"),
-        ((TEXT, "{name: a, methods: {A: {}}, splits: {}}"), "splits: dictionary should have at least 1 item"),
-        ((TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"), "skip leaves out every run: A/all"),
+        (
+            ("name: small", "name: small\nname: large"),
+            "study .*study.yaml: line 3: 'name' is also in line 2",
+        ),
+        (
+            ("strategy: fedavg}", "strategy: fedavg}\n  FedAvg: {}"),
+            "line 6: 'FedAvg' is also in line 5",
+        ),
+        (
+            (TEXT, "{name: a, methods: {A: {}}, splits: {}}"),
+            "splits: dictionary should have at least 1 item",
+        ),
+        (
+            (TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"),
+            "skip leaves out every run: A/all",
+        ),
         (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is no number of a paper"),
         (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
         (("FedBN/own:", "table.md:"), "method 'table.md' ends as a file of the study"),
     ],
 )
-def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_a_wrong_study_is_refused(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_study(written(tmp_path, TEXT.replace(*change)))
 
 
-def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path) -> None:
+def test_a_sweep_continues_where_it_was_interrupted(
+    study: Study, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     cells = list(study.cells())
     half = cells[1].folder(out)
@@ -169,7 +223,11 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     aside = half.with_name("seed-0.unfinished-1")
     assert (aside / "config.yaml").read_text() == "half"
     assert (out / "table.md").read_text() == f"# small\n\n{markdown(first)}\n"
-    made = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
+    made = {
+        path: path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file() and path.parent != out
+    }
     assert sweep(study, out, follower=(again := Noted())).equals(first)
     assert again.begun == []
     assert {path: path.read_bytes() for path in made} == made
@@ -178,12 +236,22 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     assert [cell.config for cell in again.cells()] == [cell.config for cell in cells]
 
 
-def test_a_part_of_a_study_is_done_and_the_rest_later(study: Study, tmp_path: Path) -> None:
+def test_a_part_of_a_study_is_done_and_the_rest_later(
+    study: Study, tmp_path: Path
+) -> None:
     out, noted = tmp_path / "out", Noted()
-    sweep(study, out, follower=noted, selection=Selection(methods=["FedAvg"], splits=["iid"], seeds=[1]))
+    sweep(
+        study,
+        out,
+        follower=noted,
+        selection=Selection(methods=["FedAvg"], splits=["iid"], seeds=[1]),
+    )
     assert noted.begun == ["FedAvg/iid/seed-1"]
     sweep(study, out, follower=noted, selection=Selection(seeds=[1]))
-    assert noted.begun[1:] == ["FedAvg/two classes/seed-1", "FedBN/own/two classes/seed-1"]
+    assert noted.begun[1:] == [
+        "FedAvg/two classes/seed-1",
+        "FedBN/own/two classes/seed-1",
+    ]
     sweep(study, out, follower=(rest := Noted()))
     assert rest.begun == [cell.name for cell in study.cells() if cell.seed == 0]
     check_tables(study, out)
@@ -194,11 +262,15 @@ def test_a_part_of_a_study_is_done_and_the_rest_later(study: Study, tmp_path: Pa
         "--split all: study 'small' has iid, two classes",
         "--seed 7: study 'small' has 0, 1",
     ]
-    with pytest.raises(ConfigError, match="skip leaves out every run that is selected: FedBN/own/iid"):
+    with pytest.raises(
+        ConfigError, match="skip leaves out every run that is selected: FedBN/own/iid"
+    ):
         sweep(study, out, selection=Selection(["FedBN/own"], ["iid"]))
 
 
-def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
+def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
+    tmp_path: Path, caplog
+) -> None:
     class Cut(KeyboardInterrupt):
         pass
 
@@ -210,8 +282,13 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
 
             return on_round
 
-    text = "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4, checkpoint-every: 1, num-server-rounds: 3}"
-    study = load_study(written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}"))
+    text = (
+        "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4,"
+        " checkpoint-every: 1, num-server-rounds: 3}"
+    )
+    study = load_study(
+        written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}")
+    )
     for changed in (False, True):
         out = tmp_path / f"out-{changed}"
         with pytest.raises(Cut):
@@ -222,37 +299,57 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
         summary = json.loads((folder / "summary.json").read_text())
         assert summary.get("resumed-after") == (None if changed else [1])
         assert folder.with_name("seed-0.unfinished-1").exists() == changed
-    assert "starts from the beginning: it belongs to a run with other settings: " in caplog.text
+    assert (
+        "starts from the beginning: it belongs to a run with other settings: "
+        in caplog.text
+    )
     assert "learning-rate=0.1, now 0.3" in caplog.text
 
 
-def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: Study, tmp_path: Path, caplog) -> None:
+def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
+    study: Study, tmp_path: Path, caplog
+) -> None:
     out = tmp_path / "out"
     first = sweep(study, out)
     changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
-    changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")  # the default, written out
+    # the default, written out
+    changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")
     former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
     sweep(load_study(written(tmp_path, changed)), out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
     assert (
-        "FedAvg/iid/seed-0 is repeated, its settings are not the study's: learning-rate=0.2, now 0.25"
-        in caplog.messages
+        "FedAvg/iid/seed-0 is repeated, its settings are not the study's:"
+        " learning-rate=0.2, now 0.25" in caplog.messages
     )
-    # Places and timeouts make no other run, and the reference's own tests are no change.
+    # Places and timeouts make no other run, and the reference's own tests are
+    # no # change.
     assert sweep(study, out, follower=(noted := Noted())).equals(first)
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
-    again = load_study(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
+    again = load_study(
+        written(tmp_path, TEXT),
+        ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"],
+    )
     noted = Noted()
     assert sweep(again, out, follower=noted).equals(first)
-    reference = "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C: {strategy: centralized}}}"
+    reference = (
+        "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C:"
+        " {strategy: centralized}}}"
+    )
     for _ in range(2):
-        sweep(load_study(written(tmp_path, reference)), tmp_path / "reference", follower=noted)
+        sweep(
+            load_study(written(tmp_path, reference)),
+            tmp_path / "reference",
+            follower=noted,
+        )
     assert noted.begun == ["C/all/seed-0"]
 
 
 def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> None:
-    with lock_folder(tmp_path / "out"), pytest.raises(ConfigError, match="another process is still writing this study"):
+    with (
+        lock_folder(tmp_path / "out"),
+        pytest.raises(ConfigError, match="another process is still writing this study"),
+    ):
         sweep(study, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -264,24 +361,49 @@ def check_tables(study: Study, out: Path) -> None:
     assert [(row["method"], row["split"], int(row["seed"])) for row in rows] == [
         (cell.method, cell.split, cell.seed) for cell in study.cells()
     ]
-    lines = {(line["method"], line["split"]): line for line in table(rows_of(study, out)).to_dict("records")}
-    assert list(lines) == [("FedAvg", "iid"), ("FedAvg", "two classes"), ("FedBN/own", "two classes")]
+    lines = {
+        (line["method"], line["split"]): line
+        for line in table(rows_of(study, out)).to_dict("records")
+    }
+    assert list(lines) == [
+        ("FedAvg", "iid"),
+        ("FedAvg", "two classes"),
+        ("FedBN/own", "two classes"),
+    ]
     for (method, split), line in lines.items():
-        folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
-        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        folders = [
+            cell.folder(out)
+            for cell in study.cells()
+            if (cell.method, cell.split) == (method, split)
+        ]
+        summaries = [
+            json.loads((folder / "summary.json").read_text()) for folder in folders
+        ]
         final = [100 * summary["final"][summary["headline"]] for summary in summaries]
-        assert line["final"] == f"{statistics.fmean(final):.2f} ± {abs(final[0] - final[1]) / 2**0.5:.2f}"
+        assert (
+            line["final"] == f"{statistics.fmean(final):.2f} ±"
+            f" {abs(final[0] - final[1]) / 2**0.5:.2f}"
+        )
         assert (line["runs"], line["rounds"]) == ("2", "1")
         traffic = summaries[0]["ledger"]
-        assert line["MB of floats"] == f"{(traffic['bytes-down'] + traffic['bytes-up']) / 2**20:.2f}"
-        assert line["metric"] == ("personal-own-accuracy, %" if method == "FedBN/own" else "test-accuracy, %")
-        assert line["paper"] == ("91.35" if (method, split) == ("FedAvg", "iid") else "")
+        assert (
+            line["MB of floats"]
+            == f"{(traffic['bytes-down'] + traffic['bytes-up']) / 2**20:.2f}"
+        )
+        assert line["metric"] == (
+            "personal-own-accuracy, %" if method == "FedBN/own" else "test-accuracy, %"
+        )
+        assert line["paper"] == (
+            "91.35" if (method, split) == ("FedAvg", "iid") else ""
+        )
     text = (out / "table.md").read_text().splitlines()
     assert text[0] == "# small"
     assert f"| {lines['FedAvg', 'iid']['final']} |" in text[4]
 
 
-def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, monkeypatch) -> None:
+def test_a_failed_run_is_recorded_and_tried_again(
+    study: Study, tmp_path: Path, monkeypatch
+) -> None:
     real, out = one_run.run, tmp_path / "out"
 
     def one_fails(config, folder, **options):
@@ -290,28 +412,44 @@ def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, 
         return real(config, folder, **options)
 
     monkeypatch.setattr(one_run, "run", one_fails)
-    with pytest.raises(RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1") as caught:
+    with pytest.raises(
+        RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1"
+    ) as caught:
         sweep(study, out, follower=(noted := Noted()))
-    assert [name for name, error in noted.ended.items() if error] == ["FedAvg/iid/seed-1"]
+    assert [name for name, error in noted.ended.items() if error] == [
+        "FedAvg/iid/seed-1"
+    ]
     assert caught.value.result["runs"][0] == "1, 1 failed"
     failure = json.loads((out / "FedAvg/iid/seed-1/failed.json").read_text())
     assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
     assert "one_fails" in failure["traceback"]
-    assert sorted(pd.read_csv(out / "results.csv")["status"]) == ["failed", *["finished"] * 5]
+    assert sorted(pd.read_csv(out / "results.csv")["status"]) == [
+        "failed",
+        *["finished"] * 5,
+    ]
     monkeypatch.setattr(one_run, "run", real)
     sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-1"]
-    assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == ["seed-0", "seed-1"]
+    assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == [
+        "seed-0",
+        "seed-1",
+    ]
 
 
-def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study, tmp_path: Path, monkeypatch) -> None:
-    """A full disk and a lock are no reason to begin a run anew: its checkpoints are good."""
+def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
+    study, tmp_path: Path, monkeypatch
+) -> None:
+    """A full disk and a lock are no reason to begin a run anew: its checkpoints are
+    good.
+    """
     out, cell = tmp_path / "out", next(study.cells())
     folder = cell.folder(out)
     (folder / "checkpoint").mkdir(parents=True)
     with lock_folder(folder):
         assert "another process is still writing this run" in do_cell(cell, out)
-    assert [path.name for path in folder.parent.iterdir()] == ["seed-0"], "nothing was renamed"
+    assert [path.name for path in folder.parent.iterdir()] == ["seed-0"], (
+        "nothing was renamed"
+    )
 
     def full(*arguments, **options):
         raise ConfigError("no space left on device")
@@ -322,23 +460,40 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study,
     assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
 
 
-def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_path: Path) -> None:
+def test_data_that_cannot_be_split_is_an_error_before_any_run(
+    study: Study, tmp_path: Path
+) -> None:
     many = load_study(written(tmp_path, TEXT), ["num-clients=900"])
-    with pytest.raises(ConfigError, match=r"FedBN/own/two classes/seed-0: .*clients without examples"):
+    with pytest.raises(
+        ConfigError, match=r"FedBN/own/two classes/seed-0: .*clients without examples"
+    ):
         sweep(many, tmp_path / "out", follower=(noted := Noted()))
     assert noted.begun == []
 
 
-def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(tmp_path: Path) -> None:
+def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(
+    tmp_path: Path,
+) -> None:
     table = tmp_path / "t.npz"
 
     def save(count: int) -> None:
         rows = np.arange(count)
-        np.savez(table, x=np.stack([rows, rows**2 % 7], 1).astype(np.float32), y=rows % 2)
+        np.savez(
+            table, x=np.stack([rows, rows**2 % 7], 1).astype(np.float32), y=rows % 2
+        )
 
     save(20)
-    base = {"dataset": f"npz:{table}", "num-clients": 2, "num-server-rounds": 1, "local-steps": 1}
-    small = {"name": "own", "base": {**base, "batch-size": 4}, "methods": {"FedAvg": {"strategy": "fedavg"}}}
+    base = {
+        "dataset": f"npz:{table}",
+        "num-clients": 2,
+        "num-server-rounds": 1,
+        "local-steps": 1,
+    }
+    small = {
+        "name": "own",
+        "base": {**base, "batch-size": 4},
+        "methods": {"FedAvg": {"strategy": "fedavg"}},
+    }
 
     def loaded(seeds: list[int]) -> Study:
         return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
@@ -346,7 +501,12 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     sweep(loaded([0]), tmp_path / "out")
     save(19)
     sweep(loaded([0]), tmp_path / "out")  # nothing is left to do
-    with pytest.raises(ConfigError, match=r"1 finished runs of the study in .*FedAvg/all/seed-0\) are of other data"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"1 finished runs of the study in .*FedAvg/all/seed-0\) are of other data"
+        ),
+    ):
         sweep(loaded([0, 1]), tmp_path / "out")
 
 
@@ -366,13 +526,21 @@ def net(num_classes, channels, size):
 def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_is_killed(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """A process that is killed is recorded and the others go on; the next sweep repeats its run."""
+    """A process that is killed is recorded and the others go on; the next sweep repeats
+    its run.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sweep_killer.py").write_text(KILLER)
-    changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
-    changed = changed.replace("methods:", "methods:\n  dies: {model: 'sweep_killer:net'}")
-    study = load_study(written(tmp_path, changed.replace("skip: [", "skip: [dies/iid, ")))
+    changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace(
+        "FedAvg: {", "FedAvg: {fraction-train: 0.1, "
+    )
+    changed = changed.replace(
+        "methods:", "methods:\n  dies: {model: 'sweep_killer:net'}"
+    )
+    study = load_study(
+        written(tmp_path, changed.replace("skip: [", "skip: [dies/iid, "))
+    )
     names = [cell.name for cell in study.cells()]
     (dies,) = [name for name in names if name.startswith("dies/")]
     first = sweep(study, tmp_path / "series")
@@ -380,13 +548,18 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     with pytest.raises(RunFailedError, match=f"1 of 4 runs failed or diverged: {dies}"):
         sweep(study, Path("parallel"), in_parallel(2), noted := Noted())
     assert noted.ended.pop(dies).startswith("its process ended with status -9")
-    assert sorted(noted.ended.items()) == [(name, "") for name in sorted(names) if name != dies]
+    assert sorted(noted.ended.items()) == [
+        (name, "") for name in sorted(names) if name != dies
+    ]
     (failed,) = Path("parallel").rglob("failed.json")
     assert json.loads(failed.read_text())["type"] == "ProcessEnded"
     (tmp_path / "fatal").unlink()
     assert sweep(study, Path("parallel"), follower=(noted := Noted())).equals(first)
     assert noted.ended == {dies: ""}
-    assert Path("parallel/results.csv").read_bytes() == Path("series/results.csv").read_bytes()
+    assert (
+        Path("parallel/results.csv").read_bytes()
+        == Path("series/results.csv").read_bytes()
+    )
 
 
 def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
@@ -396,7 +569,9 @@ def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None
         assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
 
 
-TWICE = "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}"
+TWICE = (
+    "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}"
+)
 SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
 
 
@@ -404,23 +579,42 @@ SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
     ("text", "named"),
     [
         ('{name: s, methods: {"..": {}, "__": {}}}', r"'\.\.' .*'__' .*would share"),
-        ('{name: s, methods: {"M=1 a": {}, "M=1_a": {}}}', "'M=1 a' .*'M=1_a' .*would share"),
         (
-            "{name: s, methods: {A: {}, A/b: {}}, splits: {b/c: {}, c: {partition: iid}}}",
+            '{name: s, methods: {"M=1 a": {}, "M=1_a": {}}}',
+            "'M=1 a' .*'M=1_a' .*would share",
+        ),
+        (
+            (
+                "{name: s, methods: {A: {}, A/b: {}}, splits: {b/c: {}, c: {partition:"
+                " iid}}}"
+            ),
             "'A/b' on split 'c' would share the folder A/b/c/seed-0",
         ),
         ("{name: s, base: {seed: 7}, methods: {A: {}}}", "base: seed has no effect"),
-        ("{name: s, methods: {A: {}, B: {seed: 3}}}", r"methods\.B: seed has no effect"),
-        (f"{{name: s, methods: {{A: {{}}}}, {SEEDS}}}", r"tune\.grid: seed has no effect .*tune\.seeds"),
-        (f"{{name: s, methods: {{A: {{}}}}, {TWICE}}}", r"learning-rate: 0\.01 is listed twice"),
+        (
+            "{name: s, methods: {A: {}, B: {seed: 3}}}",
+            r"methods\.B: seed has no effect",
+        ),
+        (
+            f"{{name: s, methods: {{A: {{}}}}, {SEEDS}}}",
+            r"tune\.grid: seed has no effect .*tune\.seeds",
+        ),
+        (
+            f"{{name: s, methods: {{A: {{}}}}, {TWICE}}}",
+            r"learning-rate: 0\.01 is listed twice",
+        ),
     ],
 )
-def test_names_and_points_that_are_one_are_refused(tmp_path: Path, text: str, named: str) -> None:
+def test_names_and_points_that_are_one_are_refused(
+    tmp_path: Path, text: str, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         load_study(written(tmp_path, text))
 
 
-def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_path: Path) -> None:
+def test_the_tables_of_a_repeated_run_have_its_new_results(
+    study: Study, tmp_path: Path
+) -> None:
     sweep(study, tmp_path / "out")
     other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
     first = next(iter(other.cells()))
@@ -432,8 +626,12 @@ def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_pat
         assert sha256 == summary_of(cell.folder(tmp_path / "out"))["sha256"]
 
 
-def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(study: Study, tmp_path: Path) -> None:
-    """The tables beside ``study.yaml`` are those of its settings, also before the first run has ended."""
+def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
+    study: Study, tmp_path: Path
+) -> None:
+    """The tables beside ``study.yaml`` are those of its settings, also before the first
+    run has ended.
+    """
 
     def stopped(*_: object) -> Generator[tuple[Cell, str]]:
         raise KeyboardInterrupt
@@ -447,12 +645,19 @@ def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(study: Stu
         sweep(other, out, runner=stopped)
     assert pd.read_csv(out / "results.csv").empty
     assert not (out / "tuning.md").exists()
-    with pytest.raises(KeyboardInterrupt):  # trials: what is there is of the settings that it names
-        sweep(other.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})}), out, runner=stopped)
+    # trials: what is there is of the settings that it names
+    with pytest.raises(KeyboardInterrupt):
+        sweep(
+            other.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})}),
+            out,
+            runner=stopped,
+        )
     assert "tune" not in (out / "study.yaml").read_text()
 
 
-def test_what_is_damaged_is_named_or_repeated(study: Study, tmp_path: Path, caplog) -> None:
+def test_what_is_damaged_is_named_or_repeated(
+    study: Study, tmp_path: Path, caplog
+) -> None:
     out = tmp_path / "out"
     sweep(study, out)
     first, second = (out / f"FedAvg/iid/seed-{seed}" for seed in (0, 1))
@@ -465,43 +670,69 @@ def test_what_is_damaged_is_named_or_repeated(study: Study, tmp_path: Path, capl
     caplog.clear()
     aimed = study.model_copy(update={"target": 0.0})
     rows = rows_of(aimed, out)
-    assert ["rounds-to-target" in row for row in rows if row["split"] == "iid"] == [True, False]
+    assert ["rounds-to-target" in row for row in rows if row["split"] == "iid"] == [
+        True,
+        False,
+    ]
     assert table(rows)["reached"][0] == "1 of 2"
     assert [m for m in caplog.messages if "seed-1/metrics.jsonl has 0 of 1 rounds" in m]
     (second / "metrics.jsonl").write_text(f"{{\n{lines}")
     with pytest.raises(
-        StateError, match=r"seed-1/metrics\.jsonl, line 1, is damaged: Expecting .*or remove the run's f"
+        StateError,
+        match=(
+            r"seed-1/metrics\.jsonl, line 1, is damaged: Expecting .*or remove the"
+            r" run's f"
+        ),
     ):
         rows_of(aimed, out)
     (second / "metrics.jsonl").write_text(lines)
     (second / "summary.json").write_text("[]")
-    with pytest.raises(StateError, match=r"seed-1/summary\.json is damaged: it holds no mapping"):
+    with pytest.raises(
+        StateError, match=r"seed-1/summary\.json is damaged: it holds no mapping"
+    ):
         sweep(study, out)
 
 
-def test_the_folder_of_a_run_or_of_another_study_is_refused(study: Study, tmp_path: Path) -> None:
+def test_the_folder_of_a_run_or_of_another_study_is_refused(
+    study: Study, tmp_path: Path
+) -> None:
     (out := tmp_path / "out").mkdir()
     (out / "study.yaml").write_text("name: other")
-    with pytest.raises(ConfigError, match=r"out=.* has the study 'other', whose tables those of 'small' would replace"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"out=.* has the study 'other', whose tables those of 'small' would replace"
+        ),
+    ):
         sweep(study, out)
     (out / "study.yaml").rename(out / "config.yaml")
-    with pytest.raises(ConfigError, match=r"out=.* is the folder of a run; choose another folder for a study"):
+    with pytest.raises(
+        ConfigError,
+        match=r"out=.* is the folder of a run; choose another folder for a study",
+    ):
         sweep(study, out)
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
 
 
-def test_a_full_disk_ends_no_run_and_is_named(study: Study, tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_ends_no_run_and_is_named(
+    study: Study, tmp_path: Path, monkeypatch
+) -> None:
     def full(study: Study, out: Path) -> None:
         if any(is_done(cell, out) for cell in study.cells()):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_results", full)
-    with pytest.raises(EngineError, match=r"out=.* cannot be written: .*No space.*and give the same command again"):
+    with pytest.raises(
+        EngineError,
+        match=r"out=.* cannot be written: .*No space.*and give the same command again",
+    ):
         sweep(study, tmp_path / "out")
     assert all(is_done(cell, tmp_path / "out") for cell in study.cells())
 
 
-def test_a_refused_study_leaves_that_of_the_folder(study: Study, tmp_path: Path) -> None:
+def test_a_refused_study_leaves_that_of_the_folder(
+    study: Study, tmp_path: Path
+) -> None:
     sweep(study, tmp_path / "out")
     before = (tmp_path / "out/study.yaml").read_text()
     absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}

@@ -1,4 +1,6 @@
-"""An app whose clients and server write down what they compute and receive, for a search of the bytes on their way."""
+"""An app whose clients and server write down what they compute and receive, for a
+search of the bytes on their way.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ SIZES = (11, 6, 17)
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 3),
+    )
 
 
 class Points:
@@ -37,18 +45,25 @@ class Points:
     def __init__(self, partition: int) -> None:
         generator = torch.Generator().manual_seed(partition)
         size = SIZES[partition]
-        self.inputs = torch.randn(size, 1, 6, 6, generator=generator) * (1 + partition) + partition
+        self.inputs = (
+            torch.randn(size, 1, 6, 6, generator=generator) * (1 + partition)
+            + partition
+        )
         self.targets = torch.randint(3, (size,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, positions: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         return self.inputs[positions], self.targets[positions]
 
 
 class Spied(TorchClient):
-    """Writes each tensor of an exchange, and the model before and after a finished training."""
+    """Writes each tensor of an exchange, and the model before and after a finished
+    training.
+    """
 
     spy: Path
     lost = False
@@ -69,17 +84,27 @@ class Spied(TorchClient):
         return found
 
     def _write(self, after: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        arrays = {f"after {name}": value.detach().numpy() for name, value in after.items()}
+        arrays = {
+            f"after {name}": value.detach().numpy() for name, value in after.items()
+        }
         arrays |= {f"before {name}": value.numpy() for name, value in before.items()}
-        np.savez(self.spy / f"client-{uuid.uuid4().hex}.npz", weight=len(self.train_data), **arrays)
+        np.savez(
+            self.spy / f"client-{uuid.uuid4().hex}.npz",
+            weight=len(self.train_data),
+            **arrays,
+        )
 
 
 def client_fn(context: Context) -> TorchClient:
     data: Any = Points(int(context.node_config["partition-id"]))
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0, local_steps=2)
+    training = LocalTraining(
+        learning_rate=LearningRate(0.1), batch_size=0, local_steps=2
+    )
     found = Spied(model(), data, data, training, context=context)
     found.spy = Path(str(context.run_config["spy-dir"]))
-    found.lost = str(context.node_config["partition-id"]) in str(context.run_config["lost"]).split(",")
+    found.lost = str(context.node_config["partition-id"]) in str(
+        context.run_config["lost"]
+    ).split(",")
     return found
 
 
@@ -92,7 +117,11 @@ class RecordingGrid(PollingGrid):
         replies = list(super().pull_messages(message_ids))
         with (self.spy / "received").open("ab") as file:
             for message in replies:
-                for record in message.content.array_records.values() if message.has_content() else ():
+                for record in (
+                    message.content.array_records.values()
+                    if message.has_content()
+                    else ()
+                ):
                     file.writelines(array.data for array in record.values())
         time.sleep(0.2)  # the database holds the messages for the search
         return replies
@@ -111,7 +140,9 @@ def main(grid: Grid, context: Context) -> None:
     recording = RecordingGrid(grid)
     recording.spy = Path(str(context.run_config["spy-dir"]))
     try:
-        result = strategy.start(recording, ArrayRecord(model().state_dict()), num_rounds=1, timeout=120)
+        result = strategy.start(
+            recording, ArrayRecord(model().state_dict()), num_rounds=1, timeout=120
+        )
         np.savez(recording.spy / "final.npz", **from_record(result.arrays))
     except NothingTrainedError as error:
         (recording.spy / "error").write_text(str(error))

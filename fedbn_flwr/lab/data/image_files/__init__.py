@@ -1,7 +1,7 @@
 """Image files as examples.
 
-``hold`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a larger set stays on the disk, and each
-batch decodes its own images. Both give the same bits.
+``hold`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a larger
+set stays on the disk, and each batch decodes its own images. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -34,35 +34,48 @@ def hold(
     masks: Sequence[Path] = (),
     mask_table: Bytes | None = None,
 ) -> list[Samples]:
-    """Return the images of each part, in the requested shape and in the order of ``paths``.
+    """Return the images of each part, in the requested shape and in the order of
+    ``paths``.
 
     Args:
-        paths: image files. Every colour mode becomes RGB first; grey is computed from RGB.
+        paths: image files. Every colour mode becomes RGB first; grey is computed from
+            RGB.
         labels: class of each image; with ``masks`` its group.
-        parts: lengths of the parts, which together are all files: for example training and test files.
+        parts: lengths of the parts, which together are all files: for example training
+            and test files.
         shape: shape of the images.
-        centre: cut out the central square before resizing; else the whole image is resized to the shape.
+        centre: cut out the central square before resizing; else the whole image is
+            resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
 
     Raises:
-        DataError: files are damaged; the message names them. Of a set that stays on the disk headers and ends are
-            looked at.
+        DataError: files are damaged; the message names them. Of a set that stays on the
+            disk headers and ends are looked at.
     """
     options: dict[str, Any] = {"centre": centre, "mask_table": mask_table}
     numbers = torch.split(torch.arange(len(paths)), list(parts))
     classes = torch.tensor(labels, dtype=torch.int64)
     channels = shape.channels + bool(masks)
-    if len(paths) * channels * shape.height * shape.width <= MAX_BYTES and not shape.originals:
+    if (
+        len(paths) * channels * shape.height * shape.width <= MAX_BYTES
+        and not shape.originals
+    ):
         inputs, of_pixels = ImageFiles(paths, shape, masks=masks, **options).read_all()
         if of_pixels is None:
             return [Samples(inputs[part], classes[part]) for part in numbers]
-        return [Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers]
+        return [
+            Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers
+        ]
     refuse_damaged_files(paths)
     samples = []
     for part in numbers:
         of_part = [paths[number] for number in part.tolist()]
         masks_of_part = [masks[number] for number in part.tolist()] if masks else []
         files = ImageFiles(of_part, shape, masks=masks_of_part, **options)
-        samples.append(Samples(files, None, classes[part]) if masks else Samples(files, classes[part]))
+        samples.append(
+            Samples(files, None, classes[part])
+            if masks
+            else Samples(files, classes[part])
+        )
     return samples

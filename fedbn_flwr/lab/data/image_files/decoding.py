@@ -19,14 +19,28 @@ __all__ = ["Bytes", "check_mode", "for_all", "pixels"]
 Bytes = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
 
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+_MODES = (
+    "1",
+    "L",
+    "LA",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+)
 """Pillow's modes of images whose pixels are bytes."""
 
 _CHUNK = 4096
 
 
 def pixels(path: str, mode: str = "RGB") -> Tensor:
-    """Return one image as bytes, (C, H, W): RGB, or as they are (for example the numbers of a palette).
+    """Return one image as bytes, (C, H, W): RGB, or as they are (for example the
+    numbers of a palette).
 
     Args:
         path: the file.
@@ -38,25 +52,39 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
         with Image.open(path) as image:
             check_mode(image)
             values = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
-    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:  # damaged files
+    # damaged files
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        RuntimeError,
+        Image.DecompressionBombError,
+    ) as error:
         raise DataError(f"image {path} cannot be read: {error}") from error
-    return torch.from_numpy(values if values.ndim == 3 else values[:, :, None]).permute(2, 0, 1)
+    return torch.from_numpy(values if values.ndim == 3 else values[:, :, None]).permute(
+        2, 0, 1
+    )
 
 
 def check_mode(image: Any) -> None:
     """Raise ValueError unless the channels of Pillow's open image have 8 bits."""
-    # Of colours with 16 bits Pillow keeps 8 without a word, and their mode does not tell.
+    # Of colours with 16 bits Pillow keeps 8 without a word, and their mode does
+    # not # tell.
     if image.mode not in _MODES or ";16" in str(getattr(image, "tile", "")):
         raise ValueError(
-            f"its channels are not bytes (mode {image.mode}); save it with 8 bits for each channel, or read it in a "
-            "function of your own, dataset=module:function"
+            f"its channels are not bytes (mode {image.mode}); save it with 8 bits for"
+            " each channel, or read it in a function of your own,"
+            " dataset=module:function"
         )
 
 
 def for_all(count: int, act: Callable[[int], Result]) -> list[Result]:
-    """Return ``act`` of the numbers below ``count``, in several threads: Pillow decodes outside of Python's lock."""
+    """Return ``act`` of the numbers below ``count``, in several threads: Pillow decodes
+    outside of Python's lock.
+    """
     results = list[Result]()
     with ThreadPoolExecutor(min(8, num_cores())) as pool:
-        for start in range(0, count, _CHUNK):  # a million futures at the same time would need a gigabyte
+        # a million futures at the same time would need a gigabyte
+        for start in range(0, count, _CHUNK):
             results += pool.map(act, range(start, min(start + _CHUNK, count)))
     return results

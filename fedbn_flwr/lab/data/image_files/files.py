@@ -20,7 +20,9 @@ __all__ = ["ImageFiles"]
 
 
 class ImageFiles(LazyInputs):
-    """Image files, decoded to bytes of one shape; with classes of pixels from mask files if there are some."""
+    """Image files, decoded to bytes of one shape; with classes of pixels from mask
+    files if there are some.
+    """
 
     dtype = torch.uint8
 
@@ -40,22 +42,33 @@ class ImageFiles(LazyInputs):
         self.by_pixel = len(masks) > 0
 
     def read(
-        self, numbers: Sequence[int], each: Sequence[str] = (), seeds: Sequence[int] = ()
+        self,
+        numbers: Sequence[int],
+        each: Sequence[str] = (),
+        seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return images, uint8 (B, C, H, W), and the classes of their pixels, uint8 (B, H, W), or None.
+        """Return images, uint8 (B, C, H, W), and the classes of their pixels, uint8 (B,
+        H, W), or None.
 
         Raises:
             DataError: a file is damaged; the message names it.
         """
         images = torch.empty(len(numbers), *self.shape[1:], dtype=torch.uint8)
-        masks = torch.empty(len(numbers), *self.shape[2:], dtype=torch.uint8) if self.by_pixel else None
-        # Threads decode only: what follows uses torch's own threads, which a forked process must not start.
+        masks = (
+            torch.empty(len(numbers), *self.shape[2:], dtype=torch.uint8)
+            if self.by_pixel
+            else None
+        )
+        # Threads decode only: what follows uses torch's own threads, which a
+        # forked # process must not start.
         decoded = for_all(len(numbers), lambda at: self._decoded(numbers[at]))
         for at, (image, mask) in enumerate(decoded):
             if not self._wanted.originals:
                 image, mask = self._fitted(image, mask)
             if seeds:
-                image, mask = transform_image(image, mask, each, (self.shape[2], self.shape[3]), seeds[at])
+                image, mask = transform_image(
+                    image, mask, each, (self.shape[2], self.shape[3]), seeds[at]
+                )
             image, mask = self._fitted(image, mask)
             images[at] = image
             if masks is not None and mask is not None:
@@ -69,7 +82,11 @@ class ImageFiles(LazyInputs):
             DataError: files are damaged; the message names all of them.
         """
         inputs = torch.empty(self.shape, dtype=torch.uint8)
-        targets = torch.empty(len(self), *self.shape[2:], dtype=torch.uint8) if self.by_pixel else None
+        targets = (
+            torch.empty(len(self), *self.shape[2:], dtype=torch.uint8)
+            if self.by_pixel
+            else None
+        )
         damaged: dict[int, str] = {}
 
         def read(number: int) -> None:
@@ -87,7 +104,9 @@ class ImageFiles(LazyInputs):
         return inputs, targets
 
     def _decoded(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return one image as RGB bytes, (3, H, W), and the classes of its pixels, (H, W)."""
+        """Return one image as RGB bytes, (3, H, W), and the classes of its pixels, (H,
+        W).
+        """
         image = pixels(str(self._paths[number]))
         if not self.by_pixel:
             return image, None
@@ -95,14 +114,22 @@ class ImageFiles(LazyInputs):
         mask = pixels(path, "")
         if mask.shape[1:] != image.shape[1:]:
             raise DataError(
-                f"labels {path} are of {mask.shape[2], mask.shape[1]} pixels, the image of "
-                f"{image.shape[2], image.shape[1]}."
+                f"labels {path} are of {mask.shape[2], mask.shape[1]} pixels, the image"
+                f" of {image.shape[2], image.shape[1]}."
             )
         classes = mask[0]
-        return image, classes if self._table is None else torch.from_numpy(self._table[classes.numpy()])
+        return image, (
+            classes
+            if self._table is None
+            else torch.from_numpy(self._table[classes.numpy()])
+        )
 
-    def _fitted(self, image: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return an image and classes of pixels in the shape of the set; the same ones if they have it."""
+    def _fitted(
+        self, image: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return an image and classes of pixels in the shape of the set; the same ones
+        if they have it.
+        """
         shape = self.shape[1:]
         if tuple(image.shape) == shape:
             return image, mask
@@ -110,7 +137,11 @@ class ImageFiles(LazyInputs):
             side = min(image.shape[1:])
             top, left = ((extent - side) // 2 for extent in image.shape[1:])
             image = image[:, top : top + side, left : left + side]
-        image = reshaped(Samples(image[None], torch.zeros(1, dtype=torch.int64)), self._wanted).inputs[0]
+        image = reshaped(
+            Samples(image[None], torch.zeros(1, dtype=torch.int64)), self._wanted
+        ).inputs[0]
         if mask is not None and tuple(mask.shape) != shape[1:]:
-            mask = F.interpolate(mask[None, None], shape[1:], mode="nearest-exact")[0, 0]
+            mask = F.interpolate(mask[None, None], shape[1:], mode="nearest-exact")[
+                0, 0
+            ]
         return image, mask

@@ -14,7 +14,9 @@ _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def refuse_damaged_files(paths: Sequence[Path]) -> None:
-    """Raise DataError if files cannot be read: headers, and ends of JPEG and PNG files, are looked at."""
+    """Raise DataError if files cannot be read: headers, and ends of JPEG and PNG files,
+    are looked at.
+    """
     looks = for_all(len(paths), lambda number: _look(paths[number]))
     refuse_damaged({number: problem for number, problem in enumerate(looks) if problem})
 
@@ -28,7 +30,13 @@ def _look(path: Path) -> str:
             check_mode(image)
             if image.format in _ENDS and _ENDS[image.format] not in _end(path):
                 image.load()
-    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        RuntimeError,
+        Image.DecompressionBombError,
+    ) as error:
         return f"image {path} cannot be read: {error}"
     return ""
 
@@ -40,7 +48,11 @@ def _end(path: Path) -> bytes:
 
 
 def refuse_damaged(damaged: Mapping[int, str]) -> None:
-    """Raise DataError with the first ten problems, a line each, if there are problems of files, by their numbers."""
+    """Raise DataError with the first ten problems, a line each, if there are problems
+    of files, by their numbers.
+    """
     if damaged:
         problems = [damaged[number] for number in sorted(damaged)]
-        raise DataError("\n".join([f"{len(problems)} image files cannot be read:", *problems[:10]]))
+        raise DataError(
+            "\n".join([f"{len(problems)} image files cannot be read:", *problems[:10]])
+        )

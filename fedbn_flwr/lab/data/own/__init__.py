@@ -1,14 +1,20 @@
 """Own data: ``dataset=folder:PATH``, ``npz:PATH`` or ``module:function``.
 
-Each kind has a reader, which returns ``Records``; what follows from them is the same for all kinds. The readers are
-imported when own data are read.
+Each kind has a reader, which returns ``Records``; what follows from them is the same
+for all kinds. The readers are imported when own data are read.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.lab.data.own.request import FUNCTION, FUNCTION_FORM, KINDS, OwnData, is_own
+from fedbn_flwr.lab.data.own.request import (
+    FUNCTION,
+    FUNCTION_FORM,
+    KINDS,
+    OwnData,
+    is_own,
+)
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:

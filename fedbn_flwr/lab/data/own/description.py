@@ -23,7 +23,8 @@ _LARGEST = 224  # pixels; the height of larger images, unless image-size says mo
 
 
 def own_info(request: OwnData) -> DatasetInfo:
-    """Return the description of own data, after reading them (image files: their names and headers).
+    """Return the description of own data, after reading them (image files: their names
+    and headers).
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -66,15 +67,18 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info_of_nodes(request: OwnData) -> DatasetInfo:
-    """Return the description of images that only the nodes have; the config must say what the model needs."""
+    """Return the description of images that only the nodes have; the config must say
+    what the model needs.
+    """
     needed = ["image-size", "task"]
     if request.task not in ("binary", "regression"):
         needed.append("num-classes")
     missing = [key for key in needed if not getattr(request, key.replace("-", "_"))]
     if missing:
         raise ConfigError(
-            f"dataset={request.name!r} without a path: only the nodes have the data, so the config must say what the "
-            f"model needs: {', '.join(missing)}. Rows of a table come from a function, dataset=module:function."
+            f"dataset={request.name!r} without a path: only the nodes have the data, so"
+            f" the config must say what the model needs: {', '.join(missing)}. Rows of"
+            " a table come from a function, dataset=module:function."
         )
     task = chosen_task(request, "", tuple(TASKS))
     return DatasetInfo(

@@ -1,7 +1,8 @@
-"""Folders of image files: ``class/file``, ``client/class/file`` or ``client/{train,test}/class/file``.
+"""Folders of image files: ``class/file``, ``client/class/file`` or
+``client/{train,test}/class/file``.
 
-Also ``{train,test}/class/file``. The names of the class folders, in the order of the alphabet, are the classes. Files
-of other kinds are left out.
+Also ``{train,test}/class/file``. The names of the class folders, in the order of the
+alphabet, are the classes. Files of other kinds are left out.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ def read_folder(request: OwnData) -> Records:
 
     Raises:
         ConfigError: the task does not fit the folder.
-        DataError: the folder has no images, another number of classes, or none of the layouts.
+        DataError: the folder has no images, another number of classes, or none of the
+            layouts.
     """
     root = request.existing()
     folders = _image_folders(root)
     places = {folder: _place(request, folder.relative_to(root)) for folder in folders}
     if len({(bool(place.client), bool(place.part)) for place in places.values()}) > 1:
         raise request.problem(
-            "some images lie below a client folder (or a train or test folder), and others do not. Give all images the "
-            "same layout."
+            "some images lie below a client folder (or a train or test folder), and"
+            " others do not. Give all images the same layout."
         )
     paths, of_files = list[Path](), list[Place]()
     for folder, names in sorted(folders.items()):
@@ -58,8 +60,8 @@ def read_folder(request: OwnData) -> Records:
         of_files += [places[folder]] * len(names)
     if not paths:
         raise request.problem(
-            f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into class/file, client/class/file "
-            "or client/train/class/file."
+            f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into"
+            " class/file, client/class/file or client/train/class/file."
         )
     classes = sorted({place.label for place in places.values()})
     _check_classes(request, classes, {place.label for place in of_files})
@@ -84,17 +86,24 @@ def read_folder(request: OwnData) -> Records:
 def _image_folders(root: Path) -> dict[Path, list[str]]:
     """Return the innermost folders with the sorted names of their image files.
 
-    A folder without images is one, too: its class is known. Hidden files and folders are left out.
+    A folder without images is one, too: its class is known. Hidden files and folders
+    are left out.
     """
     folders, others = {}, 0
     for name, below, files in os.walk(root, followlinks=True):
         below[:] = [step for step in below if not step.startswith(".")]
-        images = [file for file in files if Path(file).suffix.lower() in SUFFIXES and not file.startswith(".")]
+        images = [
+            file
+            for file in files
+            if Path(file).suffix.lower() in SUFFIXES and not file.startswith(".")
+        ]
         if images or (not below and Path(name) != root):
             folders[Path(name)] = sorted(images)
         others += sum(not file.startswith(".") for file in files) - len(images)
     if others:
-        logger.warning("folder %s: %d files are left out, as they are no image files", root, others)
+        logger.warning(
+            "folder %s: %d files are left out, as they are no image files", root, others
+        )
     return folders
 
 
@@ -106,25 +115,31 @@ def _place(request: OwnData, folder: Path) -> Place:
     in_validation = any(step.lower() in _VALIDATION for step in above)
     if not label or len(clients) > 1 or len(parts) > 1 or in_validation:
         raise request.problem(
-            f"images lie in {folder}. Known are class/file, client/class/file, and train and test between client and "
-            "class; for a validation folder, move its images into train and set validation-share."
+            f"images lie in {folder}. Known are class/file, client/class/file, and"
+            " train and test between client and class; for a validation folder, move"
+            " its images into train and set validation-share."
         )
     return Place("".join(clients), "".join(parts), label)
 
 
-def _check_classes(request: OwnData, classes: Sequence[str], with_images: Collection[str]) -> None:
+def _check_classes(
+    request: OwnData, classes: Sequence[str], with_images: Collection[str]
+) -> None:
     """Raise DataError unless the class folders can be the classes of the run."""
-    if sum(label.lower() in {*_PARTS, *_VALIDATION} for label in classes) > 1:  # one alone may be a class, of vehicles
+    # one alone may be a class, of vehicles
+    if sum(label.lower() in {*_PARTS, *_VALIDATION} for label in classes) > 1:
         raise request.problem(
-            f"folders of classes are called {shown(classes)}. The class lies below train and test, as in "
-            "train/class/file or client/train/class/file."
+            f"folders of classes are called {shown(classes)}. The class lies below"
+            " train and test, as in train/class/file or client/train/class/file."
         )
-    # Each client numbers its own folders: with one less, all later classes would have another number.
+    # Each client numbers its own folders: with one less, all later classes would
+    # have # another number.
     wanted = 2 if request.task == "binary" else request.num_classes
     if len(classes) != (wanted or max(len(with_images), 2)):
         raise request.problem(
-            f"{wanted or 'two or more'} classes needed, and there are class folders {shown(classes)}. Give each "
-            f"class a folder, at each client by the same name; it may be empty with num-classes={len(classes)}."
+            f"{wanted or 'two or more'} classes needed, and there are class folders"
+            f" {shown(classes)}. Give each class a folder, at each client by the same"
+            f" name; it may be empty with num-classes={len(classes)}."
         )
 
 
@@ -135,7 +150,8 @@ def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
     tests = np.array([_PARTS[part] for part in parts])
     if tests.all() or not tests.any():
         raise request.problem(
-            f"it has no {'training' if tests.all() else 'test'} images. Add them, or leave the folders train and test "
-            "out: then test-share of the images are tests."
+            f"it has no {'training' if tests.all() else 'test'} images. Add them, or"
+            " leave the folders train and test out: then test-share of the images are"
+            " tests."
         )
     return tests

@@ -1,16 +1,20 @@
-"""``dataset=module:function``: the data of a site from a user's function, for what this package does not read.
+"""``dataset=module:function``: the data of a site from a user's function, for what this
+package does not read.
 
-``function(site, part)`` returns a torch ``Dataset`` for the part ``"train"`` or ``"test"``: ``len(d)`` examples, each
-``d[i]`` a pair of an input and a target. ``site`` is the number of the client (its partition id), or the ``data-path``
-of a node that has one. The inputs are used as they are, as float32: (features,), (channels, length), (channels, height,
-width) or (channels, depth, height, width). A target is a class, a number, several numbers, or a class for each pixel
-or voxel.
+``function(site, part)`` returns a torch ``Dataset`` for the part ``"train"`` or
+``"test"``: ``len(d)`` examples, each ``d[i]`` a pair of an input and a target. ``site``
+is the number of the client (its partition id), or the ``data-path`` of a node that has
+one. The inputs are used as they are, as float32: (features,), (channels, length),
+(channels, height, width) or (channels, depth, height, width). A target is a class, a
+number, several numbers, or a class for each pixel or voxel.
 
-Optional attributes of the data set: ``targets``, the class of each example, so that inputs need not be read to count
-them; ``groups``, a number or a text for each example (a patient), which no split separates.
+Optional attributes of the data set: ``targets``, the class of each example, so that
+inputs need not be read to count them; ``groups``, a number or a text for each example
+(a patient), which no split separates.
 
-The shape of an input is that of the first example. Where the server has no example, the function says it:
-``function.input_shape = (1, 32, 32)``, beside ``task`` and ``num-classes`` in the config.
+The shape of an input is that of the first example. Where the server has no example, the
+function says it: ``function.input_shape = (1, 32, 32)``, beside ``task`` and
+``num-classes`` in the config.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ _MOST = 1000  # values of the targets that are classes
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One part of the data of one site: its name for messages, what the function returned, and what that says."""
+    """One part of the data of one site: its name for messages, what the function
+    returned, and what that says.
+    """
 
     name: str
     data: Any
@@ -60,7 +66,9 @@ class Site:
 
 def site_names(request: OwnData) -> tuple[str, ...]:
     """Return the name of each site: a client of the split."""
-    return tuple(f"site-{site}" if isinstance(site, int) else site for site in request.sites)
+    return tuple(
+        f"site-{site}" if isinstance(site, int) else site for site in request.sites
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -73,19 +81,25 @@ def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     """
     if not sites:
         raise ConfigError(
-            f"dataset={name!r} is a function of the site, and nothing says how many sites there are: set num-clients. "
-            "Where only the nodes have the data, set task and num-classes, and let the function say the shape of an "
-            f"input: {name.partition(':')[2]}.input_shape = (features,)."
+            f"dataset={name!r} is a function of the site, and nothing says how many"
+            " sites there are: set num-clients. Where only the nodes have the data,"
+            " set task and num-classes, and let the function say the shape of an"
+            f" input: {name.partition(':')[2]}.input_shape = (features,)."
         )
     function = own_function("dataset", name, KINDS)
-    return {part: [_site(name, function, site, part) for site in sites] for part in _PARTS}
+    return {
+        part: [_site(name, function, site, part) for site in sites] for part in _PARTS
+    }
 
 
 def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -> Site:
     what = f"dataset={name!r}, site {site}, part {part!r}"
     data = _called(what, function, site, part)
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise DataError(f"{what}: the function returned a {type(data).__name__}; a torch Dataset with a length needed.")
+        raise DataError(
+            f"{what}: the function returned a {type(data).__name__}; a torch Dataset"
+            " with a length needed."
+        )
     classes = _values(what, data, "targets")
     if classes is not None and not all(type(value) is int for value in classes):
         classes = None  # numbers or masks: they come with the examples
@@ -99,7 +113,10 @@ def _values(what: str, data: Any, attribute: str) -> tuple[Any, ...] | None:
         return None
     values = tuple(np.asarray(given).tolist())
     if len(values) != len(data):
-        raise DataError(f"{what}: its {attribute} are {len(values)}, and it has {len(data)} examples; one each needed.")
+        raise DataError(
+            f"{what}: its {attribute} are {len(values)}, and it has {len(data)}"
+            " examples; one each needed."
+        )
     return values
 
 
@@ -112,8 +129,11 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise DataError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
-    """Return an input as float32 and its target in the dtype of ``Samples``, after checking both.
+def _example(
+    site: Site, at: int, task: Task | None, shape: tuple[int, ...], classes: int
+) -> tuple[Tensor, Tensor]:
+    """Return an input as float32 and its target in the dtype of ``Samples``, after
+    checking both.
 
     Args:
         site: the part of a site.
@@ -129,31 +149,49 @@ def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], cla
     inputs, target = _called(where, _as_pair, site.data, at)
     if inputs.dtype == torch.uint8 or not 1 <= inputs.ndim <= 4:
         raise DataError(
-            f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}; numbers as the model takes them needed "
-            "(images: image.float() / 255), (features,), (channels, length), (channels, height, width) or (channels, "
-            "depth, height, width)."
+            f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}; numbers"
+            " as the model takes them needed (images: image.float() / 255),"
+            " (features,), (channels, length), (channels, height, width) or (channels,"
+            " depth, height, width)."
         )
     inputs = inputs.to(torch.float32)
     if shape and tuple(inputs.shape) != shape:
         raise DataError(
-            f"{where} has inputs of shape {tuple(inputs.shape)}; those of the run have {shape}. The function must "
-            "return one shape at all sites: crop, pad or resample there."
+            f"{where} has inputs of shape {tuple(inputs.shape)}; those of the run have"
+            f" {shape}. The function must return one shape at all sites: crop, pad or"
+            " resample there."
         )
     if not inputs.isfinite().all():
-        raise DataError(f"{where} has inputs that are NaN or infinite: fill them in in the function.")
-    return inputs, target if task is None else _target(where, target, task, tuple(inputs.shape[1:]), classes)
+        raise DataError(
+            f"{where} has inputs that are NaN or infinite: fill them in in the"
+            " function."
+        )
+    return inputs, (
+        target
+        if task is None
+        else _target(where, target, task, tuple(inputs.shape[1:]), classes)
+    )
 
 
 def _as_pair(data: Any, at: int) -> tuple[Tensor, Tensor]:
-    """Return input and target of an example as plain tensors, also those of a library's own kind."""
+    """Return input and target of an example as plain tensors, also those of a library's
+    own kind.
+    """
     example = data[at]
     if not isinstance(example, (tuple, list)) or len(example) != 2:
-        raise TypeError(f"a {type(example).__name__}; a pair of input and target needed")
-    inputs, target = (value if isinstance(value, Tensor) else torch.from_numpy(np.array(value)) for value in example)
+        raise TypeError(
+            f"a {type(example).__name__}; a pair of input and target needed"
+        )
+    inputs, target = (
+        value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        for value in example
+    )
     return inputs.as_subclass(Tensor).detach(), target.as_subclass(Tensor).detach()
 
 
-def _target(where: str, target: Tensor, task: Task, pixels: tuple[int, ...], classes: int) -> Tensor:
+def _target(
+    where: str, target: Tensor, task: Task, pixels: tuple[int, ...], classes: int
+) -> Tensor:
     """Return a target in the dtype of ``Samples``."""
     shape: tuple[int, ...] = ()
     dtype, limit = torch.int64, classes or _MOST
@@ -168,26 +206,33 @@ def _target(where: str, target: Tensor, task: Task, pixels: tuple[int, ...], cla
     fits = tuple(target.shape) in (shape, (1, *shape))
     if limit:
         known = target[target != IGNORED_PIXEL] if task.by_pixel else target
-        fits = fits and bool(((known == known.long()) & (known >= 0) & (known < limit)).all())
+        fits = fits and bool(
+            ((known == known.long()) & (known >= 0) & (known < limit)).all()
+        )
     if not fits:
         values = f", {target.min()} to {target.max()}" if target.numel() else ""
         needed = f"classes 0 to {limit - 1}" if limit else "numbers"
         raise DataError(
-            f"{where} has a target {target.dtype} of shape {tuple(target.shape)}{values}; for task {task.name} "
-            f"{needed} of shape {shape} needed."
+            f"{where} has a target {target.dtype} of shape"
+            f" {tuple(target.shape)}{values}; for task {task.name} {needed} of shape"
+            f" {shape} needed."
         )
     return target.reshape(shape).to(dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def function_info(request: OwnData) -> DatasetInfo:
-    """Return the description of the data; a site is read where nothing states all that the model needs.
+    """Return the description of the data; a site is read where nothing states all that
+    the model needs.
 
     Raises:
         ConfigError: the config does not say what the targets are.
-        DataError: the function fails for a site, or its data do not fit the config or the other sites.
+        DataError: the function fails for a site, or its data do not fit the config or
+            the other sites.
     """
-    shape = tuple(getattr(own_function("dataset", request.path, KINDS), "input_shape", ()))
+    shape = tuple(
+        getattr(own_function("dataset", request.path, KINDS), "input_shape", ())
+    )
     task = chosen_task(request, request.task, tuple(TASKS)) if request.task else None
     classes = 1 if request.task == "binary" else request.num_classes
     if not shape or task is None or not classes:
@@ -222,45 +267,73 @@ def _task_of(request: OwnData, target: Tensor) -> Task:
     if target.numel() == 1 and not target.is_floating_point():
         return CLASSIFICATION
     raise ConfigError(
-        f"dataset={request.name!r}: a target is {target.dtype} of shape {tuple(target.shape)}. Say what it is: "
-        "task=segmentation, regression, multi-label or binary."
+        f"dataset={request.name!r}: a target is {target.dtype} of shape"
+        f" {tuple(target.shape)}. Say what it is: task=segmentation, regression,"
+        " multi-label or binary."
     )
 
 
 def _count(request: OwnData, task: Task, target: Tensor) -> int:
     """Return the number of classes or target columns that the targets show."""
     if task.by_pixel:
-        raise ConfigError(f"dataset={request.name!r}: set num-classes, the number of classes of the pixels or voxels.")
+        raise ConfigError(
+            f"dataset={request.name!r}: set num-classes, the number of classes of the"
+            " pixels or voxels."
+        )
     if task.name != "classification":
         return max(target.numel(), 1)
     parts = sites_of(request.path, request.sites).values()
-    return 1 + max(value for sites in parts for site in sites for value in _classes_of(site, 0))
+    return 1 + max(
+        value for sites in parts for site in sites for value in _classes_of(site, 0)
+    )
 
 
 def _classes_of(site: Site, classes: int) -> Sequence[int]:
-    """Return the class of each example; the examples are read where the data set does not say them."""
+    """Return the class of each example; the examples are read where the data set does
+    not say them.
+    """
     if site.classes is None:
-        return [int(_example(site, at, CLASSIFICATION, (), classes)[1]) for at in range(len(site))]
+        return [
+            int(_example(site, at, CLASSIFICATION, (), classes)[1])
+            for at in range(len(site))
+        ]
     if site.classes:
         for value in (min(site.classes), max(site.classes)):
             _target(site.name, torch.tensor(value), CLASSIFICATION, (), classes)
     return site.classes
 
 
-def _load(request: OwnData, shape: tuple[int, ...], task: Task, classes: int, folder: Path, wanted: Shape) -> Loaded:
-    """Return the training and the test examples of all sites: a reader of ``data.loading``.
+def _load(
+    request: OwnData,
+    shape: tuple[int, ...],
+    task: Task,
+    classes: int,
+    folder: Path,
+    wanted: Shape,
+) -> Loaded:
+    """Return the training and the test examples of all sites: a reader of
+    ``data.loading``.
 
-    Those of a ``TensorDataset`` are in memory; of others each is read when it is used, as a data set may augment.
+    Those of a ``TensorDataset`` are in memory; of others each is read when it is used,
+    as a data set may augment.
     """
     del folder, wanted
     parts = sites_of(request.path, request.sites)
     for sites in parts.values():
         for site in sites:
-            if len(site):  # of every site before any work: another shape or other classes
+            # of every site before any work: another shape or other classes
+            if len(site):
                 _example(site, 0, task, shape, classes)
-    values = [value for sites in parts.values() for site in sites for value in site.groups or ()]
+    values = [
+        value
+        for sites in parts.values()
+        for site in sites
+        for value in site.groups or ()
+    ]
     number = {value: at for at, value in enumerate(dict.fromkeys(values))}
-    train, test = (_examples(parts[part], task, shape, classes, number) for part in _PARTS)
+    train, test = (
+        _examples(parts[part], task, shape, classes, number) for part in _PARTS
+    )
     return Loaded(train, test, site_names(request))
 
 
@@ -272,7 +345,10 @@ def _examples(
     number: dict[Any, int],
 ) -> Samples:
     places = [(site, at) for site in sites for at in range(len(site))]
-    groups = torch.tensor([which for which, site in enumerate(sites) for _ in range(len(site))], dtype=torch.int64)
+    groups = torch.tensor(
+        [which for which, site in enumerate(sites) for _ in range(len(site))],
+        dtype=torch.int64,
+    )
 
     def read(at: int) -> tuple[Tensor, Tensor]:
         return _example(*places[at], task, shape, classes)
@@ -280,24 +356,34 @@ def _examples(
     units = None
     if number:  # an example without a group is a unit of its own
         units = torch.tensor(
-            [len(number) + at if site.groups is None else number[site.groups[i]] for at, (site, i) in enumerate(places)]
+            [
+                len(number) + at if site.groups is None else number[site.groups[i]]
+                for at, (site, i) in enumerate(places)
+            ]
         )
     if places and all(isinstance(site.data, TensorDataset) for site in sites):
         inputs, targets = zip(*map(read, range(len(places))), strict=True)
         return Samples(torch.stack(inputs), torch.stack(targets), groups, units)
     labels = None
     if task.name in ("classification", "binary"):
-        labels = torch.tensor([value for site in sites for value in _classes_of(site, max(classes, 2))])
+        labels = torch.tensor(
+            [value for site in sites for value in _classes_of(site, max(classes, 2))]
+        )
         labels = labels.to(torch.int64)
-    return Samples(ReadInputs(read, len(places), shape, task.by_pixel), labels, groups, units)
+    return Samples(
+        ReadInputs(read, len(places), shape, task.by_pixel), labels, groups, units
+    )
 
 
 def function_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the function's file and of the sizes, groups and classes of all parts.
+    """Return the SHA-256 of the function's file and of the sizes, groups and classes of
+    all parts.
 
     Examples are not read for it: what else has changed in them is not seen.
     """
-    digest = hashlib.sha256(sha256_of_code(own_module("dataset", request.path, KINDS)).encode())
+    digest = hashlib.sha256(
+        sha256_of_code(own_module("dataset", request.path, KINDS)).encode()
+    )
     for part, sites in sites_of(request.path, request.sites).items():
         for site in sites:
             digest.update(f"{part} {len(site)} {site.groups} {site.classes}\n".encode())

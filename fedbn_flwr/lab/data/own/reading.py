@@ -1,4 +1,6 @@
-"""Own data, read once in a process and divided into training and test examples; where these are in the files."""
+"""Own data, read once in a process and divided into training and test examples; where
+these are in the files.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ _TEST_SEED = 0  # all runs and seeds have the same test examples
 
 @functools.lru_cache(maxsize=8)
 def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
-    """Return what the reader of the data's kind finds; data with another stamp are read again.
+    """Return what the reader of the data's kind finds; data with another stamp are read
+    again.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -46,7 +49,9 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:
-    """Return times and sizes of a file, or of a folder and what is in it, so that a process notices other data."""
+    """Return times and sizes of a file, or of a folder and what is in it, so that a
+    process notices other data.
+    """
     path = Path(request.path)
     stamp = list[int]()
     try:
@@ -57,13 +62,17 @@ def stamp_of(request: OwnData) -> tuple[int, ...]:
     return tuple(stamp)
 
 
-def load(request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape) -> Loaded:
+def load(
+    request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape
+) -> Loaded:
     """Return the training and the test examples: a reader of ``data.loading``."""
     del folder
     records = read(request, stamp)
     parts = parts_of(request, records)
     train, test = (
-        samples.regrouped(_numbers(records.clients, part), _numbers(records.units, part))
+        samples.regrouped(
+            _numbers(records.clients, part), _numbers(records.units, part)
+        )
         for samples, part in zip(_examples(records, parts, shape), parts, strict=True)
     )
     return Loaded(train, test, records.client_names)
@@ -73,13 +82,20 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
     return None if numbers is None else torch.from_numpy(numbers[part])
 
 
-def _examples(records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Samples]:
-    """Return the examples of each part: arrays in memory as they are, image files in this shape."""
+def _examples(
+    records: Records, parts: Sequence[Indices], shape: Shape
+) -> Sequence[Samples]:
+    """Return the examples of each part: arrays in memory as they are, image files in
+    this shape.
+    """
     inputs, targets = records.inputs, records.targets
     if isinstance(inputs, Tensor):
         return [Samples(inputs[part], targets[part]) for part in parts]
     order = np.concatenate(parts)
-    paths, lengths = [inputs[at] for at in order.tolist()], [len(part) for part in parts]
+    paths, lengths = (
+        [inputs[at] for at in order.tolist()],
+        [len(part) for part in parts],
+    )
     return hold(paths, targets[order].tolist(), lengths, shape)
 
 
@@ -87,17 +103,23 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
     """Return the numbers of the training and of the test examples.
 
     Raises:
-        ConfigError: the units of one patient are on both sides of the split that the data have.
+        ConfigError: the units of one patient are on both sides of the split that the
+            data have.
     """
     everything, tests = np.arange(len(records), dtype=np.int64), records.tests
     if tests is None and request.test_share == 1:
         return everything[:0], everything
     if tests is not None:
-        both = () if records.units is None else np.intersect1d(records.units[tests], records.units[~tests])
+        both = (
+            ()
+            if records.units is None
+            else np.intersect1d(records.units[tests], records.units[~tests])
+        )
         if len(both):
             raise ConfigError(
-                f"dataset={request.name!r}: {len(both)} values of group are on both sides of the split that the data "
-                "have. Correct the split, or leave it out: then a split by group is made."
+                f"dataset={request.name!r}: {len(both)} values of group are on both"
+                " sides of the split that the data have. Correct the split, or leave"
+                " it out: then a split by group is made."
             )
         return everything[~tests], everything[tests]
     cells = np.zeros(len(records), np.int64)
@@ -110,11 +132,14 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
 
 def is_divided(request: OwnData) -> bool:
     """Return whether the data themselves say which are test examples."""
-    return request.kind == FUNCTION or read(request, stamp_of(request)).tests is not None
+    return (
+        request.kind == FUNCTION or read(request, stamp_of(request)).tests is not None
+    )
 
 
 def own_tests(request: OwnData) -> dict[str, list[int | str]]:
-    """Return where each test example is in files of the user: its file or row, its client and its group.
+    """Return where each test example is in files of the user: its file or row, its
+    client and its group.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -139,16 +164,22 @@ def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
 
 
 def own_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the examples in their order and of the division into training and test examples.
+    """Return the SHA-256 of the examples in their order and of the division into
+    training and test examples.
 
-    The clients that the data name count, too. Image files count by their paths and sizes, the data of a function by its
-    file and what the data sets say without reading an example.
+    The clients that the data name count, too. Image files count by their paths and
+    sizes, the data of a function by its file and what the data sets say without reading
+    an example.
 
     Raises:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    return function_sha256(request) if request.kind == FUNCTION else _sha256(request, stamp_of(request))
+    return (
+        function_sha256(request)
+        if request.kind == FUNCTION
+        else _sha256(request, stamp_of(request))
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -158,7 +189,9 @@ def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
         digest.update(records.inputs.contiguous().numpy().tobytes())
     else:
         names = zip(_relative(request, records.inputs), records.inputs, strict=True)
-        digest.update("\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode())
+        digest.update(
+            "\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode()
+        )
     digest.update(records.targets.contiguous().numpy().tobytes())
     for rows in parts_of(request, records):
         digest.update(rows.tobytes())

@@ -20,15 +20,18 @@ class Records:
     """Own data as a reader returns them, N examples.
 
     Attributes:
-        inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N, ...).
+        inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N,
+            ...).
         targets: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W).
         task: the learning task.
         num_classes: outputs of the model: classes, labels or target columns.
         class_names: their names, () = numbers.
         size: (height, width) of the images as stored, or ().
-        clients: client of each example, (N,), and ``client_names``; None if the data have no clients.
+        clients: client of each example, (N,), and ``client_names``; None if the data
+            have no clients.
         units: unit (patient) of each example, (N,), or None, and ``unit_names``.
-        tests: whether each example is a test example, bool (N,); None if the data do not say.
+        tests: whether each example is a test example, bool (N,); None if the data do
+            not say.
     """
 
     inputs: Tensor | Sequence[Path]

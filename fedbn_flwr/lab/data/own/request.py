@@ -14,17 +14,36 @@ from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["FUNCTION", "FUNCTION_FORM", "KINDS", "OwnData", "chosen_task", "is_own", "numbered", "shown"]
+__all__ = [
+    "FUNCTION",
+    "FUNCTION_FORM",
+    "KINDS",
+    "OwnData",
+    "chosen_task",
+    "is_own",
+    "numbered",
+    "shown",
+]
 
 KINDS = {
-    "folder": "folder:PATH, image files in class/file, client/class/file or client/{train,test}/class/file",
+    "folder": (
+        "folder:PATH, image files in class/file, client/class/file or"
+        " client/{train,test}/class/file"
+    ),
     "npz": "npz:PATH, arrays x, y and, where there are any, client, group and split",
 }
-"""Kinds of own data that are read by their format: the prefix of ``dataset`` and its form."""
+"""Kinds of own data that are read by their format: the prefix of ``dataset`` and its
+form.
+"""
 
 FUNCTION = "function"
-"""The kind of ``dataset=module:function``, a user's function that returns the data of a site."""
-FUNCTION_FORM = "<module>:<function>, your own function of (site, part) that returns a torch Dataset"
+"""The kind of ``dataset=module:function``, a user's function that returns the data of a
+site.
+"""
+FUNCTION_FORM = (
+    "<module>:<function>, your own function of (site, part) that returns a torch"
+    " Dataset"
+)
 
 
 def is_own(dataset: str) -> bool:
@@ -38,12 +57,16 @@ class OwnData:
 
     Attributes:
         kind: a key of ``KINDS``, or ``FUNCTION``.
-        path: an absolute path (``FUNCTION``: module:function); "" = the nodes alone have the data.
+        path: an absolute path (``FUNCTION``: module:function); "" = the nodes alone
+            have the data.
         task: name of the task; "" = the one that the targets show.
         num_classes: number of classes; 0 = those found.
-        image_size: height and width of the images; 0 = those of the first image (``npz``: of all).
-        test_share: share of the examples that are test examples, where the data do not say; 1 = all.
-        sites: ``FUNCTION``: the sites that are asked for, by number or by a node's ``data-path``.
+        image_size: height and width of the images; 0 = those of the first image
+            (``npz``: of all).
+        test_share: share of the examples that are test examples, where the data do not
+            say; 1 = all.
+        sites: ``FUNCTION``: the sites that are asked for, by number or by a node's
+            ``data-path``.
     """
 
     kind: str
@@ -78,8 +101,9 @@ class OwnData:
             raise unknown_name("kind of own data", kind, KINDS)
         if path and not Path(path).is_absolute():
             raise ConfigError(
-                f"dataset={dataset!r} is relative, and nodes run in other folders. Write the absolute path (seen from "
-                f"the folder of this process: '{kind}:{Path(path).absolute()}')."
+                f"dataset={dataset!r} is relative, and nodes run in other folders."
+                " Write the absolute path (seen from the folder of this process:"
+                f" '{kind}:{Path(path).absolute()}')."
             )
         return kind, path
 
@@ -92,14 +116,20 @@ class OwnData:
         path = Path(self.path)
         if self.path and (path.is_dir() if self.kind == "folder" else path.is_file()):
             return path
-        raise self.problem(f"there is no such {'folder' if self.kind == 'folder' else 'file'}.")
+        raise self.problem(
+            f"there is no such {'folder' if self.kind == 'folder' else 'file'}."
+        )
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Return the number of each value and the names by number; numbers come in their order, text by the alphabet."""
+    """Return the number of each value and the names by number; numbers come in their
+    order, text by the alphabet.
+    """
     unique = sorted(set(values), key=lambda value: (isinstance(value, str), value))
     index = {value: at for at, value in enumerate(unique)}
-    return np.array([index[value] for value in values], np.int64), tuple(str(value) for value in unique)
+    return np.array([index[value] for value in values], np.int64), tuple(
+        str(value) for value in unique
+    )
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
@@ -110,7 +140,9 @@ def shown(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(listed) or "nothing"
 
 
-def chosen_task(request: OwnData, shown_by_targets: str, allowed: Sequence[str]) -> Task:
+def chosen_task(
+    request: OwnData, shown_by_targets: str, allowed: Sequence[str]
+) -> Task:
     """Return the task of the config, or the one that the targets show.
 
     Raises:
@@ -121,6 +153,7 @@ def chosen_task(request: OwnData, shown_by_targets: str, allowed: Sequence[str])
         raise unknown_name("task", name, TASKS)
     if name not in allowed:
         raise ConfigError(
-            f"task={name} does not fit the targets of dataset={request.name!r}, which are for {' or '.join(allowed)}."
+            f"task={name} does not fit the targets of dataset={request.name!r}, which"
+            f" are for {' or '.join(allowed)}."
         )
     return TASKS[name]
