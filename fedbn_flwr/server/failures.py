@@ -233,9 +233,9 @@ def note_too_few(run: Run, num_usable: int) -> None:
         run.methods.params.min_replies,
         account([report]),
     )
-    since = (
-        (run.not_finite_since or report.server_round) if all_not_finite(report) else 0
-    )
+    since = 0
+    if all_not_finite(report):
+        since = run.not_finite_since or report.server_round
     run.not_finite_since = since
     if since and (since < report.server_round or run.num_rounds == 1):
         first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]

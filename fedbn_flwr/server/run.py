@@ -223,10 +223,8 @@ class Run:
         """
         self.travels = self.methods.phase(self.states, number)
         self.metrics = {}
-        self.statistics_at_start, self.reestimated = (
-            self.reestimated or self.known_statistics,
-            {},
-        )
+        self.statistics_at_start = self.reestimated or self.known_statistics
+        self.reestimated = {}
         self.reports.append(RoundReport(number, self.travels.phase))
 
     def message_config(self, number: int) -> MessageConfig:
