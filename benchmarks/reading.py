@@ -278,7 +278,10 @@ def figures_of(root: Path) -> Figures:
             {f"names for {method}: {kind}": len(some) for kind, some in names.items()}
         )
     interface = Counter(
-        map(type, source(root / "fedbn_flwr/server/method.py").classes["Method"].body)
+        map(
+            type,
+            source(root / "fedbn_flwr/server/methods/method.py").classes["Method"].body,
+        )
     )
     found["interface: methods"] = interface[ast.FunctionDef]
     found["interface: annotated attributes"] = interface[ast.AnnAssign]

@@ -17,8 +17,9 @@ from doc_travels import cost_of, travels_section
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
-from fedbn_flwr.server import momentum, reestimation, shared_bn
-from fedbn_flwr.server.params import Params
+from fedbn_flwr.server.methods import momentum, shared_bn
+from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.rounds import reestimation
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 __all__ = ["method_pages", "method_title", "page_of"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fedbn_flwr.privacy.differential import beside_models
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.sent_beside import sent_beside
+from fedbn_flwr.server.methods.sent_beside import sent_beside
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["privacy_table"]

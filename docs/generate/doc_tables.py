@@ -33,8 +33,8 @@ from fedbn_flwr.lab.config.names import NAMES_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods import declared
-from fedbn_flwr.server.options import OPTIONS
+from fedbn_flwr.server.methods.options import OPTIONS
+from fedbn_flwr.server.methods.together import declared
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]

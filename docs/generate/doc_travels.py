@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.method import Method
-from fedbn_flwr.server.methods import declared
-from fedbn_flwr.server.travels import ALL, Exchanges, PartSet, Travels
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.together import declared
+from fedbn_flwr.server.methods.travels import ALL, Exchanges, PartSet, Travels
 
 __all__ = ["cost_of", "travels_section"]
 

@@ -35,7 +35,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_state
-from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
 from fedbn_flwr.training.loaded import LoadedBatches

@@ -55,7 +55,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook

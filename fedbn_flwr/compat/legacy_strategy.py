@@ -56,9 +56,9 @@ from fedbn_flwr.messages.numpy_client import (
 )
 from fedbn_flwr.messages.protocol import CLIENT_KEYS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.failures import losses_not_finite, note_losses
-from fedbn_flwr.server.params import RECALIBRATED
-from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.methods.params import RECALIBRATED
+from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
+from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["LegacyStrategy", "to_legacy"]

@@ -16,9 +16,9 @@ from flwr.common import FitRes
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods import declared
+from fedbn_flwr.server.methods.together import declared
+from fedbn_flwr.server.methods.travels import sums_suffice, together
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import sums_suffice, together
 
 __all__ = ["check", "is_secure_average", "restored"]
 

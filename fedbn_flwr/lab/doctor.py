@@ -46,7 +46,7 @@ from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.travels import model_needs
+from fedbn_flwr.server.methods.travels import model_needs
 from fedbn_flwr.strategies.fixbn import freeze_plan
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.state_file import tensors_by_name

@@ -67,12 +67,12 @@ from fedbn_flwr.privacy.coordinates import (
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
-from fedbn_flwr.server.method import Reply
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.sent_beside import sent_beside
+from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.sent_beside import sent_beside
+from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.run import Run
 
 __all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
 

@@ -47,10 +47,10 @@ from fedbn_flwr.privacy.masks import (
     seed_mask,
 )
 from fedbn_flwr.privacy.ring import FixedPoint
-from fedbn_flwr.server.failures import error_text
-from fedbn_flwr.server.method import Reply
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.runs.failures import error_text
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = ["MaskedRound"]
 

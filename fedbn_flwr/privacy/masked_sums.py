@@ -71,14 +71,14 @@ from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
-from fedbn_flwr.server.method import Reply
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import Terms
-from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.sent_beside import sent_beside
-from fedbn_flwr.server.synchronised_step import Limits, with_config
+from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.sent_beside import sent_beside
+from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.rounds.replies import Terms
+from fedbn_flwr.server.rounds.synchronised_step import Limits, with_config
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.transport import Member
 
 __all__ = ["MaskSettings", "MaskedSums", "refusals"]

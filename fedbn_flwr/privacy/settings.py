@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from fedbn_flwr.server.params import Settings
-from fedbn_flwr.server.params import setting as _setting
+from fedbn_flwr.server.methods.params import Settings
+from fedbn_flwr.server.methods.params import setting as _setting
 
 __all__ = [
     "DPSettings",

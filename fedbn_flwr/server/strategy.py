@@ -1,8 +1,8 @@
 """Flower's door: a strategy has the interface of Flower's own, and hands each of its
 calls to the run.
 
-``server.round`` does the work; a strategy sends its messages. The run never refers to
-the strategy.
+``server.rounds.round`` does the work; a strategy sends its messages. The run never
+refers to the strategy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
-from fedbn_flwr.server import failures, testing
-from fedbn_flwr.server.method import Method, RunSettings
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.nodes import NodeRegistry
-from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.reestimation import reestimate_before_tests
-from fedbn_flwr.server.report import RoundReport, average_metrics
-from fedbn_flwr.server.round import (
+from fedbn_flwr.server.methods.method import Method, RunSettings
+from fedbn_flwr.server.methods.sent_beside import check_wrapper
+from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.methods.travels import PartSet
+from fedbn_flwr.server.rounds import testing
+from fedbn_flwr.server.rounds.reestimation import reestimate_before_tests
+from fedbn_flwr.server.rounds.round import (
     Played,
     ShouldStop,
     TestModel,
@@ -38,9 +37,11 @@ from fedbn_flwr.server.round import (
     play_training,
     run_rounds,
 )
-from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
-from fedbn_flwr.server.sent_beside import check_wrapper
-from fedbn_flwr.server.travels import PartSet
+from fedbn_flwr.server.runs import failures
+from fedbn_flwr.server.runs.nodes import NodeRegistry
+from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.report import RoundReport, average_metrics
+from fedbn_flwr.server.runs.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["Combination", "Strategy"]
@@ -151,8 +152,8 @@ class Strategy(FlowerFedAvg):
             before and after it; it reads only.
         on_round_end: as given.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a
-            caller who completes the global model with ``server.testing`` sets it to
-            False.
+            caller who completes the global model with ``server.rounds.testing`` sets it
+            to False.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further
             round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.

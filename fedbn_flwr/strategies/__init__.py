@@ -18,7 +18,7 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import (
+from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     HookContext,
@@ -27,11 +27,11 @@ from fedbn_flwr.server.method import (
     Replies,
     RunSettings,
 )
-from fedbn_flwr.server.methods import why_not_combined
-from fedbn_flwr.server.options import OPTIONS
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.methods.options import OPTIONS
+from fedbn_flwr.server.methods.params import setting
+from fedbn_flwr.server.methods.together import why_not_combined
+from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Beside, Travels
 from fedbn_flwr.server.strategy import Combination, Strategy
-from fedbn_flwr.server.travels import ALL, BATCHNORM, TRACKED, Beside, Travels
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold
 from fedbn_flwr.strategies.fbn import FBN
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgMethod

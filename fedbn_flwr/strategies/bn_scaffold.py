@@ -94,12 +94,12 @@ from fedbn_flwr.batchnorm.taken_forward import (
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
-from fedbn_flwr.server.method_params import BNScaffoldParams
-from fedbn_flwr.server.reestimation import by_layer, warn_of_unmeasured
-from fedbn_flwr.server.shared_bn import LatestBN
+from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies, RunSettings
+from fedbn_flwr.server.methods.method_params import BNScaffoldParams
+from fedbn_flwr.server.methods.shared_bn import LatestBN
+from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.rounds.reestimation import by_layer, warn_of_unmeasured
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,

@@ -100,11 +100,22 @@ from fedbn_flwr.batchnorm.reestimation import (
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.method_params import FBNParams, PooledParams, trimmed_share
-from fedbn_flwr.server.reestimation import pooled_statistics, warn_of_unmeasured
+from fedbn_flwr.server.methods.method import (
+    Ask,
+    Facts,
+    Method,
+    Problem,
+    Replies,
+    RunSettings,
+)
+from fedbn_flwr.server.methods.method_params import (
+    FBNParams,
+    PooledParams,
+    trimmed_share,
+)
+from fedbn_flwr.server.methods.travels import TRACKED, Beside, Travels
+from fedbn_flwr.server.rounds.reestimation import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import TRACKED, Beside, Travels
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
@@ -198,8 +209,8 @@ class GlobalStatistics(ClientHook):
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         # Not in a test in the middle of the training; the mode is the model's,
-        # because # # # # the layers are held in eval. A reentrant checkpoint computes the
-        # first # of # # its # two passes without gradients.
+        # because # # # the layers are held in eval. A reentrant checkpoint computes the first
+        # # # of # its two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
 

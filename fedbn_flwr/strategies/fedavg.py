@@ -47,7 +47,7 @@ that client's state.
 
 from __future__ import annotations
 
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["FedAvg", "FedAvgMethod"]

@@ -39,7 +39,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.server.method_params import FedAvgMParams
+from fedbn_flwr.server.methods.method_params import FedAvgMParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 

@@ -41,9 +41,9 @@ refused.
 
 from __future__ import annotations
 
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.travels import BATCHNORM, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import BATCHNORM, Travels
 
 __all__ = ["FedBN", "FedBNMethod"]
 

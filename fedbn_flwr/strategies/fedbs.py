@@ -58,10 +58,10 @@ import numpy as np
 from torch import nn
 
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
-from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
-from fedbn_flwr.server.method_params import FedBSParams
+from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies, RunSettings
+from fedbn_flwr.server.methods.method_params import FedBSParams
+from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.fedprox import FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 

@@ -62,15 +62,15 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.server.method import Facts, Method, Replies
-from fedbn_flwr.server.method_params import (
+from fedbn_flwr.server.methods.method import Facts, Method, Replies
+from fedbn_flwr.server.methods.method_params import (
     AdaptiveParams,
     FedAdagradParams,
     FedYogiParams,
 )
-from fedbn_flwr.server.params import Params
+from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Travels
 
 __all__ = [
     "FedAdagrad",

@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, Method, Role
-from fedbn_flwr.server.method_params import FedProxParams
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Role
+from fedbn_flwr.server.methods.method_params import FedProxParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 

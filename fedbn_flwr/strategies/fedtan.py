@@ -46,8 +46,8 @@ everything is averaged, eq. (7).
 fewer exchanges, $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
 `union_batch_size` is the sum of the first batches. The arithmetic of a synchronised
 layer is in `batchnorm/sync`; how the exchanges travel is in `transport`,
-`server/synchronised_training.py`, `server/synchronised_step.py` and
-`server/step_by_messages.py`.
+`server/rounds/synchronised_training.py`, `server/rounds/synchronised_step.py` and
+`server/rounds/step_by_messages.py`.
 
 A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot
 be synchronised. A `TorchClient` tries a step before the first round and says so; the
@@ -99,7 +99,7 @@ from fedbn_flwr.batchnorm.sync import (
 )
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.method import (
+from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     HookContext,
@@ -108,9 +108,9 @@ from fedbn_flwr.server.method import (
     Role,
     RunSettings,
 )
-from fedbn_flwr.server.method_params import FedTANParams
+from fedbn_flwr.server.methods.method_params import FedTANParams
+from fedbn_flwr.server.methods.travels import Exchanges, LinkSettings, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 

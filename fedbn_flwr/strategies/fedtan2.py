@@ -38,10 +38,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedbn_flwr.server.method import Ask, Facts, Problem, RunSettings
-from fedbn_flwr.server.method_params import FedTAN2Params
+from fedbn_flwr.server.methods.method import Ask, Facts, Problem, RunSettings
+from fedbn_flwr.server.methods.method_params import FedTAN2Params
+from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import TRACKED, Travels
 from fedbn_flwr.strategies.fedtan import FedTANMethod
 from fedbn_flwr.strategies.fixbn import FreezePlan, FreezingMethod, Frozen
 

@@ -49,8 +49,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fedbn_flwr.server.method import Method, Problem, RunSettings
-from fedbn_flwr.server.method_params import FedWonParams
+from fedbn_flwr.server.methods.method import Method, Problem, RunSettings
+from fedbn_flwr.server.methods.method_params import FedWonParams
 from fedbn_flwr.server.strategy import Strategy
 
 __all__ = [

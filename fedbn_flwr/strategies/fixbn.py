@@ -85,10 +85,17 @@ from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.method_params import At, FixBNParams, WindowParams
+from fedbn_flwr.server.methods.method import (
+    Ask,
+    Facts,
+    Method,
+    Problem,
+    Replies,
+    RunSettings,
+)
+from fedbn_flwr.server.methods.method_params import At, FixBNParams, WindowParams
+from fedbn_flwr.server.methods.travels import TRACKED, Beside, PartSet, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import TRACKED, Beside, PartSet, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.scripted import refuse_scripted

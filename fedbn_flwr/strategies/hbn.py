@@ -98,11 +98,11 @@ from fedbn_flwr.batchnorm.taken_forward import (
 )
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, Replies
-from fedbn_flwr.server.method_params import HBNParams
-from fedbn_flwr.server.replies import channel_shapes
+from fedbn_flwr.server.methods.method import Ask, Facts, Replies
+from fedbn_flwr.server.methods.method_params import HBNParams
+from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.rounds.replies import channel_shapes
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
     Pooled,

@@ -38,9 +38,9 @@ refused.
 from __future__ import annotations
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Travels
 
 __all__ = ["MTFL", "MTFLMethod"]
 

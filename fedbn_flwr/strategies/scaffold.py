@@ -72,7 +72,7 @@ from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import (
+from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
@@ -81,9 +81,9 @@ from fedbn_flwr.server.method import (
     Role,
     RunSettings,
 )
-from fedbn_flwr.server.method_params import ScaffoldParams
+from fedbn_flwr.server.methods.method_params import ScaffoldParams
+from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]

@@ -31,9 +31,9 @@ A client ends where it would end without the others.
 
 from __future__ import annotations
 
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods.method import Method
+from fedbn_flwr.server.methods.travels import ALL, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import ALL, Travels
 
 __all__ = ["Standalone", "StandaloneMethod"]
 

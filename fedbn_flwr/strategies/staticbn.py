@@ -36,8 +36,9 @@ statistics of the start; the tested and the final model hold the re-estimated on
 ## Differs from the paper
 
 The paper averages batch means and variances. Here the moments of all clients are merged
-exactly (`server/reestimation.py`), the variance with torch's $n/(n-1)$. Inference on
-batch statistics, the paper's alternative, is `eval-on=global-batch-statistics`.
+exactly (`server/rounds/reestimation.py`), the variance with torch's $n/(n-1)$.
+Inference on batch statistics, the paper's alternative, is
+`eval-on=global-batch-statistics`.
 
 ## Law
 
@@ -52,9 +53,9 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
-from fedbn_flwr.server.method import Ask, Facts, Method
+from fedbn_flwr.server.methods.method import Ask, Facts, Method
+from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import TRACKED, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["StaticBN", "StaticBNMethod", "Untracked"]

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.momentum import MomentumBuffers
-from fedbn_flwr.server.options import ClipGradients
+from fedbn_flwr.server.methods.momentum import MomentumBuffers
+from fedbn_flwr.server.methods.options import ClipGradients
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm

@@ -43,7 +43,11 @@ from fedbn_flwr.engines.link import Packed
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import use_feature_norm
-from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier
+from fedbn_flwr.server.rounds.synchronised_step import (
+    Limits,
+    StepResult,
+    step_by_barrier,
+)
 from fedbn_flwr.strategies import (
     FBN,
     HBN,

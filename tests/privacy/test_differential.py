@@ -32,11 +32,11 @@ from fedbn_flwr.privacy.accounting import PrivacyAccountant
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
-from fedbn_flwr.server.method import Reply
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,

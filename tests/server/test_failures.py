@@ -19,8 +19,8 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.server.failures import losses_not_finite
-from fedbn_flwr.server.method import Facts
+from fedbn_flwr.server.methods.method import Facts
+from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
     FedAdam,
     FedAvg,

@@ -18,7 +18,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
 from fedbn_flwr.messages.versions import as_text, own_versions
-from fedbn_flwr.server.nodes import NodeRegistry
+from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
-from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
     MTFL,
     FedAvg,

@@ -26,11 +26,11 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server import strategy as strategy_module
-from fedbn_flwr.server.dispatch import address, in_order
-from fedbn_flwr.server.kept import Kept
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.run import Run
+from fedbn_flwr.server.rounds.dispatch import address, in_order
+from fedbn_flwr.server.runs.kept import Kept
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.checkpoints import bits, through_a_file

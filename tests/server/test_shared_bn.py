@@ -14,7 +14,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
     MTFL,
     FedAvg,

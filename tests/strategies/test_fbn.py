@@ -22,7 +22,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
-from fedbn_flwr.server.method import RunSettings
+from fedbn_flwr.server.methods.method import RunSettings
 from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
 from tests.support.bad_replies import spoiling

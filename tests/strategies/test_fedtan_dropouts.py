@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
-from fedbn_flwr.server import synchronised_step
+from fedbn_flwr.server.rounds import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Barrier, Dropped, Member, RetryStep

@@ -20,7 +20,7 @@ from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.sent_beside import sent_beside
+from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.strategies import FBN, HBN
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer

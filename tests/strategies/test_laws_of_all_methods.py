@@ -24,8 +24,8 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.run import Run as ServersRun
+from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.run import Run as ServersRun
 from fedbn_flwr.strategies import STRATEGIES, Facts, FedAvg, FixBN, Replies, combined
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining

@@ -13,7 +13,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.server.travels import model_needs
+from fedbn_flwr.server.methods.travels import model_needs
 from fedbn_flwr.strategies import (
     MTFL,
     STRATEGIES,

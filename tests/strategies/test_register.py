@@ -16,8 +16,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.server.method import Ask, HookContext
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.methods.method import Ask, HookContext
+from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,

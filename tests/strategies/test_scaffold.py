@@ -19,7 +19,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
-from fedbn_flwr.server.method import Replies
+from fedbn_flwr.server.methods.method import Replies
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,

@@ -11,13 +11,12 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.method import Ask, Method
-from fedbn_flwr.server.methods import Methods, reads_unsaid
-from fedbn_flwr.server.options import OPTIONS
-from fedbn_flwr.server.params import Params
-from fedbn_flwr.server.sent_beside import sent_beside
-from fedbn_flwr.server.training import terms_of
-from fedbn_flwr.server.travels import (
+from fedbn_flwr.server.methods.method import Ask, Method
+from fedbn_flwr.server.methods.options import OPTIONS
+from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.methods.sent_beside import sent_beside
+from fedbn_flwr.server.methods.together import Methods, reads_unsaid
+from fedbn_flwr.server.methods.travels import (
     TRACKED,
     Beside,
     Exchanges,
@@ -27,6 +26,7 @@ from fedbn_flwr.server.travels import (
     sums_suffice,
     together,
 )
+from fedbn_flwr.server.rounds.training import terms_of
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 

@@ -13,8 +13,8 @@ from torchvision.models import resnet18
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.momentum import MomentumBuffers
-from fedbn_flwr.server.options import ClipGradients
+from fedbn_flwr.server.methods.momentum import MomentumBuffers
+from fedbn_flwr.server.methods.options import ClipGradients
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.sgd import sgd, sgd_step

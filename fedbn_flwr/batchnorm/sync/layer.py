@@ -211,8 +211,8 @@ class Normalise(torch.autograd.Function):
         d_y = None
         if ctx.needs_input_grad[0]:
             # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean
-            # through # # this client's variance is left out: it is not zero on one client,
-            # but # zero # in the sum over all clients.
+            # through # # this client's variance is left out: it is not zero on one client, but
+            # # # zero in the sum over all clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(

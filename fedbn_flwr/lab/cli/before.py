@@ -58,7 +58,7 @@ def inspect(
 ) -> None:
     """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
     from fedbn_flwr.lab.config import Config, read_overrides
-    from fedbn_flwr.server.method_params import PARAMS
+    from fedbn_flwr.server.methods.method_params import PARAMS
 
     with exit_codes():
         given = read_overrides(set_ or [])

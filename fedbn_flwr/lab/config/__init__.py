@@ -1,12 +1,12 @@
 """The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and
 ``[tool.flwr.app.config]``.
 
-``fields.py`` has the keys; those of the methods come from ``server/method_params.py``.
-``config.py`` reads and writes them. They are checked in two halves: ``checks.py`` needs
-no torch, so that a wrong key or value is told at once, and ``run_checks.py`` asks the
-registries, the data and the methods. ``data.py`` and ``method.py`` say what the
-settings mean: ``data_of(config)``, ``method_of(config)``. A name here costs its module
-when it is used.
+``fields.py`` has the keys; those of the methods come from
+``server/methods/method_params.py``. ``config.py`` reads and writes them. They are
+checked in two halves: ``checks.py`` needs no torch, so that a wrong key or value is
+told at once, and ``run_checks.py`` asks the registries, the data and the methods.
+``data.py`` and ``method.py`` say what the settings mean: ``data_of(config)``,
+``method_of(config)``. A name here costs its module when it is used.
 """
 
 from __future__ import annotations

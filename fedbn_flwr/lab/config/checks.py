@@ -16,8 +16,8 @@ from fedbn_flwr.lab.config.fields import Fields, config_fields, methods_with, on
 from fedbn_flwr.lab.config.names import CENTRALIZED, allowed
 from fedbn_flwr.lab.config.problems import Problem, of_error, of_name, of_pydantic
 from fedbn_flwr.lab.config.texts import read_decays, split
-from fedbn_flwr.server.method_params import PARAMS
-from fedbn_flwr.server.params import EVALUATIONS, SET, TEST_BN
+from fedbn_flwr.server.methods.method_params import PARAMS
+from fedbn_flwr.server.methods.params import EVALUATIONS, SET, TEST_BN
 
 __all__ = ["ROLES", "checked", "defaults_of", "has_no_effect", "problems_together"]
 

@@ -3,7 +3,7 @@ it needs to have an effect.
 
 A key is the kebab-case name of its field. This module needs no torch, so that a wrong
 key or value is told at once. The settings of the methods come from
-``server.method_params``, those of the protections from ``privacy.settings``.
+``server.methods.method_params``, those of the protections from ``privacy.settings``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.reading import refuse_bool
 from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
-from fedbn_flwr.server.method_params import PARAMS
-from fedbn_flwr.server.params import BATCHNORM_KINDS, SET, Params, Settings
+from fedbn_flwr.server.methods.method_params import PARAMS
+from fedbn_flwr.server.methods.params import BATCHNORM_KINDS, SET, Params, Settings
 
 __all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "config_fields", "methods_with"]
 __all__ += ["only_if_of", "own_defaults", "settings_of_methods"]

@@ -12,9 +12,9 @@ from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
 from fedbn_flwr.lab.config.names import CENTRALIZED
 from fedbn_flwr.lab.config.texts import number, read_decays, split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
-from fedbn_flwr.server.method import Problem, RunSettings
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.params import Params, tests_in
+from fedbn_flwr.server.methods.method import Problem, RunSettings
+from fedbn_flwr.server.methods.params import Params, tests_in
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.settings import LearningRate, share_of
 

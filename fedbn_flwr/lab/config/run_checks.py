@@ -17,7 +17,7 @@ from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.privacy.settings import dp_conflicts, mask_conflicts
-from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.server.methods.params import TEST_BN
 
 __all__ = ["has_no_effect_in_run", "problems_of_run"]
 

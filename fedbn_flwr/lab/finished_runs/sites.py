@@ -27,7 +27,7 @@ from fedbn_flwr.lab.output.site_tests import site_names
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.tasks import Task

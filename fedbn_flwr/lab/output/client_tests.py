@@ -20,10 +20,10 @@ from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.params import TEST_BN
-from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.rounds.testing import completing_entries
+from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task

@@ -16,9 +16,9 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.params import RECALIBRATED, TEST_BN
-from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.wrappers import load_state
 

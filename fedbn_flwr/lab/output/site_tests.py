@@ -18,8 +18,8 @@ from fedbn_flwr.lab.partitioned.counts import client_names
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.params import TEST_BN
-from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.wrappers import load_state

@@ -38,7 +38,7 @@ from fedbn_flwr.batchnorm.parts import Part, entry_name
 from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance, layers_of
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.method import Reply
+from fedbn_flwr.server.methods.method import Reply
 from fedbn_flwr.strategies import Strategy
 
 __all__ = ["StatisticsLog", "local_statistics", "weight"]

@@ -15,8 +15,8 @@ from fedbn_flwr.client.saved_state import ABSENT, AVERAGED
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.messages.protocol import KEPT
-from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
 __all__ = [

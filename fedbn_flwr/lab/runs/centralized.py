@@ -40,8 +40,8 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS, losses_not_finite
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.runs.failures import TOO_LARGE_STEPS, losses_not_finite
+from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.wrappers import load_state, unwrap

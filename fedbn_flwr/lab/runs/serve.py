@@ -43,9 +43,9 @@ from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
-from fedbn_flwr.server.failures import divergence, nothing_trained
-from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.runs.failures import divergence, nothing_trained
+from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import over_network, polling

@@ -30,7 +30,7 @@ from fedbn_flwr.lab.setup import (
 )
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
-from fedbn_flwr.server.method import Problem
+from fedbn_flwr.server.methods.method import Problem
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of

@@ -15,8 +15,8 @@ from fedbn_flwr.lab.config.names import allowed
 from fedbn_flwr.lab.config.problems import ConfigProblemsError
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method_params import PARAMS
-from fedbn_flwr.server.params import SET
+from fedbn_flwr.server.methods.method_params import PARAMS
+from fedbn_flwr.server.methods.params import SET
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

@@ -41,7 +41,7 @@ from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task
 

@@ -16,9 +16,9 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
     named_state,
 )
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import NodeReplies, Usable
-from fedbn_flwr.server.shared_bn import SHARED_BN, LatestBN
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN, LatestBN
+from fedbn_flwr.server.rounds.replies import NodeReplies, Usable
+from fedbn_flwr.server.runs.nodes import Node
 
 __all__ = ["Kept"]
 

@@ -2,8 +2,8 @@
 arithmetic. No Flower in it.
 
 A method holds its settings and nothing else. Its state is a value: ``begin`` returns
-the first one, ``aggregate`` the next one, and a checkpoint holds it. ``server.round``
-calls the methods of a run through ``server.methods``.
+the first one, ``aggregate`` the next one, and a checkpoint holds it.
+``server.rounds.round`` calls the methods of a run through ``server.methods.together``.
 
 The federated mean of two numbers, as a method::
 
@@ -35,9 +35,9 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import ReplyInfo
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.params import Params
-from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 

@@ -2,7 +2,7 @@
 exchanges, count the traffic.
 
 Here the clients exchange through a barrier in the server's process.
-``server.step_by_messages`` needs none.
+``server.rounds.step_by_messages`` needs none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedbn_flwr.messages.protocol import (
     CHANNEL_TOKEN,
     without_empty,
 )
-from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.server.runs.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.polling_grid import Pauses, in_simulation, over_network, polls
 

@@ -21,13 +21,15 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import log_start
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.dispatch import NOTHING, in_order
-from fedbn_flwr.server.failures import losses_not_finite, note_losses
-from fedbn_flwr.server.reestimation import reestimate_before_tests
-from fedbn_flwr.server.report import AVERAGED, average_metrics
-from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.testing import address_tests, completed, read_tests, test_metrics
-from fedbn_flwr.server.training import (
+from fedbn_flwr.server.rounds.dispatch import NOTHING, in_order
+from fedbn_flwr.server.rounds.reestimation import reestimate_before_tests
+from fedbn_flwr.server.rounds.testing import (
+    address_tests,
+    completed,
+    read_tests,
+    test_metrics,
+)
+from fedbn_flwr.server.rounds.training import (
     address_training,
     average_replies,
     note_kept,
@@ -38,6 +40,9 @@ from fedbn_flwr.server.training import (
     terms_of,
     training_metrics,
 )
+from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
+from fedbn_flwr.server.runs.report import AVERAGED, average_metrics
+from fedbn_flwr.server.runs.run import Run
 
 if TYPE_CHECKING:  # the strategy calls the loop
     from fedbn_flwr.server.strategy import Strategy

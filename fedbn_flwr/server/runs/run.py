@@ -18,14 +18,14 @@ from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import views
-from fedbn_flwr.server.kept import Kept
-from fedbn_flwr.server.method import Facts, Reply
-from fedbn_flwr.server.methods import Methods, States
-from fedbn_flwr.server.nodes import NodeRegistry
-from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.synchronised_training import Link
-from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.together import Methods, States
+from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.rounds.synchronised_training import Link
+from fedbn_flwr.server.runs.kept import Kept
+from fedbn_flwr.server.runs.nodes import NodeRegistry
+from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 

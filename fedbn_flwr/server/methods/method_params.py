@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, field_validator
 
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.methods.params import Params, setting
 
 __all__ = [
     "PARAMS",

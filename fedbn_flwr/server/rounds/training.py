@@ -1,5 +1,5 @@
-"""The training half of a round, in the order of ``server.round``: sample, address,
-read, release, average.
+"""The training half of a round, in the order of ``server.rounds.round``: sample,
+address, read, release, average.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from fedbn_flwr.batchnorm.averaging import SumAhead, average
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, TrainConfig
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.dispatch import NOTHING, Sent, address, raise_shared_error
-from fedbn_flwr.server.failures import (
-    MOD_ORDER,
-    losses_not_finite,
-    note_losses,
-    note_too_few,
-    training_losses,
-)
-from fedbn_flwr.server.method import Ask, Facts, Replies, Reply
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import (
+from fedbn_flwr.server.methods.method import Ask, Facts, Replies, Reply
+from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
+from fedbn_flwr.server.rounds.replies import (
     Refused,
     Terms,
     Usable,
     read_replies,
     warn_of_other_counts,
 )
-from fedbn_flwr.server.run import Run
+from fedbn_flwr.server.runs.failures import (
+    MOD_ORDER,
+    losses_not_finite,
+    note_losses,
+    note_too_few,
+    training_losses,
+)
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [

@@ -1,9 +1,10 @@
-"""The testing half of a round, in the order of ``server.round``: address, read,
+"""The testing half of a round, in the order of ``server.rounds.round``: address, read,
 average; and the model that is tested.
 
 That model, which a run also returns, is the global one, completed by BN entries that it
-does not have: averages of BN parts that stay with the clients (``server.shared_bn``),
-or re-estimated statistics (``server.reestimation``). Training does not see them.
+does not have: averages of BN parts that stay with the clients
+(``server.methods.shared_bn``), or re-estimated statistics
+(``server.rounds.reestimation``). Training does not see them.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.dispatch import (
+from fedbn_flwr.server.methods.params import RECALIBRATED
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.rounds.dispatch import (
     NOTHING,
     Sent,
     address,
     in_order,
     raise_shared_test_error,
 )
-from fedbn_flwr.server.failures import losses_not_finite, note_losses
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.params import RECALIBRATED
-from fedbn_flwr.server.replies import read_metrics, read_replies, tested_nothing
-from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.server.rounds.replies import read_metrics, read_replies, tested_nothing
+from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [

@@ -13,20 +13,20 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
-from fedbn_flwr.server.failures import MOD_ORDER
-from fedbn_flwr.server.step_by_messages import step_by_messages
-from fedbn_flwr.server.synchronised_step import (
+from fedbn_flwr.server.methods.travels import LinkSettings
+from fedbn_flwr.server.rounds.step_by_messages import step_by_messages
+from fedbn_flwr.server.rounds.synchronised_step import (
     Limits,
     StepResult,
     step_by_barrier,
     step_by_channel,
     with_config,
 )
-from fedbn_flwr.server.travels import LinkSettings
+from fedbn_flwr.server.runs.failures import MOD_ORDER
 from fedbn_flwr.transport import BarrierGrid, Member
 
 if TYPE_CHECKING:  # a run has its link
-    from fedbn_flwr.server.run import Run
+    from fedbn_flwr.server.runs.run import Run
     from fedbn_flwr.transport.channel_server import ChannelServer
 
 __all__ = ["Link"]

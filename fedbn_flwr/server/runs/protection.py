@@ -14,15 +14,15 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.server.method import Reply
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Terms
-from fedbn_flwr.server.synchronised_step import Limits
+from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.rounds.replies import Terms
+from fedbn_flwr.server.rounds.synchronised_step import Limits
+from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.transport import Member
 
 if TYPE_CHECKING:  # a run has its protection
-    from fedbn_flwr.server.run import Run
+    from fedbn_flwr.server.runs.run import Run
 
 __all__ = ["Protection"]
 

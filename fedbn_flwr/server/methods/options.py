@@ -1,7 +1,7 @@
 """The options of every method, as methods: each is used if its setting asks for it, and
 acts before the others.
 
-Their settings are fields of ``server.params.Params``.
+Their settings are fields of ``server.methods.params.Params``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,23 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, Momentum, MomentumBuffers
-from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
-from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
-from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.server.methods.method import (
+    Ask,
+    Facts,
+    Method,
+    Problem,
+    Replies,
+    RunSettings,
+)
+from fedbn_flwr.server.methods.momentum import (
+    MOMENTUM,
+    SCOPE,
+    Momentum,
+    MomentumBuffers,
+)
+from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN, ShareBN
+from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 

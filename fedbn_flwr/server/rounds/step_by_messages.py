@@ -24,14 +24,14 @@ from fedbn_flwr.messages.protocol import (
     UNION,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.server.report import Traffic
-from fedbn_flwr.server.synchronised_step import (
+from fedbn_flwr.server.rounds.synchronised_step import (
     Enough,
     Limits,
     StepResult,
     send_until,
     with_config,
 )
+from fedbn_flwr.server.runs.report import Traffic
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.barrier import TaggedTensor, odd_ones
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods import Methods, declared, reads_unsaid
-from fedbn_flwr.server.travels import Beside, Exchanges, together
+from fedbn_flwr.server.methods.together import Methods, declared, reads_unsaid
+from fedbn_flwr.server.methods.travels import Beside, Exchanges, together
 
 __all__ = ["SentBeside", "check_wrapper", "sent_beside"]
 

@@ -12,12 +12,18 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.options import OPTIONS
-from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
-from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.server.travels import (
+from fedbn_flwr.server.methods.method import (
+    Ask,
+    Facts,
+    Method,
+    Problem,
+    Replies,
+    RunSettings,
+)
+from fedbn_flwr.server.methods.options import OPTIONS
+from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.methods.travels import (
     ALL,
     TRACKED,
     PartSet,
@@ -28,6 +34,7 @@ from fedbn_flwr.server.travels import (
     single_decisions,
     together,
 )
+from fedbn_flwr.server.runs.failures import TOO_LARGE_STEPS
 
 __all__ = ["Methods", "States", "declared", "reads_unsaid", "why_not_combined"]
 

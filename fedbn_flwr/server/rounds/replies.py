@@ -19,11 +19,11 @@ from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
-from fedbn_flwr.server.failures import error_text
-from fedbn_flwr.server.method import Facts, Reply, Size
-from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.travels import Beside
+from fedbn_flwr.server.methods.method import Facts, Reply, Size
+from fedbn_flwr.server.methods.travels import Beside
+from fedbn_flwr.server.runs.failures import error_text
+from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = [
     "NodeReplies",

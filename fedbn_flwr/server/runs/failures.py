@@ -22,10 +22,10 @@ from fedbn_flwr.errors import (
     NothingTrainedError,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.runs.report import RoundReport
 
 if TYPE_CHECKING:  # a run imports this module
-    from fedbn_flwr.server.run import Run
+    from fedbn_flwr.server.runs.run import Run
 
 __all__ = [
     "MOD_ORDER",
