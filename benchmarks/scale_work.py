@@ -307,8 +307,8 @@ def _answer(
     )
 
     run_id = head.metadata.run_id
-    # One object at a time: many writers at once would find the SuperLink's
-    # database # locked.
+    # One object at a time: many writers at once would find the SuperLink's database
+    # locked.
     message = pull_and_inflate_object_from_tree(
         tree,
         partial(pull, run_id),

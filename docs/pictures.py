@@ -37,8 +37,8 @@ HOME = [  # label, file of results/fixbn-table-1, colour
     ("FedTAN", "FedTAN", GOOD),
     ("one machine with BatchNorm", "centralized-BN", PLAIN),
 ]
-# A picture of curves: name, title, and the lines: file or its column, label,
-# colour, # style
+# A picture of curves: name, title, and the lines: file or its column, label, colour,
+# style
 CURVES = [
     (
         "fixbn-table-4",

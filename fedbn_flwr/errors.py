@@ -68,8 +68,8 @@ MOD_ON_QUERIES = (
 _CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
 _IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, MOD_RAISED, _CLIENTS_CONFIG)
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
-# A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's
-# or # Ray's text names the class.
+# A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's or
+# Ray's text names the class.
 _CONFIG_ERROR = re.compile(rf"\[{_CLIENTS_CONFIG}\] |\bConfigError(?:: |'>:<')")
 
 

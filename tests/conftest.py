@@ -20,8 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Before Flower is imported anywhere: no telemetry, no look at the network, no file
-# in # the user's home.
+# Before Flower is imported anywhere: no telemetry, no look at the network, no file in
+# the user's home.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 if "FLWR_HOME" not in os.environ:

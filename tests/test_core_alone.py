@@ -41,8 +41,8 @@ WHERE_USED = {
 }
 """Imported inside a function, with an error that names the package."""
 
-# Blocks what none of the packages below brings, whoever asks, and what a module of
-# ours # asks for by name.
+# Blocks what none of the packages below brings, whoever asks, and what a module of ours
+# asks for by name.
 BLOCK = """
 import builtins, sys
 
@@ -71,9 +71,9 @@ import__, builtins.__import__ = builtins.__import__, import_
 """
 
 
-# A project of Flower's with a training function of its own, and what FedBN, FixBN
-# and # FedTAN need at the client. A project of Flower's with a training function of its
-# own, # and what FedBN, FixBN and FedTAN need at the client.
+# A project of Flower's with a training function of its own, and what FedBN, FixBN and
+# FedTAN need at the client. A project of Flower's with a training function of its own,
+# and what FedBN, FixBN and FedTAN need at the client.
 PLUG_IN = """
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict

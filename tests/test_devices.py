@@ -286,8 +286,8 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
         more - less for less, more in zip(*launches.values(), strict=True)
     )
     assert forwards > 4 * 60
-    # Four batches more: a conversion, the variance and a product in each layer,
-    # beside # the forward pass.
+    # Four batches more: a conversion, the variance and a product in each layer, beside
+    # the forward pass.
     assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
 
 

@@ -159,8 +159,8 @@ def test_each_archive_imports_from_an_empty_folder(
 ) -> None:
     env = {**at_once, "FLWR_HOME": str(tmp_path / "home")}
     code = dict.fromkeys(KINDS, IMPORT)
-    # The components as Flower loads them: by the names in the bundle's
-    # own # pyproject.toml.
+    # The components as Flower loads them: by the names in the bundle's own
+    # pyproject.toml.
     components = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())[
         "tool"
     ]["flwr"]["app"]["components"]

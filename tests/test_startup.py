@@ -88,8 +88,8 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
     }
 
 
-# What a command may load that answers without torch: its own few packages. Flower
-# alone # would take longer than they do.
+# What a command may load that answers without torch: its own few packages. Flower alone
+# would take longer than they do.
 LIGHT = {
     *(
         "fedbn_flwr",
@@ -162,8 +162,8 @@ def test_a_command_that_only_answers_loads_no_torch(
     assert others <= LIGHT
 
 
-# The rooms of the laboratory that a client of the Flower app needs, and what in
-# them # belongs to other clients.
+# The rooms of the laboratory that a client of the Flower app needs, and what in them
+# belongs to other clients.
 _OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
 _OF_OTHERS = (
     *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),

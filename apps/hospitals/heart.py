@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.lab.models.mlp import MLP
 
-# Mean and standard deviation of each column over the 920 patients, rounded:
-# constants, # so no hospital sends sums.
+# Mean and standard deviation of each column over the 920 patients, rounded: constants,
+# so no hospital sends sums.
 SCALE = {
     **{
         "age": (53.5, 9.4),

@@ -37,8 +37,8 @@ State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
-# elements; in float64 2 MiB, which stay in the cache while the clients' values
-# are # added
+# elements; in float64 2 MiB, which stay in the cache while the clients' values are
+# added
 _BLOCK = 1 << 18
 
 
@@ -276,9 +276,9 @@ def _with_spread(
     spread of the clients' means.
     """
     result, first = dict[str, Array](), states[0]
-    # The equation of `reestimation.mixture`, by its second term alone: the
-    # variances # are averaged already, in the one pass over all entries, and are so
-    # for # variance="mean", too.
+    # The equation of `reestimation.mixture`, by its second term alone: the variances
+    # are averaged already, in the one pass over all entries, and are so for
+    # variance="mean", too.
     for mean_name, var_name in pairs:
         mean = averaged[mean_name]
         spread = weighted_sum(

@@ -244,8 +244,8 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
-        # remove_duplicate=False: a layer registered at two paths is twice in the
-        # state # dict.
+        # remove_duplicate=False: a layer registered at two paths is twice in the state
+        # dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
         paths = [
             path

@@ -397,8 +397,8 @@ def _positions(
     """
     if not len(data):
         return []
-    # From one example a BatchNorm after a linear layer computes no statistics,
-    # whatever # the batches in training are.
+    # From one example a BatchNorm after a linear layer computes no statistics, whatever
+    # the batches in training are.
     batches = list(
         torch.split(
             torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)

@@ -177,9 +177,9 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
         mean: (C,), in float32, or in float64 with a float64 input.
         var: biased (C,), likewise; it is at least 0.
     """
-    # torch's kernel sends no gradient to the statistics that it is given, m and v.
-    # So # mean and var enter a second time, as a factor of gamma that is 1 and a term
-    # of # beta that is 0: the output stays, and the gradients are exact.
+    # torch's kernel sends no gradient to the statistics that it is given, m and v. So
+    # mean and var enter a second time, as a factor of gamma that is 1 and a term of
+    # beta that is 0: the output stays, and the gradients are exact.
     m, v = mean.detach(), var.detach()
     weight, bias = (
         ((v + layer.eps) / (var + layer.eps)).sqrt(),

@@ -182,12 +182,12 @@ def _built(build: BuildModel, example: Callable[[], Any] | None) -> Iterator[Len
     if free:
         lent = free.pop().current()
     else:
-        # the first weights are drawn in some processes only; what the client draws
-        # is # as in the others
+        # the first weights are drawn in some processes only; what the client draws is
+        # as in the others
         with seeded(0):
             lent = _lendable(build(), example)
-    # after an exception the model is not free again: its modes and hooks are as
-    # the # exception left them
+    # after an exception the model is not free again: its modes and hooks are as the
+    # exception left them
     yield lent
     for parameter in lent.layout.parameters():
         parameter.grad = None

@@ -259,8 +259,8 @@ class LocalState:
                 f"the strategy keeps {len(entries)} entries with the client, but this"
                 " client has no Context. Pass context= from client_fn(context)."
             )
-        # Diverged entries are not kept: the engine restores the context, and the
-        # part # of the round before stays.
+        # Diverged entries are not kept: the engine restores the context, and the part
+        # of the round before stays.
         bad = [
             n
             for n, array in entries.items()

@@ -208,8 +208,8 @@ class TorchClient(NumPyClient):
             lent.tried = True
         except NormLayerError:
             raise
-        # user code may raise anything; if training raises it too, the server hears
-        # of # it
+        # user code may raise anything; if training raises it too, the server hears of
+        # it
         except Exception as error:
             logger.warning(
                 "the model could not be tried in a synchronised step: %s: %s",

@@ -32,8 +32,8 @@ Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 as a ``DataLoader`` does.
 """
 
-# Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in
-# a # layer of a network.
+# Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in a
+# layer of a network.
 _VALUES = 2**22
 _FEWEST, _LARGEST = 32, 256  # examples, for statistics of a batch
 

@@ -270,8 +270,8 @@ def _of_state(
 ) -> Measured:
     parts = split_state(state if model is None else model)
     layers = {} if model is None else layers_of(model, every_path=True)
-    # Other buffers may hold infinity for a reason, a mask of attention say; names
-    # alone # do not tell them apart.
+    # Other buffers may hold infinity for a reason, a mask of attention say; names alone
+    # do not tell them apart.
     weights = (
         state
         if model is None

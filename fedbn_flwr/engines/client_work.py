@@ -110,8 +110,8 @@ class OwnProcess:
         self.seconds: dict[tuple[int, str], float] = {}
         self._count = threads
         self._threads = self._pool(threads)
-        # Clients that wait for each other at a barrier are all begun, so each
-        # barrier # has its threads.
+        # Clients that wait for each other at a barrier are all begun, so each barrier
+        # has its threads.
         self._of_barrier: dict[str, ThreadPoolExecutor] = {}
         self._jobs: deque[Job] = deque()  # outside synchronised steps
         self._working = 0  # threads that work on them, one job after the other
@@ -139,9 +139,9 @@ class OwnProcess:
     def _work_on_jobs(self) -> None:
         job = self._next()
         if job is None:
-            # Another thread has taken the job. A turn without work would note
-            # the # generators while the caller draws from them, and put them back a
-            # moment # later.
+            # Another thread has taken the job. A turn without work would note the
+            # generators while the caller draws from them, and put them back a moment
+            # later.
             return
         with one_after_the_other() as pass_on:
             done = job, self._outcome(job)
@@ -189,8 +189,8 @@ class OwnProcess:
 
     def _outcome(self, job: Job) -> Outcome:
         try:
-            # The app may change its records, and an error takes back what it changed
-            # in # the context.
+            # The app may change its records, and an error takes back what it changed in
+            # the context.
             reducers: dict[str, Reducer] = {}
             if job.member:
                 reducers[job.member.barrier_id] = job.member.barrier.reducer(

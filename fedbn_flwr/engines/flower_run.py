@@ -54,12 +54,12 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # The app uses this environment; to install its dependencies again
-        # would # download gigabytes.
+        # The app uses this environment; to install its dependencies again would
+        # download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray would join a cluster that runs on this machine, or that the
-        # user's # variable names
+        # Ray would join a cluster that runs on this machine, or that the user's
+        # variable names
         "RAY_ADDRESS": "local",
     }
 

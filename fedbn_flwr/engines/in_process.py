@@ -240,8 +240,8 @@ class InProcessGrid(ImmediateGrid):
                     self._new_id(),
                 )
             )
-        # Those that take much longer first, so that no process works on alone at
-        # the # end; else in the given order, in which the server reads the replies.
+        # Those that take much longer first, so that no process works on alone at the
+        # end; else in the given order, in which the server reads the replies.
         cost = [
             _order_of_magnitude(self._host.seconds.get(work_of(message), 0.0))
             for message in messages

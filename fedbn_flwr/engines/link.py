@@ -30,8 +30,8 @@ __all__ = ["Broadcasts", "Packed", "WorkerPipe"]
 
 _LARGE = 2**10  # bytes; smaller arrays are in the pickle
 _ALIGNED = 64  # bytes: where each array begins in shared memory
-# broadcasts; a round has two: the whole model for new clients, and what the
-# others # share
+# broadcasts; a round has two: the whole model for new clients, and what the others
+# share
 _REMEMBERED = 3
 _MAX_BUFFERS = 512  # of one system call
 _keys = itertools.count(1)

@@ -105,8 +105,8 @@ def _reply(
     except Exception as error:  # what the app has put into its reply cannot be pickled
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
     with suppress(ConnectionError):  # a command that was killed; this process ends, too
-        # Reply and context apart, so that a kept part does not hold the memory of
-        # the # whole reply.
+        # Reply and context apart, so that a kept part does not hold the memory of the
+        # whole reply.
         link.send((DONE, number, time.monotonic() - begun), *done)
 
 

@@ -323,8 +323,8 @@ class WorkerProcesses:
                     )
             except Exception as error:
                 why += f", and no other can be started: {type(error).__name__}: {error}"
-            # A client that waited for its turn in the process has lost nothing;
-            # those # of a step were all begun.
+            # A client that waited for its turn in the process has lost nothing; those
+            # of a step were all begun.
             lost, in_step = (
                 list(worker.jobs.values()),
                 any(job.member for job in worker.jobs.values()),

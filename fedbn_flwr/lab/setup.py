@@ -241,8 +241,8 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
-        # All nodes were there at the start (``serve`` counts them); a round does
-        # not # wait for nodes lost since.
+        # All nodes were there at the start (``serve`` counts them); a round does not
+        # wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
         **settings,

@@ -60,8 +60,8 @@ def has_own_forward(
         return any(
             _differs(trial.train(mode), random_input(trial), after) for mode in modes
         )
-    # a forward pass of the user's own may raise anything, and a layer may refuse to
-    # be # copied
+    # a forward pass of the user's own may raise anything, and a layer may refuse to be
+    # copied
     except Exception:
         return True
 

@@ -79,8 +79,8 @@ class BatchRenorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r =
-        # 1 # and d = 0 do not change them.
+        # gamma * (x_hat * r + d) + beta is BatchNorm with other gamma and beta; r = 1
+        # and d = 0 do not change them.
         weight = r if self.weight is None else self.weight * r
         shift = d if self.weight is None else self.weight * d
         bias = shift if self.bias is None else self.bias + shift
@@ -119,8 +119,8 @@ class BatchRenorm(_BatchNorm):
         """Return r_max and d_max for the next batch (0-dim); a layer without a counter
         has no warm-up.
         """
-        # Tensors throughout: reading the counter would make the host wait for
-        # an # accelerator.
+        # Tensors throughout: reading the counter would make the host wait for an
+        # accelerator.
         seen = self.num_batches_tracked
         if seen is None or not self.warmup_steps:
             device = None if self.running_mean is None else self.running_mean.device

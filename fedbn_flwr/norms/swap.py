@@ -56,8 +56,8 @@ def _walk(
     if isinstance(module, _BatchNorm):
         yield Place(path, module, parent, name)
         return
-    # named_children() and named_modules() would leave out the second name of a
-    # shared # layer.
+    # named_children() and named_modules() would leave out the second name of a shared
+    # layer.
     for child_name, child in module._modules.items():
         if child is not None:
             yield from _walk(

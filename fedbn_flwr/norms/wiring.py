@@ -78,8 +78,8 @@ def wiring(model: nn.Module) -> Wiring:
     """Return the links between the layers of ``model``; the model neither runs on data
     nor changes.
     """
-    # Buffers are copied, parameters are not: a forward pass may change buffers
-    # and # attributes of its modules.
+    # Buffers are copied, parameters are not: a forward pass may change buffers and
+    # attributes of its modules.
     skeleton = copied(model, model.parameters())
     for module in skeleton.modules():  # hooks may not work with proxies
         module._forward_hooks.clear()
@@ -178,8 +178,8 @@ def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
     for path, module in root.named_modules():
         if _is_layer(module) or not any(map(_is_layer, module.modules())):
             layers[path] = module
-            # An attribute of this object: its class, and with it every other model
-            # in # the process, does not change.
+            # An attribute of this object: its class, and with it every other model in
+            # the process, does not change.
             module.forward = _noting(recorder, path)
     inputs = [
         fx.Proxy(graph.placeholder(f"input{k}"), recorder)

@@ -48,8 +48,8 @@ EPS = 1e-6
 GAMMAS: dict[str, float] = {
     "identity": 1.0,
     "relu": math.sqrt(2 / (1 - 1 / math.pi)),
-    # The others are integrals over the standard normal density; leaky_relu has
-    # slope # 0.01, elu and celu alpha 1.
+    # The others are integrals over the standard normal density; leaky_relu has slope
+    # 0.01, elu and celu alpha 1.
     "celu": 1.2708434178501964,
     "elu": 1.2708434178501964,
     "gelu": 1.700926243363333,
@@ -76,8 +76,8 @@ class _Scaled(DerivedWeightConv):
         """
         # each filter on its own, contiguous
         standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)
-        # Channels-last: with one channel only the strides tell, and with one
-        # position # nothing does.
+        # Channels-last: with one channel only the strides tell, and with one position
+        # nothing does.
         if (
             self.weight.dim() == 4
             and self.weight.stride(1) == 1

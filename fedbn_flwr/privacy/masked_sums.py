@@ -159,8 +159,8 @@ class MaskedSums(Protection):
         self._inner.begin(methods, weighted_by_key)
 
     def _begin(self) -> None:
-        # SHA-256 of the weights of this round, and of the last ones of which a sum
-        # may # be known.
+        # SHA-256 of the weights of this round, and of the last ones of which a sum may
+        # be known.
         self._weights = self._known = ""
         self._fresh = 0
         self._resumed = self._warned = False

@@ -220,8 +220,8 @@ class BNControlVariates(ControlVariates):
         u, s = (self._common[name] for name in names)
         count, mean, m2 = (self._before[name] for name in kept)
         dtype = torch.promote_types(like.dtype, torch.float32)
-        # The server's way from the moments to its variates: equal ones leave
-        # exact # zeros.
+        # The server's way from the moments to its variates: equal ones leave exact
+        # zeros.
         change = (u - mean).to(dtype), (s - (m2.double() / count).to(s.dtype)).to(dtype)
         any_change = any(bool(values.any()) for values in change)
         mean_change, var_change, floor = (

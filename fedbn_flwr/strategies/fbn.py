@@ -209,8 +209,8 @@ class GlobalStatistics(ClientHook):
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         # Not in a test in the middle of the training; the mode is the model's,
-        # because # # # the layers are held in eval. A reentrant checkpoint computes the first
-        # # # of # its two passes without gradients.
+        # because # the layers are held in eval. A reentrant checkpoint computes the first # of
+        # its two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
 

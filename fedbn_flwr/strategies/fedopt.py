@@ -134,8 +134,8 @@ class ServerStep(Method[P, ServerMoments]):
         model: dict[str, Any],
     ) -> tuple[dict[str, Any], ServerMoments]:
         """Step every floating entry except running statistics from its previous value."""
-        # Also by name: InstanceNorm's running variances are not in BatchNorm's
-        # parts # and must not be stepped either.
+        # Also by name: InstanceNorm's running variances are not in BatchNorm's parts
+        # and must not be stepped either.
         averaged = {
             *facts.parts.statistics,
             *split_state(facts.before).statistics,

@@ -309,8 +309,8 @@ class FreezingMethod(Method[W, Frozen]):
             if state.frozen_after and facts.number == state.frozen_after + 1:
                 self._refuse_initial(state.frozen_after, facts)
             parts = self.plan().parts
-            # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze)
-            # follows # it.
+            # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) follows
+            # it.
             config: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
             # the frozen entries of the reply show it
             return [Ask("freeze-bn", config, shown=True)]

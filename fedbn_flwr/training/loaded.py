@@ -182,8 +182,8 @@ def _chosen(loader: Any) -> list[int] | None:
         DataError: it draws them in a way that a pass in a fixed order cannot follow.
     """
     batches = getattr(loader, "batch_sampler", None)
-    # Beside a batch sampler of one's own the loader's sampler is a
-    # SequentialSampler # that it never asks.
+    # Beside a batch sampler of one's own the loader's sampler is a SequentialSampler
+    # that it never asks.
     sampler = (
         getattr(loader, "sampler", None)
         if batches is None

@@ -166,8 +166,8 @@ def inputs_for(model: Entries) -> Callable[[Any], Any]:
         if not isinstance(inputs, Tensor):  # such as a packed sequence
             return inputs.to(device)
         wanted = dtype if inputs.is_floating_point() else None
-        # A copy from a GPU to the CPU that does not block may be read before it
-        # has # ended.
+        # A copy from a GPU to the CPU that does not block may be read before it has
+        # ended.
         inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
         return (
             inputs.contiguous(memory_format=memory_format)

@@ -75,8 +75,8 @@ def before_steps(
     def before(
         stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch.amp.GradScaler leaves unscaling and skipping to fused optimizers,
-        # and # tells them by these attributes.
+        # torch.amp.GradScaler leaves unscaling and skipping to fused optimizers, and
+        # tells them by these attributes.
         if getattr(stepping, "grad_scale", None) is not None:
             raise ConfigError(
                 f"{type(stepping).__name__} is fused and its gradients are still"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 __all__ = ["Opened", "all_tensors", "load_file", "open_state", "tensors_by_name"]
 
-# What stands beside the weights in many files: options of the command line, and
-# best # metrics as NumPy's numbers.
+# What stands beside the weights in many files: options of the command line, and best
+# metrics as NumPy's numbers.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
 _SCALAR = np.float64(0).__reduce__()[0]
 _HARMLESS: list[Any] = [

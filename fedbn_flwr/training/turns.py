@@ -97,11 +97,11 @@ def _held_lock() -> threading.Lock:
 
 
 _TURNS = _Turns()
-# After a fork the child has a copy of the turns, but not the threads that would
-# give # them back.
+# After a fork the child has a copy of the turns, but not the threads that would give
+# them back.
 os.register_at_fork(after_in_child=lambda: globals().update(_TURNS=_Turns()))
-# A context variable, not a thread's number: a user may train in a thread with a
-# copied # context (asyncio.to_thread).
+# A context variable, not a thread's number: a user may train in a thread with a copied
+# context (asyncio.to_thread).
 _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 
@@ -154,8 +154,8 @@ class Wait:
 
     def __init__(self) -> None:
         self._has_turn = _HAS_TURN.get()
-        # Here, not in __enter__: if it fails, nobody knows this wait yet, and its
-        # end # takes no turn.
+        # Here, not in __enter__: if it fails, nobody knows this wait yet, and its end
+        # takes no turn.
         self._generators = Generators.now() if self._has_turn else None
         self._place = _held_lock()
         self._open = threading.Lock()  # held once the wait has ended

@@ -41,8 +41,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
     children = dict(model.named_children())
-    # A user's own module may have one child of such a name, and do more in its
-    # forward # pass than call it.
+    # A user's own module may have one child of such a name, and do more in its forward
+    # pass than call it.
     of_torch = any(
         kind.__module__.startswith(_OF_TORCH) for kind in type(model).__mro__
     )

@@ -100,8 +100,8 @@ class ChannelServer:
     async def _listen(self, bind: str, tls_dir: str) -> int:
         """Open the port and return its number."""
         self._server = grpc.aio.server(options=_OPTIONS)
-        # The handler reads the body itself, after the token: with a unary handler
-        # gRPC # would read it before.
+        # The handler reads the body itself, after the token: with a unary handler gRPC
+        # would read it before.
         handler = grpc.stream_unary_rpc_method_handler(self._call)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})]

@@ -100,8 +100,8 @@ class ChannelReducer:
     def _ask(
         self, call: Call, tensor: Tensor | None = None
     ) -> tuple[Reply, Tensor | None]:
-        # The port is open before a client has its token: if the first call
-        # cannot # connect, waiting does not help.
+        # The port is open before a client has its token: if the first call cannot
+        # connect, waiting does not help.
         wait = call.op != "begin"
         token = (("token", self._token),)
         try:

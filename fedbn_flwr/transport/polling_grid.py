@@ -37,8 +37,8 @@ __all__ += ["polls"]
 
 logger = logging.getLogger("flwr")
 
-# Seconds after which the log names the nodes without a reply, and then between two
-# such # lines.
+# Seconds after which the log names the nodes without a reply, and then between two such
+# lines.
 _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
@@ -58,8 +58,8 @@ class Pauses(NamedTuple):
 
 
 _PAUSES = Pauses(0.5, 0.002, 0.25)
-# Over a network a poll is a request and a write to the SuperLink's database, and
-# a # reply takes seconds.
+# Over a network a poll is a request and a write to the SuperLink's database, and a
+# reply takes seconds.
 _PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, whole=True, first=0.1)
 # of the seconds of the quickest reply so far to messages of the same type
 _FIRST_POLL = 0.75

@@ -18,8 +18,8 @@ from fedbn_flwr.transport.through_user_code import NextExchange, StopStep
 
 __all__ = ["Replay"]
 
-# relative, absolute: more than the order of a sum on a GPU changes, far less
-# than # another batch
+# relative, absolute: more than the order of a sum on a GPU changes, far less than
+# another batch
 _SAME = 1e-2, 1e-5
 
 

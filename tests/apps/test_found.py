@@ -69,8 +69,8 @@ CONFIG: dict[str, dict[str, Any]] = {
     ADVANCED: {"fraction-train": 1.0, "fraction-evaluate": 1.0},
     BASELINE: {"algorithm-name": "FedAvg", "num-clients": 3, "fraction-evaluate": 1.0},
 }
-# Lines that are new or different, and how many of them are only indented. Blank
-# ones # and docstrings are not counted.
+# Lines that are new or different, and how many of them are only indented. Blank ones
+# and docstrings are not counted.
 LINES = {
     (QUICKSTART, "fedbn"): (4, 0),
     (QUICKSTART, "fixbn"): (12, 7),

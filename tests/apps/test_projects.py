@@ -162,8 +162,8 @@ def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
     assert len(changed_lines(APPS / f"quickstart/{diff}.diff")[1]) == lines
 
 
-# Its network has no convolution to standardise, and its client does not answer
-# queries # for statistics.
+# Its network has no convolution to standardise, and its client does not answer queries
+# for statistics.
 NOT_FOR_HOSPITALS = ("fedwon", "staticbn")
 
 

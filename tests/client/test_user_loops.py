@@ -89,8 +89,8 @@ METHODS: dict[str, Make] = {
     "silobn, recalibrated": functools.partial(SiloBN, recalibrate=True),
 }
 SERVERS: dict[str, Make] = {
-    # Nothing of these methods is in a user's loop: they run where the loop over
-    # rounds # is another.
+    # Nothing of these methods is in a user's loop: they run where the loop over rounds
+    # is another.
     "sampled": lambda: FedAvg(
         fraction_train=0.5,
         fraction_evaluate=0.5,

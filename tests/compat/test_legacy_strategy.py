@@ -160,8 +160,8 @@ def test_an_argument_of_another_type_is_refused(mlp) -> None:
 
 
 UNSUPPORTED = {
-    # A step that exchanges statistics, or a query for statistics, has no message in
-    # the # legacy loop.
+    # A step that exchanges statistics, or a query for statistics, has no message in the
+    # legacy loop.
     "fedtan": FedTAN,
     "fedtan2": FedTAN2,
     "feddna": FedDNA,

@@ -41,8 +41,8 @@ METHODS = {
     "fedbn": "personal-validation-accuracy",
     CENTRALIZED: "validation-accuracy",
 }
-# The best round has a checkpoint of its own, and it stays where later ones take
-# the # place of the others.
+# The best round has a checkpoint of its own, and it stays where later ones take the
+# place of the others.
 EVERY = {
     "fedavg": {"checkpoint-every": 100},
     "fedbn": {"checkpoint-every": 1},

@@ -96,8 +96,8 @@ def test_the_initial_weights(name: str) -> None:
     assert all(float(value) == key.endswith("scale") for key, value in scalars.items())
     assert sum(key.endswith("scale") for key in scalars) == num_branches
     shortcuts = sum("downsample.0.weight" in key for key in old.state_dict())
-    # A bias before and one after each convolution of a branch, one each for
-    # a # shortcut's, the stem and the classifier.
+    # A bias before and one after each convolution of a branch, one each for a
+    # shortcut's, the stem and the classifier.
     assert len(scalars) == num_branches * (2 * depth + 1) + shortcuts + 2
     assert (
         len(report) == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1

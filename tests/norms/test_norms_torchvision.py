@@ -11,14 +11,14 @@ from torch import nn
 
 from fedbn_flwr.norms import NORMS, replace_norm
 
-# ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x
-# 2 # convolutions of its blocks and of 3 transitions, one after the stem, one at the
-# end. # MobileNetV2 and GoogLeNet: one after each convolution.
+# ResNet-18: 17 and one for each of 3 shortcuts. DenseNet-121: one before each of 58 x 2
+# convolutions of its blocks and of 3 transitions, one after the stem, one at the end.
+# MobileNetV2 and GoogLeNet: one after each convolution.
 LAYERS = {"resnet18": 20, "mobilenet_v2": 52, "densenet121": 121, "googlenet": 57}
 CHANGED = {"batch", "fixup"}  # fixup: test_fixup.py
 ABOUT_CONVOLUTIONS = {"group+ws", "wsconv"}
-# All convolutions; in DenseNet the stem and the first of each of 58 layers are
-# followed # by a norm, the others go to a concatenation, a pooling or an activation.
+# All convolutions; in DenseNet the stem and the first of each of 58 layers are followed
+# by a norm, the others go to a concatenation, a pooling or an activation.
 CONVOLUTIONS = {
     ("densenet121", "group+ws"): 59,
     ("densenet121", "wsconv"): 120,

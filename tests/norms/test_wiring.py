@@ -119,8 +119,8 @@ def test_torchvisions_segmentation_network_is_traced_completely() -> None:
     convolutions = [
         module for module in model.modules() if isinstance(module, nn.Conv2d)
     ]
-    # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm
-    # behind # them.
+    # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm behind
+    # them.
     assert [len(convolutions), sum(bool(norms) for norms in found.values())] == [70, 53]
 
 

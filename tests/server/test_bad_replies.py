@@ -357,8 +357,8 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(
         return app
 
     run = federate(FedBN(), mlp, datasets, rounds=4, wrap=forgetful)
-    # An error rolls the context back, so the client has its part again in this
-    # engine; # the server sends it anyway.
+    # An error rolls the context back, so the client has its part again in this engine;
+    # the server sends it anyway.
     second = [0, 2] if kind == MessageType.TRAIN else [0, 1, 2]
     assert [r.participants for r in run.strategy.reports] == [
         [0, 1, 2],

@@ -74,8 +74,8 @@ LAWFUL = [
     *itertools.product(("scaffold",), ("staticbn", "fixbn", "fbn", "hbn")),
     *itertools.product(("mtfl",), ("fixbn", "fbn", "hbn")),
 ]
-# The server steps share `ServerStep.aggregate`; their own formulas are tested
-# in # test_server_optimizers.py.
+# The server steps share `ServerStep.aggregate`; their own formulas are tested in
+# test_server_optimizers.py.
 ALIKE = {*STEP} - {"fedadam"}
 COMPARED = [
     pair for pair in LAWFUL if not ALIKE & {*pair} or {"fedbn", "fixbn"} & {*pair}

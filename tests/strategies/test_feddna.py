@@ -65,8 +65,8 @@ def test_the_first_step_uses_own_gradients_and_the_unions_statistics(
     for own, p in zip(data, (0.4, 0.6), strict=True):
         y = model[0](own.inputs)
         own_mean = y.mean(0) - y.mean(0).detach() + mean
-        # The variance is a function of y at a mean that is held: the path through
-        # the # mean is not counted.
+        # The variance is a function of y at a mean that is held: the path through the
+        # mean is not counted.
         spread = (y - mean).square().mean(0)
         x = (y - own_mean) / (
             spread - spread.detach() + var + model[1].eps

@@ -37,8 +37,8 @@ def branches() -> nn.Module:
         return trained(Branches())
 
 
-# By messages a client repeats its step for each of the 58 exchanges; a smaller
-# model # below shows the same bytes.
+# By messages a client repeats its step for each of the 58 exchanges; a smaller model
+# below shows the same bytes.
 @pytest.mark.parametrize(
     "transport",
     ["barrier", "channel", pytest.param("messages", marks=pytest.mark.slow)],

@@ -329,8 +329,8 @@ def test_if_too_few_are_left_the_previous_model_is_kept(
     assert done.seconds < 19
     first, second = made.reports
     assert (first.kept_previous, first.participants) == (True, [])
-    # The round is over once the others have given up; the failed client's own words
-    # may # come a moment later.
+    # The round is over once the others have given up; the failed client's own words may
+    # come a moment later.
     assert any(words in done.reason(BAD) for words in ("lights out", "ended its work"))
     assert "redone" not in caplog.text
     same_bits(done.history[1], done.history[0])

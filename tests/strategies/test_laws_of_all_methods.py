@@ -256,8 +256,8 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
     whole.after(saved_after).assert_same(rest)
 
 
-# What a later round reads of a run and of its earlier reports, and a checkpoint
-# does # not have; and why.
+# What a later round reads of a run and of its earlier reports, and a checkpoint does
+# not have; and why.
 NOT_SAVED: Mapping[str, str] = {
     **dict.fromkeys(
         ("methods", "protection", "timeout", "num_rounds", "continuity"),
@@ -452,8 +452,8 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
         state[entry] = state[entry] + 1
 
     app = functools.partial(spoiling, spoil_state(change))
-    # Without client 1 the weights are 6 / 15 and 9 / 15: the average of equal values
-    # is # a bit off.
+    # Without client 1 the weights are 6 / 15 and 9 / 15: the average of equal values is
+    # a bit off.
     data = [points(size, i) for i, size in enumerate(SIZES)]
     run = federate(make(), moved_layers, data, rounds=1, local_steps=1, wrap=app)
     (report,) = run.strategy.reports

@@ -110,8 +110,8 @@ def test_no_rows_count_nothing(method: str, federate, points) -> None:
     )
     for name, value in without_counters(wanted.state).items():
         assert np.isfinite(found.state[name]).all(), name
-        # SCAFFOLD corrects a gradient of zero, which a call on no rows has, and
-        # none # that is missing.
+        # SCAFFOLD corrects a gradient of zero, which a call on no rows has, and none
+        # that is missing.
         assert "scaffold" in method or np.array_equal(found.state[name], value), name
 
 

@@ -408,8 +408,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         patch.setattr(Tensor, "to", _to)
         patch.setattr(Tensor, "cuda", lambda tensor, *_, **__: _to(tensor, GPU))
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-        # Where torch is told that there is a GPU, it asks the driver: a run's check
-        # of # `device` alone is told.
+        # Where torch is told that there is a GPU, it asks the driver: a run's check of
+        # `device` alone is told.
         patch.setattr(torch.cuda, "is_available", lambda: of_setup())
         patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))
         for name in _FACTORIES.split():

@@ -203,8 +203,8 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
         )
         assert len(inner.asked[-1]) <= len(inner.asked[0]), "only what is outstanding"
         counts.append(len(inner.asked))
-    # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75,
-    # a # sixteenth at each poll.
+    # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75, a
+    # sixteenth at each poll.
     assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
 
 

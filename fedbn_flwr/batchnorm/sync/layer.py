@@ -127,8 +127,8 @@ class BatchNormCall:
             answer = self._exchange(f"moments/{self._call}", local)
             self.mean, rest, self.var = answer[:, :-1]
             self.share = float(answer[0, -1])
-            # The order matters: centre - mean is small and exact, and rest is
-            # far # smaller than both.
+            # The order matters: centre - mean is small and exact, and rest is far
+            # smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
             self.mean = self._exchange(f"mean/{self._call}", centre + error)
@@ -197,8 +197,8 @@ class Normalise(torch.autograd.Function):
         centred = y.to(mean.dtype) - per_channel(mean, y)
         scale = (var + ctx.eps).rsqrt_()
         d_bias = grad.sum(other_axes(y))
-        # Here and below the rest of the mean is subtracted per channel, not in a
-        # pass # over all elements.
+        # Here and below the rest of the mean is subtracted per channel, not in a pass
+        # over all elements.
         d_weight = ((grad * centred).sum(other_axes(y)) - rest * d_bias) * scale
         sum_g, sum_g_x_hat = d_bias, d_weight
         factor = scale
@@ -211,8 +211,8 @@ class Normalise(torch.autograd.Function):
         d_y = None
         if ctx.needs_input_grad[0]:
             # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean
-            # through # # this client's variance is left out: it is not zero on one client, but
-            # # # zero in the sum over all clients.
+            # through # this client's variance is left out: it is not zero on one client, but #
+            # zero in the sum over all clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(

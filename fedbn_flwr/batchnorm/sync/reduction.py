@@ -146,13 +146,13 @@ def _pooled(
         .to(dtype)
         .to(torch.float64)
     )
-    # Below, means are offsets from the rounded mean: a rest smaller than float64's
-    # last # digit of the mean is not lost.
+    # Below, means are offsets from the rounded mean: a rest smaller than float64's last
+    # digit of the mean is not lost.
     offsets = [(mean_i - mean) + rest_i for mean_i, rest_i, _ in moments]
     rest = _weighted_sum(offsets, shares)
-    # The equation of `reestimation.mixture`, which has no rests: with the means
-    # alone # its variance would be wrong here. The spread of the client means is a sum
-    # of # squared differences, not E[y^2] - E[y]^2: no cancellation.
+    # The equation of `reestimation.mixture`, which has no rests: with the means alone
+    # its variance would be wrong here. The spread of the client means is a sum of
+    # squared differences, not E[y^2] - E[y]^2: no cancellation.
     spread = [
         var_i + (offset - rest).square()
         for (_, _, var_i), offset in zip(moments, offsets, strict=True)

@@ -100,14 +100,14 @@ def synchronised(
     with ExitStack() as stack:
         stack.callback(step.close)
         stack.enter_context(_watched_layers(model, step))
-        # Some compilers end a graph at each exchange, and then fail in the
-        # backward # pass of an activation in place.
+        # Some compilers end a graph at each exchange, and then fail in the backward
+        # pass of an activation in place.
         for module in (unwrap(model), *compiled_modules(model)):
             stack.callback(
                 replace_method(module, "forward", not_compiled(module.forward))
             )
-        # Otherwise autograd runs every backward pass on a GPU in one thread, which
-        # the # first client to wait would hold.
+        # Otherwise autograd runs every backward pass on a GPU in one thread, which the
+        # first client to wait would hold.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)
         yield step

@@ -226,8 +226,8 @@ def bars() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=complaints,
-        # The speed is that of the last 1000 rounds: within rich's 30 s a large
-        # model # ends no two rounds.
+        # The speed is that of the last 1000 rounds: within rich's 30 s a large model
+        # ends no two rounds.
         speed_estimate_period=math.inf,
     )
 

@@ -23,8 +23,8 @@ from fedbn_flwr.lab.config.texts import number, split
 __all__ = ["Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-# The service `cli` of docker-compose.yml sets these in every run config; a run
-# that # cannot use them goes without.
+# The service `cli` of docker-compose.yml sets these in every run config; a run that
+# cannot use them goes without.
 _OF_THE_COMPOSE_FILE = (
     "fedtan-transport",
     "fedtan-bind",

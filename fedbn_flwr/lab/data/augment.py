@@ -165,8 +165,8 @@ class Augment:
         """
         if targets.ndim != 3:
             return self._moved(inputs, draw), targets
-        # The targets are one more channel, complemented: a padding of 0 then
-        # means # class 255.
+        # The targets are one more channel, complemented: a padding of 0 then means
+        # class 255.
         both = self._moved(torch.cat([inputs, ~targets.unsqueeze(1)], dim=1), draw)
         return both[:, :-1], ~both[:, -1]
 

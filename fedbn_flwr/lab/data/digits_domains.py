@@ -95,8 +95,8 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
             DOMAINS, _split_over_domains(train.targets), strict=True
         )
     }
-    # The transformations are for the published 8x8 pixels. The caller resizes
-    # the # images if a model needs it.
+    # The transformations are for the published 8x8 pixels. The caller resizes the
+    # images if a model needs it.
     return merged(parts, Shape(3, 8, 8))
 
 

@@ -272,8 +272,8 @@ def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     return Loaded(train, test)
 
 
-# The reader of each domain's published files, and these files; MNIST-M is published
-# in # another form.
+# The reader of each domain's published files, and these files; MNIST-M is published in
+# another form.
 _PUBLISHED: dict[str, tuple[Reader | None, Sequence[str]]] = {
     "mnist": (read_idx("MNIST"), [f"MNIST/raw/{name}" for name in IDX_FILES]),
     "svhn": (read_torchvision("SVHN"), ["train_32x32.mat", "test_32x32.mat"]),

@@ -16,8 +16,8 @@ from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
 
 __all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
 
-# With functools.cache alone, two threads could load the same data set; with this
-# lock # the second one waits.
+# With functools.cache alone, two threads could load the same data set; with this lock
+# the second one waits.
 _LOADING = threading.Lock()
 
 
@@ -65,8 +65,8 @@ def load_dataset(
         raise ConfigError(
             f"data set {info.name!r} with {channels} channels: 1 or 3 are possible."
         )
-    # The cache must not hold a second copy under other spellings of the arguments,
-    # so # these get one form first.
+    # The cache must not hold a second copy under other spellings of the arguments, so
+    # these get one form first.
     shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
         return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))

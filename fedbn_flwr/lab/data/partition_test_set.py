@@ -61,8 +61,8 @@ def partition_test_set(
         held, total = counts[:, label], int(counts[:, label].sum())
         if total == 0:
             continue
-        # All numbers are integers: quotas and remainders are exact, and every
-        # machine # sees the same ties.
+        # All numbers are integers: quotas and remainders are exact, and every machine
+        # sees the same ties.
         sizes, remainders = np.divmod(held * len(examples), total)
         sizes[
             np.argsort(-remainders, kind="stable")[: len(examples) - int(sizes.sum())]

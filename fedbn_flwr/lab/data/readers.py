@@ -73,8 +73,8 @@ IDX_FILES = (
 )
 """The files of MNIST and of data sets in its format."""
 
-# The embedded set has no published split. Ours is fixed, so that all runs and
-# seeds # have the same test set.
+# The embedded set has no published split. Ours is fixed, so that all runs and seeds
+# have the same test set.
 _DIGITS_SPLIT_SEED = 0
 _DIGITS_TEST_SHARE = 0.2
 

@@ -222,8 +222,8 @@ class Samples:
             inputs, read = self.source.read(chosen.tolist(), each, seeds)
             targets = self.targets.index_select(0, chosen) if read is None else read
         else:
-            # index_select, because indexing with [] takes several times as long for
-            # a # batch.
+            # index_select, because indexing with [] takes several times as long for a
+            # batch.
             inputs, targets = (
                 self.source.index_select(0, chosen),
                 self.targets.index_select(0, chosen),

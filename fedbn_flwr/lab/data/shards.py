@@ -62,8 +62,8 @@ def _drawn_sizes(
     """Return uniform draws from 1..most given their sum: all such sums equal to
     ``shards`` are equally likely.
     """
-    # ways[k][s]: the number of ways to write s as a sum of k numbers from 1..most,
-    # in # exact integers. The difference of neighbours has only two terms.
+    # ways[k][s]: the number of ways to write s as a sum of k numbers from 1..most, in
+    # exact integers. The difference of neighbours has only two terms.
     ways = [[1] + [0] * shards]
     for _ in range(clients):
         before, row = ways[-1], [0]
@@ -77,8 +77,8 @@ def _drawn_sizes(
     sizes = []
     for rest in range(clients - 1, -1, -1):
         options = range(1, min(most, shards - rest) + 1)
-        # The division of integers is correctly rounded, also beyond the floating
-        # point # range.
+        # The division of integers is correctly rounded, also beyond the floating point
+        # range.
         chances = [
             ways[rest][shards - option] / ways[rest + 1][shards] for option in options
         ]

@@ -46,8 +46,8 @@ __all__ = [
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# flwr-datasets gives up after 10 redraws. With alpha 0.1 and 100 clients few draws
-# give # every client 10 examples.
+# flwr-datasets gives up after 10 redraws. With alpha 0.1 and 100 clients few draws give
+# every client 10 examples.
 _DIRICHLET_SEEDS = 20
 _DRAWS_PER_SEED = 11
 

@@ -91,8 +91,8 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
     """
     conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = conv.fp32_precision
-    # TF32 rounds the old and the new filters differently, which would look as
-    # if # folding changed the outputs.
+    # TF32 rounds the old and the new filters differently, which would look as if
+    # folding changed the outputs.
     conv.fp32_precision = "ieee"
     try:
         return _fold(model, example)
@@ -112,8 +112,8 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
     folded: dict[str, str] = {}
     if _is_exact(model, pairs, example, expected):
         folded = pairs
-    # some layers are used elsewhere, too: which ones is seen by folding one after
-    # the # other
+    # some layers are used elsewhere, too: which ones is seen by folding one after the
+    # other
     else:
         for path, layer in pairs.items():
             if _is_exact(model, {**folded, path: layer}, example, expected):

@@ -53,11 +53,11 @@ ADAPT = "adapt"
 ALL = "all"
 
 _CLIENT = re.compile(r"own:(\d+)")
-# Settings of a run that the model and its inputs depend on; all others are those of
-# the # new data.
+# Settings of a run that the model and its inputs depend on; all others are those of the
+# new data.
 _OF_THE_MODEL = ("norm", "norm-groups", "model", "bn-momentum", "seed", "batch-size")
-# Settings that say how data are read: those of the run, unless the new data
-# have # others.
+# Settings that say how data are read: those of the run, unless the new data have
+# others.
 _OF_READING = ("task", "metrics", "test-share")
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
 

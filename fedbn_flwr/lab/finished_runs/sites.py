@@ -172,8 +172,8 @@ def _bootstrap(
             **settings,
         )
         ends = found.confidence_interval
-    # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is
-    # no # interval.
+    # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is no
+    # interval.
     return value, _or_none(ends.low), _or_none(ends.high)
 
 

@@ -110,8 +110,8 @@ _FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
     SMP_PREFIX: smp_info,
 }
 
-# Layers draw their initial weights from the default generators: two builds at the
-# same # time would mix their draws.
+# Layers draw their initial weights from the default generators: two builds at the same
+# time would mix their draws.
 _BUILDING = threading.Lock()
 
 

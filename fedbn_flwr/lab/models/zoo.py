@@ -34,8 +34,8 @@ __all__ = [
 
 PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
 SMALLEST = 64
-# The sizes that torchvision's layers need, for position tables and windows of one
-# size, # and for an unpadded stem.
+# The sizes that torchvision's layers need, for position tables and windows of one size,
+# and for an unpadded stem.
 FIXED_SIZE = {
     "maxvit_t": 224,
     "vit_b_16": 224,

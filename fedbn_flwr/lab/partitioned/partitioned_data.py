@@ -251,8 +251,8 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
     )
 
 
-# Cached, because Flower calls client_fn for every message; all clients of a
-# process # share one copy of the images.
+# Cached, because Flower calls client_fn for every message; all clients of a process
+# share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     options = dict(zip(_SPLIT_KEYS, values, strict=True))

@@ -221,8 +221,8 @@ class _Costs:
             self.one_round(self.everything, self.shared),
             self.one_round(self.shared, self.shared),
         )
-        # Further records (variates, momentum) start at zero and are not sent down
-        # in # the first round.
+        # Further records (variates, momentum) start at zero and are not sent down in
+        # the first round.
         (copies_down, copies_up), (rows_down, rows_up) = (
             self._travels.extra_copies,
             self._travels.extra_statistics,

@@ -113,16 +113,16 @@ def _serve(
     on_device(model, config)
     strategy = _strategy(config, out, model)
     manager = CheckpointManager(start.checkpoints, config, strategy, start.saved)
-    # In process no reply can be lost: a client that takes long, or a pause of the
-    # whole # process, is no reason to go on.
+    # In process no reply can be lost: a client that takes long, or a pause of the whole
+    # process, is no reason to go on.
     timeout = config.round_timeout or (
         threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT
     )
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     recorder = Recorder(folder, config, model, data, strategy, on_round)
-    # Differential privacy and masked sums leave the server an average, and no
-    # client's # own statistics.
+    # Differential privacy and masked sums leave the server an average, and no client's
+    # own statistics.
     watched = config.dp == "off" and not config.masked_sums
     statistics = (
         StatisticsLog(folder, config.num_server_rounds, model, strategy)
@@ -206,8 +206,8 @@ def _strategy(config: Config, out: Path, model: nn.Module) -> Strategy:
     strategy = make_strategy(config, model, config.num_clients)
     if protection := _protection(config, out, model):
         strategy.protect(protection)
-    # Nodes that split into another number would train on the examples of
-    # held-out # clients.
+    # Nodes that split into another number would train on the examples of held-out
+    # clients.
     strategy.num_partitions = config.num_clients if config.held_out_clients else 0
     # the recorder tests with and without averaged BN, and says which
     strategy.completes_tests = False

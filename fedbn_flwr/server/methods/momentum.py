@@ -99,8 +99,8 @@ class MomentumBuffers(ClientHook):
         self._parameters = {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
             if name in self._start:
-                # In the parameter's order of memory, as torch's own: else its
-                # fast # updates fall back to slow ones.
+                # In the parameter's order of memory, as torch's own: else its fast
+                # updates fall back to slow ones.
                 buffer = torch.empty_like(parameter, requires_grad=False).copy_(
                     self._start[name]
                 )

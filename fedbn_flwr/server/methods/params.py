@@ -93,8 +93,8 @@ class Settings(BaseModel):
         ConfigError: all values that are out of range, by name.
     """
 
-    # A process imports the settings of all methods, and uses those of one:
-    # the # validators are built when they are used.
+    # A process imports the settings of all methods, and uses those of one: the
+    # validators are built when they are used.
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )

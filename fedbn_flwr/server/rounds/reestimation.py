@@ -88,8 +88,8 @@ def _ask(
     ``min_replies`` usable answers.
     """
     report, before = run.report, views(arrays)
-    # Re-estimation that the method needs counts as training traffic, else as
-    # evaluation # traffic.
+    # Re-estimation that the method needs counts as training traffic, else as evaluation
+    # traffic.
     traffic = report.train if run.methods.reestimates else report.evaluate
     config = run.message_config(report.server_round).write()
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)

@@ -68,8 +68,8 @@ def address_tests(
     )
     nodes = run.nodes.sample(present, count, "evaluate", number)
     entries = {**config, **run.message_config(number).write()}
-    # A client without BN parts of its own is tested with the averaged ones, and
-    # with # the initial ones before these.
+    # A client without BN parts of its own is tested with the averaged ones, and with
+    # the initial ones before these.
     model = completed(run, arrays)
     return address(
         run, nodes, MessageType.EVALUATE, model, entries, run.report.evaluate

@@ -59,8 +59,8 @@ TOO_LARGE_STEPS = (
     " normalisation also norm=batch."
 )
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
-# rounds without a usable reply from the start on, where the number of rounds is
-# not # known
+# rounds without a usable reply from the start on, where the number of rounds is not
+# known
 _PATIENCE = 2
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
 
@@ -288,8 +288,8 @@ def raise_if_nothing_trains(run: Run) -> None:
 def _has_trained_nothing(run: Run) -> bool:
     # A resumed run may have trained before: its earlier rounds are not known here.
     trains = run.options.fraction_train > 0 and not run.after
-    # A run that continues after divergence may have no usable reply for that
-    # reason # alone.
+    # A run that continues after divergence may have no usable reply for that reason
+    # alone.
     diverged = any(report.diverged for report in run.reports)
     return (
         bool(run.reports)

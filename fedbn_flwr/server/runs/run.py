@@ -29,8 +29,8 @@ from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
-# How often a strategy was started on a grid: the clients' Context.state outlives
-# a # start, and a later one tells them to forget what was kept in it (start_id).
+# How often a strategy was started on a grid: the clients' Context.state outlives a
+# start, and a later one tells them to forget what was kept in it (start_id).
 _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")

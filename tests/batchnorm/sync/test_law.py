@@ -175,8 +175,8 @@ def test_the_law_does_not_hold_for_own_gradients(lab, exchanges):
     found = lab.federated(model, batches, (1, 1), exchanges=exchanges, backward="own")
     oracle = lab.centralised(model, batches)
     assert lab.distance(found, oracle, model.state_dict()) > 1e-2
-    # The forward half is exact all the same: after one step the running
-    # statistics # agree.
+    # The forward half is exact all the same: after one step the running statistics
+    # agree.
     for name in ("1.running_mean", "1.running_var", "4.running_mean", "4.running_var"):
         torch.testing.assert_close(found[name], oracle[name], rtol=1e-12, atol=1e-12)
 
@@ -200,8 +200,8 @@ def test_own_gradients_are_the_derivatives_on_each_client(lab):
     for x, target in batches:
         y = model[0](x)
         own_mean = y.mean(0) - y.mean(0).detach() + mean
-        # The variance is a function of y at a mean that is held: the path through
-        # the # mean is not counted.
+        # The variance is a function of y at a mean that is held: the path through the
+        # mean is not counted.
         spread = (y - mean).square().mean(0)
         own_var = spread - spread.detach() + var
         out = (y - own_mean) / (own_var + model[1].eps).sqrt() * model[

@@ -100,10 +100,10 @@ def test_a_mean_far_above_the_deviation_loses_no_more_digits_than_torch(
     exact = one_layer_torch(lab, layer, [part.double() for part in parts], upstream)
     by_torch = one_layer_torch(lab, layer, parts, upstream)
     ours = one_layer(lab, layer, parts, upstream, exchanges)
-    # Fused moments carry what rounding left of the means: a few float32 roundings at
-    # # # any mean, far below torch's error. A mean that travels alone is rounded twice,
-    # by # # the client and by the server, where torch rounds it once; a variance about it
-    # is # # off by the square of that.
+    # Fused moments carry what rounding left of the means: a few float32 roundings at #
+    # any mean, far below torch's error. A mean that travels alone is rounded twice,
+    # by # the client and by the server, where torch rounds it once; a variance about it
+    # is # off by the square of that.
     for name, value in exact.items():
         ours_error, torch_error = (
             (r[name].double() - value).abs().max() / value.abs().max()

@@ -69,8 +69,8 @@ def test_the_title_is_the_name_of_the_combination(name: str) -> None:
     assert Config.make(combination).title == "fedprox+fedadam+mtfl+fixbn"
 
 
-# Told without torch: a key by itself, names, keys together, keys without effect; all
-# of # them at once.
+# Told without torch: a key by itself, names, keys together, keys without effect; all of
+# them at once.
 FIRST = {
     "an unknown key": ({"sed": 1}, [("unknown-key", "sed")]),
     "a key that is no text": ({3: 1}, [("unknown-key", "3")]),

@@ -207,8 +207,8 @@ def test_real_cifar10_files(tmp_path: Path) -> None:
 def test_usps_and_its_constants(tmp_path: Path) -> None:
     archive = np.load(real("usps") / "usps/usps.npz")
     for name, part in (("usps.bz2", "train"), ("usps.t.bz2", "test")):
-        # Nudged up by 1e-6 of the range so that torchvision's truncation to bytes
-        # gives # the original ones.
+        # Nudged up by 1e-6 of the range so that torchvision's truncation to bytes gives
+        # the original ones.
         values = (
             archive[f"x_{part}"].reshape(-1, 256).astype(float) + 1e-3
         ) / 255 * 2 - 1

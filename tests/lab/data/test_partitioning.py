@@ -26,8 +26,8 @@ from fedbn_flwr.seeds import derive_seed, numpy_generator
 ROOT = Path(__file__).parents[3]
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
-# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k
-# (rows: # clients, columns: labels 1-10).
+# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows:
+# clients, columns: labels 1-10).
 APPENDIX_D = {
     2: ["xx........", "..xx......", "....xx....", "......xx..", "........xx"],
     4: ["xxxx......", "..xxxx....", "....xxxx..", "......xxxx", "xx......xx"],

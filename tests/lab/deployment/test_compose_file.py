@@ -324,8 +324,8 @@ def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
         for name, network in networks.items()
         if name != "federation"
     )
-    # The channel listens at the server's name. In several networks Docker answers
-    # it # with one address of several.
+    # The channel listens at the server's name. In several networks Docker answers it
+    # with one address of several.
     server = services["superexec-serverapp"]
     assert len(server["networks"]) > 1
     assert server["extra_hosts"] == ["superexec-serverapp:0.0.0.0"]

@@ -21,8 +21,8 @@ from fedbn_flwr.engines.flower_run import running
 
 SUPERNODE = Path(__file__).parents[3] / "docker/flower-supernode"
 SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"
-# As the script, with two commands of Flower in a folder of the test and a small
-# module # in place of torch.
+# As the script, with two commands of Flower in a folder of the test and a small module
+# in place of torch.
 RUN = """
 import importlib.util, json, os, pathlib, random, signal, sys, time
 spec = importlib.util.spec_from_file_location("superexec", {script!r})

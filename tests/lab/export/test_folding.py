@@ -106,8 +106,8 @@ def test_linear_and_other_dimensions() -> None:
     check(
         net(nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)), images(), 1
     )
-    # The features of this linear layer are its last dimension, the channels
-    # of # BatchNorm the second.
+    # The features of this linear layer are its last dimension, the channels of
+    # BatchNorm the second.
     check(
         net(nn.Flatten(2), nn.Linear(64, 3), nn.BatchNorm1d(3)),
         images(),

@@ -260,8 +260,8 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> 
     config = Config.load(run / "config.yaml")
     model, view = make_model(config), partitioned_data(config, 3).test_view()
     model.load_state_dict(global_state(run))
-    # The MLP has one BN layer, so one batch with all inputs has the statistics of
-    # the # two passes.
+    # The MLP has one BN layer, so one batch with all inputs has the statistics of the
+    # two passes.
     with without_running_statistics(model):
         whole = evaluate(model, view, batch_size=len(view))
     assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)

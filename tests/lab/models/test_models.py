@@ -106,8 +106,8 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
         assert logits.shape == (2, 7)
         assert bool(torch.isfinite(logits).all())
     logits.sum().backward()
-    # A bias in front of BatchNorm has gradient 0, never None; so has every
-    # other # parameter one.
+    # A bias in front of BatchNorm has gradient 0, never None; so has every other
+    # parameter one.
     assert all(p.grad is not None for p in model.parameters())
 
 

@@ -20,8 +20,8 @@ def on_meta(
         return model_info(name).build(10, *shape), shape
 
 
-# Counted by hand: a convolution has (in * k^2 + 1) * out, a linear layer (in + 1)
-# * # out, BatchNorm 2 a channel.
+# Counted by hand: a convolution has (in * k^2 + 1) * out, a linear layer (in + 1) *
+# out, BatchNorm 2 a channel.
 DIGITS = (
     (3 * 25 + 1) * 64
     + (64 * 25 + 1) * 64
@@ -100,8 +100,8 @@ def test_deeper_residual_networks(depth: int, parameters: int) -> None:
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-# (layer, operation order) of what FedBN's and FedBS's papers print, from the
-# forward # pass.
+# (layer, operation order) of what FedBN's and FedBS's papers print, from the forward
+# pass.
 ORDERS = {
     "digits-cnn": "CBRM CBRM CBR LBR LBR L",
     "alexnet-bn": "CBRM CBRM CBR CBR CBRM A LBR LBR L",

@@ -93,8 +93,8 @@ def test_every_strategy_learns_mnist(
 
 
 RAY: Mapping[str, Mapping[str, Any]] = {
-    # One of each way in which methods use the engine; those left out send what one
-    # of # these sends.
+    # One of each way in which methods use the engine; those left out send what one of
+    # these sends.
     "fedavg": {},
     "fedadam": {"strategy": "fedadam"},  # a server's step
     "scaffold": {"strategy": "scaffold"},  # a part that goes both ways

@@ -322,8 +322,8 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
         "FedAvg/iid/seed-0 is repeated, its settings are not the study's:"
         " learning-rate=0.2, now 0.25" in caplog.messages
     )
-    # Places and timeouts make no other run, and the reference's own tests are
-    # no # change.
+    # Places and timeouts make no other run, and the reference's own tests are no
+    # change.
     assert sweep(study, out, follower=(noted := Noted())).equals(first)
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     again = load_study(

@@ -68,8 +68,8 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
 
 def check_mode(image: Any) -> None:
     """Raise ValueError unless the channels of Pillow's open image have 8 bits."""
-    # Of colours with 16 bits Pillow keeps 8 without a word, and their mode does
-    # not # tell.
+    # Of colours with 16 bits Pillow keeps 8 without a word, and their mode does not
+    # tell.
     if image.mode not in _MODES or ";16" in str(getattr(image, "tile", "")):
         raise ValueError(
             f"its channels are not bytes (mode {image.mode}); save it with 8 bits for"

@@ -59,8 +59,8 @@ class ImageFiles(LazyInputs):
             if self.by_pixel
             else None
         )
-        # Threads decode only: what follows uses torch's own threads, which a
-        # forked # process must not start.
+        # Threads decode only: what follows uses torch's own threads, which a forked
+        # process must not start.
         decoded = for_all(len(numbers), lambda at: self._decoded(numbers[at]))
         for at, (image, mask) in enumerate(decoded):
             if not self._wanted.originals:

@@ -132,8 +132,8 @@ def _check_classes(
             f"folders of classes are called {shown(classes)}. The class lies below"
             " train and test, as in train/class/file or client/train/class/file."
         )
-    # Each client numbers its own folders: with one less, all later classes would
-    # have # another number.
+    # Each client numbers its own folders: with one less, all later classes would have
+    # another number.
     wanted = 2 if request.task == "binary" else request.num_classes
     if len(classes) != (wanted or max(len(with_images), 2)):
         raise request.problem(
