@@ -1,16 +1,19 @@
-"""Which files of the package a round enters: the process that ``reading.py`` starts in
-a checkout.
+"""What of the package a run enters: the process that ``reading.py`` starts.
 
-It does ``fedbn-flwr run`` with FedAvg on the digits, 5 clients in one process, and
-notes the file of every function that is entered from the second ``configure_train`` to
-the third, in any thread. The last line that it prints has them, as JSON.
+    cd CHECKOUT; PYTHONPATH=. python benchmarks/reading_trace.py fixbn
+
+It does ``fedbn-flwr run`` with the method on the digits, 5 clients in one process, and
+notes every function of the package that is entered, in any thread: before round 1 (up to
+the first ``configure_train``), and in round 2, the first frozen one of FixBN. Functions
+that run while a module is imported are left out. The last line that it prints is JSON:
+"FILE:LINE NAME" of each function.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -19,51 +22,72 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-SETTINGS = "strategy=fedavg dataset=digits num-clients=5 num-server-rounds=3"
+SETTINGS = "dataset=digits num-clients=5 num-server-rounds=3"
+PARTS = {0: "before round 1", 2: "a round"}
 
 
-def trace(root: Path) -> list[str]:
-    """Do the run of this checkout; return the files of the package that its second
-    round enters.
-    """
-    script = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"][
-        "fedbn-flwr"
-    ]
-    module, _, attribute = script.partition(":")
+class Trace:
+    """The functions of a folder that are entered, by the part of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = f"{folder}/"
+        self.round = 0
+        self.entered: dict[str, set[str]] = {part: set() for part in PARTS.values()}
+
+    def note(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note a call; ``sys.setprofile`` calls this."""
+        code = frame.f_code
+        if event != "call" or self.round not in PARTS:
+            return
+        # neither bodies of modules and classes nor comprehensions and lambdas
+        if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name.startswith("<"):
+            return
+        if code.co_filename.startswith(self._folder) and not self._is_import(frame):
+            file = code.co_filename.removeprefix(self._folder)
+            place = f"{file}:{code.co_firstlineno} {code.co_name}"
+            self.entered[PARTS[self.round]].add(place)
+
+    def _is_import(self, frame: FrameType) -> bool:
+        """Return whether a module of the folder is being imported below this call."""
+        above = frame.f_back
+        while above is not None:
+            code = above.f_code
+            if code.co_name == "<module>" and code.co_filename.startswith(self._folder):
+                return True
+            above = above.f_back
+        return False
+
+
+def trace(root: Path, method: str) -> dict[str, list[str]]:
+    """Do the run of this checkout; return the functions that it enters."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    module, _, attribute = project["scripts"]["fedbn-flwr"].partition(":")
     command = getattr(importlib.import_module(module), attribute)
-    strategy: Any = importlib.import_module("fedbn_flwr.strategies").FedAvg
+    strategy: Any = importlib.import_module("fedbn_flwr.server.strategy").Strategy
     configure_train = strategy.configure_train
-    entered: set[str] = set()
-    current = 0
+    traced = Trace(root / "fedbn_flwr")
 
     def counted(self: Any, server_round: int, *others: Any) -> Any:
-        nonlocal current
-        current = server_round
-        if current == 2:
-            sys.setprofile(note)
+        traced.round = server_round
         return configure_train(self, server_round, *others)
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if current == 2 and event == "call" and frame.f_code.co_name != "<module>":
-            entered.add(frame.f_code.co_filename)
-
     strategy.configure_train = counted
-    threading.setprofile(note)
-    arguments = ["run", "--workers", "0"]
+    arguments = ["run", "--workers", "0", "--set", f"strategy={method}"]
     for setting in SETTINGS.split():
         arguments += ["--set", setting]
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["fedbn-flwr", *arguments, "--out", f"{folder}/run"]
+        threading.setprofile(traced.note)
+        sys.setprofile(traced.note)
         try:
             command()
         except SystemExit as end:
             if end.code:
                 raise
-    sys.setprofile(None)
-    return sorted(
-        path for path in entered if path.startswith(f"{root / 'fedbn_flwr'}{os.sep}")
-    )
+        finally:
+            sys.setprofile(None)
+    return {part: sorted(places) for part, places in traced.entered.items()}
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(trace(Path.cwd())))
+    print("\n" + json.dumps(trace(Path.cwd(), sys.argv[1])))

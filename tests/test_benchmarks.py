@@ -123,3 +123,27 @@ def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> 
     assert picked(deltas, 4, 0.001) is None
     with pytest.raises(ValueError, match="window of 30"):
         calibrated(deltas, 30)
+
+
+def test_the_names_of_a_methods_file_are_what_it_imports_and_overrides() -> None:
+    """FedBN's, the model of a method's file: counted here by hand."""
+    from reading import imported, overrides
+
+    file = ROOT / "fedbn_flwr/strategies/fedbn.py"
+    assert imported(file) == {"BATCHNORM", "Method", "Strategy", "Travels"}
+    assert overrides(ROOT, file) == {"role", "travels"}
+
+
+def test_a_round_of_fixbn_enters_its_freeze_and_not_what_comes_before() -> None:
+    """Round 2 of 3 is the first frozen one; Flower's ``start`` is before round 1."""
+    from reading import entered
+
+    calls = {
+        part: {(place.partition(":")[0], place.rpartition(" ")[2]) for place in places}
+        for part, places in entered(ROOT, "fixbn").items()
+    }
+    freeze = ("training/freezing.py", "hold_eval")
+    aggregate = ("server/strategy.py", "aggregate_train")
+    assert {freeze, aggregate} <= calls["a round"] - calls["before round 1"]
+    start = ("server/strategy.py", "start")
+    assert start in calls["before round 1"] - calls["a round"]
