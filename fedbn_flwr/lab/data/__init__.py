@@ -1,5 +1,39 @@
-"""Data of a run: data sets, kept once as bytes, their partitions over the clients, and
-the subsets that clients use.
+"""Data of a run: data sets, their partitions over the clients, and clients' subsets.
+
+What every other file uses:
+
+- ``samples``: labelled examples, in memory or read batch by batch.
+- ``dataset``: a training and a test set.
+- ``subset``: some of these examples, as the normalised batches that a client uses.
+- ``augment``: random changes of the images of a training batch.
+- ``shapes``: the shape of images in memory, and the conversion to it.
+
+Data sets by name. A new one is a reader in one of these files, or in a file of its own,
+and an entry of ``registry``:
+
+- ``registry``: every data set by name, with what is known before it is loaded.
+- ``loading``: loads one in the shape that a model needs, once in a process.
+- ``readers``: public data sets in torchvision's files, and the embedded digits.
+- ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
+- ``domains``: data sets of several domains, with a group for each.
+- ``digits_domains``, ``cityscapes``: one data set each.
+
+Data of a user:
+
+- ``own``: a folder, an npz file or a function of the user, ``dataset=KIND:PATH``.
+- ``local_dataset``: files of one node, its ``data-path``, in place of its share.
+
+Which client has which examples. A new split is a function of a ``PartitionRequest`` and
+an entry of ``partitioning``:
+
+- ``partitioning``: every split by name; divides training and test examples.
+- ``splits``, ``shards``, ``group_splits``: the splits by class, shard and group.
+- ``partition_test_set``: the test examples that belong to a split of training examples.
+- ``validation``: a seeded part of some examples, put aside.
+- ``picture``: a split as a picture and a table.
+- ``names``: lists of names of clients and classes in one text.
+
+Which clients a round tests is no matter of data: ``server.rounds.testing``.
 """
 
 from __future__ import annotations
@@ -8,21 +42,21 @@ from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.dataset import Dataset
-from fedbn_flwr.lab.data.loading import DATASETS, DatasetInfo, load_dataset
+from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.names import listed
 from fedbn_flwr.lab.data.own import FUNCTION, FUNCTION_FORM, KINDS, OwnData, is_own
+from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
-    PartitionRequest,
     make_partition,
-    partition_counts,
-    partition_test_set,
     split_dataset,
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table
+from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.samples import Samples
+from fedbn_flwr.lab.data.splits import PartitionRequest
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.lazy import imported_when_used

@@ -14,7 +14,7 @@ from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
 
-__all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
+__all__ = ["load_dataset"]
 
 # With functools.cache alone, two threads could load the same data set; with this lock
 # the second one waits.

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.group_splits import split_domain, split_natural
-from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
+from fedbn_flwr.lab.data.partition_test_set import partition_test_set
 from fedbn_flwr.lab.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.lab.data.splits import (
     Indices,
@@ -30,10 +30,7 @@ from fedbn_flwr.lab.data.splits import (
 __all__ = [
     "PARTITIONS",
     "PartitionInfo",
-    "PartitionRequest",
     "make_partition",
-    "partition_counts",
-    "partition_test_set",
     "split_dataset",
 ]
 

@@ -1,5 +1,10 @@
-"""Models to take away: BatchNorm folded, inputs normalised inside, in formats that need
-no part of this package.
+"""Models to take away, in formats that need no part of this package.
+
+- ``folding``: BatchNorm becomes a part of the layer before it.
+- ``normalise``: the layer before a model that normalises its inputs.
+- ``formats``: torch.export and ONNX, written, loaded and run.
+
+``lab.finished_runs.export`` puts these together for a run.
 """
 
 from __future__ import annotations

@@ -1,1 +1,7 @@
-"""What a finished run is used for: its model evaluated on any data, and exported."""
+"""What a finished run is used for: its models on any data, by site, and as files.
+
+- ``saved_model``: the model of a run: the global one, or a client's own.
+- ``evaluate``: a model on any data, with metrics and predictions.
+- ``sites``: the table by site, with intervals and differences between runs.
+- ``export``: a model as one file that runs without the run.
+"""

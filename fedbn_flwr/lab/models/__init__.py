@@ -1,5 +1,15 @@
-"""Models: the registry, the input of each model, the seeded build, and initial weights.
-Torch and torchvision.
+"""Models by name, the seeded build, and initial weights. Torch and torchvision.
+
+A new model is a file like ``lenet`` and an entry of ``registry``.
+
+- ``registry``: every model by name; builds one for the inputs of a data set.
+- ``info``: the entry of a model: how it is built, what it takes and gives.
+- ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs``, ``signal_cnn``:
+  the papers' networks, one a file.
+- ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.
+- ``extras``: networks of optional packages, ``timm:NAME`` and ``smp:NAME/ENCODER``.
+- ``own``: a user's model, ``module:function``.
+- ``initial``: initial weights from a file or a publisher, loaded by name and shape.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import loading
 from fedbn_flwr.lab.data.dataset import Dataset
-from fedbn_flwr.lab.data.loading import DATASETS, load_dataset
+from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.readers import Loaded
+from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape, reshaped
 
@@ -277,7 +278,7 @@ def test_rgb_becomes_luma_and_constants_averages(
         "files": "",
         "loader": lambda *_: Loaded(samples, samples),
     }
-    monkeypatch.setitem(DATASETS, "svhn", loading.DatasetInfo(**fields))
+    monkeypatch.setitem(DATASETS, "svhn", DatasetInfo(**fields))
     data = load_dataset("svhn", channels=1)
     luma = (inputs.double() * torch.tensor([299, 587, 114]).view(3, 1, 1)).sum(
         1, keepdim=True

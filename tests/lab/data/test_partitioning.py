@@ -15,12 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.data.partitioning import (
-    PARTITIONS,
-    make_partition,
-    partition_counts,
-    partition_test_set,
-)
+from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
+from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 
 ROOT = Path(__file__).parents[3]

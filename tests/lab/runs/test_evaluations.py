@@ -28,8 +28,9 @@ from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.config.data import RunData
 from fedbn_flwr.lab.config.names import allowed
 from fedbn_flwr.lab.config.problems import ConfigProblemsError
-from fedbn_flwr.lab.data.loading import DATASETS, _load
+from fedbn_flwr.lab.data.loading import _load
 from fedbn_flwr.lab.data.readers import Loaded
+from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.client_tests import client_means

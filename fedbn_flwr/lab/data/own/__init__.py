@@ -1,7 +1,14 @@
 """Own data: ``dataset=folder:PATH``, ``npz:PATH`` or ``module:function``.
 
-Each kind has a reader, which returns ``Records``; what follows from them is the same
-for all kinds. The readers are imported when own data are read.
+- ``request``: what the config says of them: kind, path, task. A new kind starts there.
+- ``records``: what a reader of files finds.
+- ``folder``, ``arrays``: the readers of folders of images and of npz files.
+- ``reading``: their records, divided into training and test examples, with a SHA-256.
+- ``function``: the data that a user's function returns; ``read_inputs`` reads them
+  example by example.
+- ``description``: what a model must know of own data of each kind.
+
+The readers are imported when own data are read.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.lab.data.own.read_inputs import ReadInputs
 from fedbn_flwr.lab.data.own.request import KINDS, OwnData, chosen_task
-from fedbn_flwr.lab.data.read_samples import ReadInputs
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DatasetInfo
 from fedbn_flwr.lab.data.samples import Samples
