@@ -40,6 +40,7 @@ from fedbn_flwr.server.rounds.round import (
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.recording import Recording
 from fedbn_flwr.server.runs.report import RoundReport, average_metrics
 from fedbn_flwr.server.runs.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.transport.polling_grid import polling
@@ -139,6 +140,13 @@ class Strategy(FlowerFedAvg):
             end of each round, with the model that the run would return if it ended
             there, and the round's metrics by the names of Flower's ``Result``
             (``train_metrics_clientapp``, ...). What it raises ends the run.
+        on_replies: called with the replies that a round used, and the global state
+            before and after it; it reads only.
+        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a
+            caller who completes the global model with ``server.rounds.testing`` sets it
+            to False.
+        num_partitions: number of the parts of the data that nodes with one of them must
+            name; 0 = any, all the same; None = not compared.
         combination: the methods of ``combined``, in place of the class's own; it passes
             them itself.
         **kwargs: Flower's arguments and the fields of ``Params``.
@@ -148,17 +156,13 @@ class Strategy(FlowerFedAvg):
         params: the settings.
         methods: the options and methods in use.
         run: what the server knows of the run.
-        on_replies: called with the replies that a round used, and the global state
-            before and after it; it reads only.
+        on_replies: as given.
         on_round_end: as given.
-        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a
-            caller who completes the global model with ``server.rounds.testing`` sets it
-            to False.
+        completes_tests: as given.
+        num_partitions: as given.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further
             round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.
-        num_partitions: number of the parts of the data that nodes with one of them must
-            name; 0 = any, all the same; None = not compared.
 
     Raises:
         ConfigError: an argument is unknown, a value is out of range, or a setting has
@@ -170,10 +174,7 @@ class Strategy(FlowerFedAvg):
     name: str
     Params: ClassVar[type[Any]] = Method.Params
 
-    completes_tests = True
     stopped = False
-    on_replies: OnReplies | None = None
-    num_partitions: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take the name and the settings of the class's method."""
@@ -191,6 +192,9 @@ class Strategy(FlowerFedAvg):
         *args: Any,
         parts: Parts | None = None,
         on_round_end: OnRoundEnd | None = None,
+        on_replies: OnReplies | None = None,
+        completes_tests: bool = True,
+        num_partitions: int | None = None,
         combination: Combination | None = None,
         **kwargs: Any,
     ) -> None:
@@ -223,7 +227,9 @@ class Strategy(FlowerFedAvg):
         self.methods = combination.methods(self.params)
         if lines := self.methods.wrong_settings():
             raise ConfigError("\n".join(lines))
-        self.on_round_end = on_round_end
+        self.on_round_end, self.on_replies = on_round_end, on_replies
+        self.completes_tests, self.num_partitions = completes_tests, num_partitions
+        self._recording: Recording | None = None
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._in_start = False
@@ -278,6 +284,8 @@ class Strategy(FlowerFedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: TestModel | None = None,
         should_stop: ShouldStop | None = None,
+        *,
+        recording: Recording | None = None,
     ) -> Result:
         """Run the rounds as Flower's own loop does, without its pauses. ``timeout``
         also limits the wait for nodes.
@@ -285,6 +293,9 @@ class Strategy(FlowerFedAvg):
         ``should_stop(server_round, result)`` is called after each round's test, with
         the model and the metrics so far, and before ``on_round_end``; where it returns
         True, ``start`` does no further round. Flower has it from 1.43 on.
+
+        ``recording`` listens to this run, in place of ``on_replies`` and
+        ``on_round_end``.
 
         After ``load_state_dict`` the run continues after the given round;
         ``initial_arrays`` is then the global model of that round.
@@ -304,11 +315,13 @@ class Strategy(FlowerFedAvg):
                 one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
-        self.prepare(initial_arrays, num_rounds, timeout)
-        self.run.count_start(grid)
-        grid = polling(grid)
-        self._in_start = True
+        self._in_start, self._recording = True, recording
         try:
+            after = self.prepare(initial_arrays, num_rounds, timeout)
+            self.run.count_start(grid)
+            grid = polling(grid)
+            if recording is not None:
+                recording.begin(after)
             result = run_rounds(
                 self,
                 grid,
@@ -319,7 +332,9 @@ class Strategy(FlowerFedAvg):
                 should_stop,
             )
         finally:
-            self._in_start = False
+            self._follow_recording()  # the last checkpoint is known to it alone
+            self._in_start, self._recording = False, None
+            self.run.options = self._options()
             self.run.link.close()
             self.stopped = False  # of this run, not of a next one
         last = self.reports[-1].server_round if self.reports else num_rounds
@@ -342,6 +357,7 @@ class Strategy(FlowerFedAvg):
         """
         return (
             self.stopped
+            or (self._recording is not None and self._recording.finished)
             or failures.ends_run(self.run)
             or self.protection.stops_after(server_round)
         )
@@ -364,6 +380,7 @@ class Strategy(FlowerFedAvg):
                 finite.
         """
         self._forget_run(num_rounds, timeout)
+        self._follow_recording()
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
         if self._saved is None:
@@ -413,7 +430,15 @@ class Strategy(FlowerFedAvg):
             states=self.methods.before_a_run,
         )
 
+    def _follow_recording(self) -> None:
+        """Take the run's continuity from the recording, which moves on with each
+        checkpoint.
+        """
+        if self._recording is not None and self._recording.continuity is not None:
+            self.run.continuity = self._recording.continuity
+
     def _options(self) -> Options:
+        recording = self._recording
         return Options(
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,
@@ -425,8 +450,8 @@ class Strategy(FlowerFedAvg):
             config_key=self.configrecord_key,
             average_train_metrics=self.train_metrics_aggr_fn,
             average_test_metrics=self.evaluate_metrics_aggr_fn,
-            on_replies=self.on_replies,
-            on_round_end=self.on_round_end,
+            on_replies=recording.replies if recording else self.on_replies,
+            on_round_end=recording.end_round if recording else self.on_round_end,
         )
 
     def _begin(self) -> None:
@@ -461,7 +486,7 @@ class Strategy(FlowerFedAvg):
                 getattr(self.aggregate_train, "__func__", None)
                 is not Strategy.aggregate_train
             )
-            if overridden and self.on_round_end is None:
+            if overridden and run.options.on_round_end is None:
                 testing.warn_of_own_aggregation(run)
 
     # --- Flower's calls ---------------------------------------------------------------
@@ -581,6 +606,7 @@ class Strategy(FlowerFedAvg):
     ) -> _Half:
         """Play half of a round up to its messages."""
         self._close_unread(arrays)
+        self._follow_recording()
         self.run.options = self._options()
         self.run.travelled = None
         self._half = half = _Half(configure, server_round, played, next(played), arrays)

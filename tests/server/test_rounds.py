@@ -24,11 +24,13 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server import strategy as strategy_module
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.recording import Recording
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
@@ -723,6 +725,49 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
     federate(strategy, mlp, two(points), rounds=2)
     numbers = [(report.asked, len(report.evaluations)) for report in strategy.reports]
     assert numbers == [(2, 2), (1, 1)]
+
+
+class Notes(Recording):
+    """Notes what a run tells, and ends it after a round; its run's name moves on."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.told = last, list[Any]()
+
+    @property
+    def continuity(self) -> Continuity:  # type: ignore[override]
+        return Continuity("series", f"after-{len(self.told)}")
+
+    def begin(self, after: int) -> None:
+        self.told.append(after)
+
+    def replies(self, server_round: int, replies: Any, *states: Any) -> None:
+        self.told.append((server_round, len(replies)))
+
+    def end_round(self, server_round: int, *rest: Any) -> None:
+        self.told.append(server_round)
+        self.finished = server_round == self.last
+
+
+def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) -> None:
+    """It ends the run, also a resumed one before its first round, and has no say in a
+    later one.
+    """
+    data, notes, unheard = two(points), Notes(2), Notes(0)
+    strategy = FedBN(on_round_end=lambda *_: pytest.fail("in place of it"))
+    plain = strategy.start
+    strategy.start = functools.partial(plain, recording=notes)  # type: ignore[method-assign]
+    short = federate(FedBN(), mlp, data, rounds=2)
+    same_bits(federate(strategy, mlp, data, rounds=5).state, short.state)
+    assert notes.told == [0, (1, 2), 1, (2, 2), 2]
+    assert strategy.continuity == Continuity("series", "after-5")
+
+    unheard.finished = True
+    strategy.start = functools.partial(plain, recording=unheard)  # type: ignore[method-assign]
+    strategy.load_state_dict(strategy.state_dict(), 2)
+    assert federate(strategy, mlp, data, rounds=5).strategy.reports == []
+    assert unheard.told == [2]
+    strategy.start, strategy.on_round_end = plain, None  # type: ignore[method-assign]
+    assert len(federate(strategy, mlp, data, rounds=3).strategy.reports) == 3
 
 
 class Picky(FedAvg):

@@ -1,0 +1,44 @@
+"""What a run tells a caller of ``Strategy.start`` who records it, and what it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.server.methods.method import Reply
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """The listener of a run: ``strategy.start(..., recording=...)``. A subclass
+    overrides what it needs.
+
+    Attributes:
+        continuity: the run as it is sent to clients with a state folder; read before
+            each message. None = that of the strategy.
+        finished: whether the run ends before its last round; read before each round,
+            also before the first one of a resumed run.
+    """
+
+    continuity: Continuity | None = None
+    finished: bool = False
+
+    def begin(self, after: int) -> None:
+        """Note that the run begins after this round; 0 = it is not resumed."""
+
+    def replies(
+        self, server_round: int, replies: Sequence[Reply], before: State, after: State
+    ) -> None:
+        """Read the replies that a round used, and the global state before and after it."""
+
+    def end_round(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        metrics: Mapping[str, MetricRecord],
+    ) -> None:
+        """Note the end of a round, as a strategy's ``on_round_end`` does."""
