@@ -1,5 +1,8 @@
-"""A client's work on one message, and the host that does it in the command's own
-process.
+"""A client's work on one message, and the host that does it in the command's process.
+
+``InProcessGrid`` hands a ``Job`` to its host, and ``Job.done`` takes the outcome: the
+reply and the changed context, or an error reply. The host is ``OwnProcess`` here or
+``workers.WorkerProcesses``.
 """
 
 from __future__ import annotations
@@ -28,8 +31,7 @@ __all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work", "work_of"]
 logger = logging.getLogger("flwr")
 
 Outcome = tuple[Message, Context | None]
-"""The reply, and the changed context; None = the client failed, and its context stays.
-"""
+"""Reply and changed context; None = the client failed, and its context stays."""
 Done = Callable[[Message, Context | None], None]
 """``done(reply, context)`` takes the outcome."""
 
@@ -49,7 +51,7 @@ class LocalMember(NamedTuple):
 
 @dataclass
 class Job:
-    """A message to a client, the client's context, and the call that takes the reply."""
+    """A message to a client, the client's context, and who takes the outcome."""
 
     message: Message
     context: Context
@@ -60,11 +62,11 @@ class Job:
 def work(
     app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
 ) -> Outcome:
-    """Return the app's reply and the context that it changed; after an exception the
-    error reply and None.
+    """Return the app's reply and the context that it changed.
 
-    The default generators are seeded for the message, here or by the app, and no other
-    client of this process computes meanwhile.
+    After an exception it is an error reply, and None for the context. The default
+    generators are seeded for the message, here or by the app, and no other client of
+    this process computes meanwhile.
 
     Args:
         app: the node's app.
@@ -73,11 +75,9 @@ def work(
         reducers: the client's reducer by the id of its barrier.
     """
     try:
-        seed = (
-            None
-            if getattr(app, "seeds_itself", False)
-            else message_seed(message, context)
-        )
+        seed = None
+        if not getattr(app, "seeds_itself", False):
+            seed = message_seed(message, context)
         with turn(seed), use_reducers(reducers.__getitem__), NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
@@ -88,10 +88,9 @@ def work(
     # also CancelledError, SystemExit: the run waits for a reply
     except BaseException as error:
         logger.debug(traceback.format_exc())
-        return (
-            app_error(message, error if isinstance(error, Exception) else repr(error)),
-            None,
-        )
+        # an exit has no message of its own: its repr says what it was
+        reason = error if isinstance(error, Exception) else repr(error)
+        return app_error(message, reason), None
 
 
 class OwnProcess:
@@ -133,10 +132,12 @@ class OwnProcess:
     def _begin(
         self, threads: ThreadPoolExecutor, task: Callable[..., None], *args: Any
     ) -> None:
-        self._begun.add(future := threads.submit(task, *args))
+        future = threads.submit(task, *args)
+        self._begun.add(future)
         future.add_done_callback(self._begun.discard)
 
     def _work_on_jobs(self) -> None:
+        """Work on jobs in one turn, as long as there are any."""
         job = self._next()
         if job is None:
             # Another thread has taken the job. A turn without work would note the
@@ -144,13 +145,17 @@ class OwnProcess:
             # later.
             return
         with one_after_the_other() as pass_on:
-            done = job, self._outcome(job)
-            while job := self._next():
-                _hand_over(*done)
+            outcome = self._outcome(job)
+            following = self._next()
+            while following:
+                _hand_over(job, outcome)
                 pass_on()
-                done = job, self._outcome(job)
-        # here, so that whoever has all replies finds the generators as they were before
-        _hand_over(*done)
+                job = following
+                outcome = self._outcome(job)
+                following = self._next()
+        # The last one after the turn, so that whoever has all replies finds the
+        # generators as they were before.
+        _hand_over(job, outcome)
 
     def _next(self) -> Job | None:
         """Return the next job; None: the thread has ended its work."""
@@ -189,19 +194,14 @@ class OwnProcess:
 
     def _outcome(self, job: Job) -> Outcome:
         try:
-            # The app may change its records, and an error takes back what it changed in
-            # the context.
             reducers: dict[str, Reducer] = {}
             if job.member:
-                reducers[job.member.barrier_id] = job.member.barrier.reducer(
-                    job.member.node_id
-                )
-            return work(
-                self._app,
-                copied_message(job.message),
-                copied_context(job.context),
-                reducers,
-            )
+                member = job.member
+                reducers[member.barrier_id] = member.barrier.reducer(member.node_id)
+            # Copies: the app may change its records, and after an error the context is
+            # as it was.
+            message = copied_message(job.message)
+            return work(self._app, message, copied_context(job.context), reducers)
         except Exception as error:  # nobody reads it from the thread
             return app_error(job.message, error), None
 

@@ -1,10 +1,9 @@
-"""``flwr run`` as a function: a private simulation SuperLink for one run; a failed run
-is an error.
+"""``flwr run`` as a function, with a simulation SuperLink for one run.
 
-Flower's own command leaves its SuperLink running, writes to the user's Flower home, and
-exits with 0 even if the ServerApp raised an exception. Here the SuperLink and the home
-exist only during the call. A process runs in its own session, and is ended together
-with its child processes.
+A run that fails is an error. Flower's own command leaves its SuperLink running, writes
+to the user's Flower home, and exits with 0 even if the ServerApp raised an exception.
+Here the SuperLink and the home exist only during the call. A process runs in its own
+session, and is ended together with its child processes.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,9 +45,8 @@ _START_SECONDS = 90.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment for Flower's commands: a separate home, no telemetry, no
-    installation or download.
-    """
+    """Return the environment for Flower's commands, with a home of their own."""
+    # no telemetry, no installation, no download
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -58,7 +57,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         # download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray would join a cluster that runs on this machine, or that the user's
+        # or Ray would join a cluster that runs on this machine, or that the user's
         # variable names
         "RAY_ADDRESS": "local",
     }
@@ -83,6 +82,8 @@ class Process:
     ) -> None:
         self.name = Path(command[0]).name
         self._log = log
+        # In its own session, whose number is that of its process group: a signal to the
+        # group reaches everything that it starts.
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 list(command),
@@ -109,8 +110,11 @@ class Process:
         return self._log.read_text(errors="replace")[-3000:]
 
     def wait_healthy(self, url: str, ca: Path | None = None) -> None:
-        """Wait until ``url`` answers, over TLS with a certificate that ``ca`` has
-        signed.
+        """Wait until ``url`` answers.
+
+        Args:
+            url: an address of the process.
+            ca: file of the authority that has signed its certificate; None = no TLS.
 
         Raises:
             EngineError: it does not answer in time, or the process ended; the message
@@ -142,9 +146,7 @@ class Process:
             return
 
     def end(self) -> None:
-        """End the process with SIGINT, SIGTERM, then SIGKILL; kill all processes that
-        it started.
-        """
+        """End the process and all that it started: SIGINT, SIGTERM, then SIGKILL."""
         for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if self.code is None:
                 self.signal(kind)
@@ -153,7 +155,8 @@ class Process:
             except subprocess.TimeoutExpired:
                 continue
             break
-        self.signal(signal.SIGKILL)  # child processes may still run
+        # Ray's processes run on after their parent has ended.
+        self.signal(signal.SIGKILL)
 
 
 def stream(
@@ -161,17 +164,15 @@ def stream(
     env: Mapping[str, str],
     on_line: Callable[[str], None] | None,
 ) -> list[str]:
-    """Run a command, call ``on_line`` with each line of its output, and return the last
-    40 lines.
-    """
-    tail: list[str] = []
+    """Run a command, tell ``on_line`` each line, and return the last 40."""
+    tail: deque[str] = deque(maxlen=40)
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         for line in process.stdout or ():
             text = re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip())
-            tail = [*tail[-39:], text]
+            tail.append(text)
             if on_line:
                 on_line(text)
     except BaseException:
@@ -179,7 +180,7 @@ def stream(
         raise
     finally:
         process.wait()
-    return tail
+    return list(tail)
 
 
 def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]:
@@ -210,9 +211,8 @@ def free_port() -> int:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process exists and has not ended (a zombie has ended); False
-    for 0.
-    """
+    """Return whether a process exists and has not ended; False for 0."""
+    # 0 and negative numbers name groups for ``kill``
     if pid <= 0:
         return False
     try:
@@ -221,17 +221,20 @@ def running(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    # A zombie has ended, and waits for its parent. The state is the first word after
+    # the program's name, which is in brackets and may have any character in it.
     stat = Path(f"/proc/{pid}/stat")
-    return not stat.is_file() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    if not stat.is_file():
+        return True
+    state = stat.read_text().rsplit(")", 1)[1].split()[0]
+    return state != "Z"
 
 
 Scalar = str | int | float | bool
 
 
 def toml_pairs(values: Mapping[str, Scalar]) -> str:
-    """Return the values for Flower's command line: ``key=value`` in TOML, separated by
-    spaces.
-    """
+    """Return ``key=value`` pairs in TOML, as Flower's command line takes them."""
     return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
 
 
@@ -257,12 +260,15 @@ def flower_run(
             or the run did not complete; the message shows the last lines of the log.
     """
     with own_folder() as home, _superlink(Path(home)) as env:
+        # run the command to its end, on the SuperLink named in the home's config
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]
         if run_config:
             command += ["--run-config", toml_pairs(run_config)]
         if federation_config:
             command += ["--federation-config", toml_pairs(federation_config)]
         tail = stream(command, env, on_line)
+
+        # ``flwr run`` exits with 0 whatever happens: the SuperLink knows the outcome.
         runs = flower_runs(env, "private")
         if len(runs) != 1 or runs[0].get("status") != "finished:completed":
             status = runs[0].get("status", "unknown") if runs else "refused by Flower"
@@ -273,9 +279,7 @@ def flower_run(
 
 @contextmanager
 def _superlink(home: Path) -> Iterator[dict[str, str]]:
-    """Run a simulation SuperLink on a free loopback port; yield the environment in
-    which ``flwr`` finds it.
-    """
+    """Run a simulation SuperLink; yield the environment in which ``flwr`` finds it."""
     port = free_port()
     (home / "config.toml").write_text(
         '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress ='
@@ -301,6 +305,7 @@ def _superlink(home: Path) -> Iterator[dict[str, str]]:
 def _toml(value: Scalar) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return (
-        json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-    )
+    if isinstance(value, str):
+        # a string of JSON is one of TOML
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

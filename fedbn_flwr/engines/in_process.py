@@ -1,11 +1,14 @@
-"""A federation without Flower's runtime: Flower's Grid, with the nodes' ClientApp in
-this process or in workers.
+"""Flower's Grid without Flower's runtime: the ClientApp runs here or in workers.
 
 The ClientApp, the messages, contexts and error replies are the same as in simulation or
 over a network. There is no Ray, no SuperLink and no serialisation in one process. As in
 Flower's engines, a node keeps the changes to its context if its app returns, and loses
 them if the app raises an exception. A node is a number; it has a context as soon as
 there is something to keep in it.
+
+The way of a message: ``push_messages`` puts it into its node's queue; ``begin`` gives
+it to the host, which works on it in some thread or process; ``done`` takes the reply
+and the context, and begins the node's next message.
 """
 
 from __future__ import annotations
@@ -52,8 +55,7 @@ _SHORTEST = 1e-4  # seconds: no client takes less
 
 
 class InProcessGrid(ImmediateGrid):
-    """A ``flwr.serverapp.Grid`` whose nodes run in this process, one after the other,
-    or in worker processes.
+    """A ``flwr.serverapp.Grid`` whose nodes run in this process or in workers.
 
     In one process one client computes at a time, and the default generators of torch,
     NumPy and Python are seeded for each message (``messages.protocol.message_seed``).
@@ -107,6 +109,8 @@ class InProcessGrid(ImmediateGrid):
         }
         self._contexts: dict[int, Context] = {}
         self._barriers: dict[str, Barrier] = {}
+        # Of the three below: the server asks for replies while the host's threads bring
+        # them, and a node must become busy or idle in one step.
         self._lock = threading.Lock()
         # for each busy node, its next messages
         self._queues: dict[int, deque[Callable[[], None]]] = {}
@@ -142,9 +146,7 @@ class InProcessGrid(ImmediateGrid):
         self.close()
 
     def close(self) -> None:
-        """Wait for the clients that are at work in this process, end worker processes;
-        other messages are dropped.
-        """
+        """Wait for the clients at work here; end worker processes; drop the rest."""
         with self._lock:
             for queue in self._queues.values():
                 queue.clear()
@@ -177,21 +179,23 @@ class InProcessGrid(ImmediateGrid):
     def node_properties(
         self, config: Mapping[str, Any], node_ids: Sequence[int]
     ) -> dict[int, NodeProperties]:
-        """See ``ImmediateGrid.node_properties``; only an app of
-        ``client_app(num_examples=...)`` tells them.
+        """See ``ImmediateGrid.node_properties``.
+
+        Only an app of ``client_app(num_examples=...)`` tells them.
         """
-        app, properties = self._client_app, dict[int, NodeProperties]()
+        properties: dict[int, NodeProperties] = {}
+        app = self._client_app
         if isinstance(app, TellsProperties):
             for node_id in node_ids:
                 with suppress(Exception):  # the reply to a message says what is wrong
-                    properties[node_id] = app.node_properties(
-                        config, self._new_context(node_id)
-                    )
+                    context = self._new_context(node_id)
+                    properties[node_id] = app.node_properties(config, context)
         return properties
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """See ``transport.BarrierGrid``; a client gets it from
-        ``transport.local_reducer(barrier_id)``.
+        """See ``transport.BarrierGrid``.
+
+        A client finds it by ``transport.local_reducer(barrier_id)``.
         """
         self._barriers[barrier_id] = barrier
         self._host.open_barrier(barrier_id, barrier)
@@ -216,46 +220,44 @@ class InProcessGrid(ImmediateGrid):
     def _push(
         self, messages: Iterable[Message], arrived: SimpleQueue[str]
     ) -> list[str]:
-        """Start work on the messages and return their ids, which come into the queue
-        ``arrived`` with the replies.
+        """Start work on the messages and return their ids.
+
+        The id of a message comes into the queue ``arrived`` when its reply is ready.
         """
+        # All or none: no message is sent where one has no node.
         messages = list(messages)
-        nodes = [message.metadata.dst_node_id for message in messages]
-        if unknown := [
-            node_id for node_id in nodes if node_id not in self._partition_of
-        ]:
-            raise EngineError(
-                f"no node {unknown[0]} among the {len(self._node_ids)} of this grid"
-            )
-        message_ids = [self._new_id() for _ in messages]
-        works = []
-        for node_id, message, message_id in zip(
-            nodes, messages, message_ids, strict=True
-        ):
-            self._waiting[message_id] = arrived
-            works.append(
-                self._work(
-                    node_id,
-                    stamped(message, message_id, self._run.run_id),
-                    self._new_id(),
+        for message in messages:
+            node_id = message.metadata.dst_node_id
+            if node_id not in self._partition_of:
+                raise EngineError(
+                    f"no node {node_id} among the {len(self._node_ids)} of this grid"
                 )
-            )
+
+        # Prepare everything first, the ids in the order of the messages: clients work
+        # beside the loop that begins, so it does little.
+        message_ids = [self._new_id() for _ in messages]
+        works: list[Callable[[], None]] = []
+        costs: list[int] = []
+        for message, message_id in zip(messages, message_ids, strict=True):
+            self._waiting[message_id] = arrived
+            seconds = self._host.seconds.get(work_of(message), 0.0)
+            costs.append(_order_of_magnitude(seconds))
+            stamped_message = stamped(message, message_id, self._run.run_id)
+            works.append(self._work(stamped_message, self._new_id()))
+
         # Those that take much longer first, so that no process works on alone at the
         # end; else in the given order, in which the server reads the replies.
-        cost = [
-            _order_of_magnitude(self._host.seconds.get(work_of(message), 0.0))
-            for message in messages
-        ]
-        # clients work beside this loop: little in it
-        for i in sorted(range(len(works)), key=lambda i: -cost[i]):
-            node_id, begin = nodes[i], works[i]
+        for i in sorted(range(len(works)), key=lambda i: -costs[i]):
+            node_id = messages[i].metadata.dst_node_id
+            # A node works on one message at a time, in order: it changes its context.
             with self._lock:
-                if busy := node_id in self._queues:
-                    self._queues[node_id].append(begin)
+                busy = node_id in self._queues
+                if busy:
+                    self._queues[node_id].append(works[i])
                 else:
                     self._queues[node_id] = deque()
             if not busy:
-                begin()
+                works[i]()
         return message_ids
 
     def pull_messages(
@@ -264,25 +266,23 @@ class InProcessGrid(ImmediateGrid):
         *,
         reply_to_message_ids: Iterable[str] | None = None,
     ) -> list[Message]:
-        """Return the replies that are ready, each only once; see
-        ``Grid.pull_messages``.
+        """Return the ready replies, each only once; see ``Grid.pull_messages``.
 
         Args:
             message_ids: the messages whose replies are asked for; None = all.
             reply_to_message_ids: the name of this argument from Flower 1.43 on.
         """
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        return [
-            self._ready.pop(i)
-            for i in list(self._ready if wanted is None else wanted)
-            if i in self._ready
-        ]
+        if wanted is None:
+            wanted = list(self._ready)
+        return [self._ready.pop(i) for i in wanted if i in self._ready]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Return the replies to the messages after at most ``timeout`` seconds; see
-        ``Grid.send_and_receive``.
+        """Return the replies after at most ``timeout`` seconds.
+
+        See ``Grid.send_and_receive``.
         """
         arrived = SimpleQueue[str]()
         message_ids = self._push(messages, arrived)
@@ -293,9 +293,11 @@ class InProcessGrid(ImmediateGrid):
     def receive(
         self, messages: Iterable[Message], *, timeout: float | None
     ) -> Sequence[Message]:
-        """See ``ImmediateGrid.receive``: with worker processes the server reads the
-        first replies while they go on.
+        """See ``ImmediateGrid.receive``.
+
+        With worker processes the server reads the first replies while they go on.
         """
+        # here reading would only take the clients' time
         if isinstance(self._host, OwnProcess):
             return self.send_and_receive(messages, timeout=timeout)
         arrived = SimpleQueue[str]()
@@ -312,32 +314,26 @@ class InProcessGrid(ImmediateGrid):
         arrived: SimpleQueue[str],
         timeout: float | None,
     ) -> Iterator[str]:
-        """Yield the ids of messages as their replies arrive, for ``timeout`` seconds
-        from the first call.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Yield ids as their replies arrive, until the timeout."""
+        # whose seconds begin with the first call
+        end = None if timeout is None else time.monotonic() + timeout
         with suppress(Empty):
             for _ in message_ids:
-                yield arrived.get(
-                    timeout=(
-                        None
-                        if deadline is None
-                        else max(0.0, deadline - time.monotonic())
-                    )
-                )
+                left = None if end is None else max(0.0, end - time.monotonic())
+                yield arrived.get(timeout=left)
+        # Nobody asks for a late reply: it is dropped when it comes.
         with self._lock:
             for message_id in message_ids:
-                self._waiting.pop(message_id, None)  # nobody asks for a late reply
+                self._waiting.pop(message_id, None)
 
     def _new_id(self) -> str:
         return str(self._draw.bytes(16).hex())
 
-    def _work(
-        self, node_id: int, message: Message, reply_id: str
-    ) -> Callable[[], None]:
-        """Return the call that begins a node's work on a message; at its end it begins
-        the node's next one.
-        """
+    def _work(self, message: Message, reply_id: str) -> Callable[[], None]:
+        """Return the call that begins a node's work on a message."""
+        node_id = message.metadata.dst_node_id
+        message_id = message.metadata.message_id
+        # Now, as the barrier of a step may be closed when the message begins.
         member = None
         for barrier_id, barrier in self._barriers.items():
             if node_id in barrier.members:
@@ -351,12 +347,16 @@ class InProcessGrid(ImmediateGrid):
                 done(app_error(message, error), None)
 
         def done(reply: Message, context: Context | None) -> None:
-            if context is not None and self._is_new(node_id, context):
-                self._contexts.pop(node_id, None)
-            elif context is not None:
-                self._contexts[node_id] = context
+            # The node keeps what its app has changed. A context that is as new is made
+            # again when it is needed: thousands of nodes may have nothing to keep.
+            if context is not None:
+                if self._is_new(node_id, context):
+                    self._contexts.pop(node_id, None)
+                else:
+                    self._contexts[node_id] = context
+
+            # The reply answers this message, whatever the app has written on it.
             set_message_id(reply, reply_id)
-            message_id = message.metadata.message_id
             if set_reply_address(reply, message):
                 logger.warning(
                     "A mod on node %d answered another message than the one it"
@@ -364,15 +364,18 @@ class InProcessGrid(ImmediateGrid):
                     " waits for it until its timeout.",
                     node_id,
                 )
+
+            # Tell who waits, and take the node's next message, or the node is idle.
             with self._lock:
-                if arrived := self._waiting.pop(message_id, None):
+                arrived = self._waiting.pop(message_id, None)
+                if arrived:
                     self._ready[message_id] = reply
                     arrived.put(message_id)
-                following = (
-                    self._queues[node_id].popleft() if self._queues[node_id] else None
-                )
+                queue = self._queues[node_id]
+                following = queue.popleft() if queue else None
                 if following is None:
                     del self._queues[node_id]
+            # without the lock, which its ``done`` needs
             if following is not None:
                 following()
 
@@ -394,17 +397,19 @@ class InProcessGrid(ImmediateGrid):
             PARTITION_ID_KEY: partition_id,
             NUM_PARTITIONS_KEY: len(self._node_ids),
         }
-        node_config |= self._node_configs[partition_id] if self._node_configs else {}
+        if self._node_configs:
+            node_config |= self._node_configs[partition_id]
         return Context(
             self._run.run_id, node_id, node_config, RecordDict(), self._run_config
         )
 
 
 def _order_of_magnitude(seconds: float) -> int:
-    """Return the cost of a client in steps of a factor of 1.4; 0 = not known. Smaller
-    differences are mostly noise.
-    """
-    return max(0, round(2 * math.log2(seconds / _SHORTEST))) if seconds else 0
+    """Return the cost of a client in steps of a factor of 1.4; 0 = not known."""
+    # Smaller differences are mostly noise, and would change the order in each round.
+    if not seconds:
+        return 0
+    return max(0, round(2 * math.log2(seconds / _SHORTEST)))
 
 
 class _Arriving(Sequence[Message]):

@@ -1,8 +1,8 @@
-"""The link between a command and its worker processes: pickled values, large arrays
-beside them in shared memory.
+"""The link between a command and its worker processes.
 
-The shared memory is a file in memory without a name: the system frees it with the last
-array that uses it, also after a process was killed.
+Values are pickled, and their large arrays lie in shared memory. That is a file in
+memory without a name: the system frees it with the last array that uses it, also after
+a process was killed. The file itself goes over the pipe, as a descriptor.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Packed:
         buffers: list[memoryview] = []
 
         def in_band(buffer: pickle.PickleBuffer) -> bool:
-            if len(raw := buffer.raw()) < _LARGE:
+            raw = buffer.raw()
+            if len(raw) < _LARGE:
                 return True
             buffers.append(raw)
             return False
@@ -70,12 +71,11 @@ class Packed:
 
     def write(self) -> int:
         """Write the buffers to new shared memory and return its descriptor."""
-        file = _memory()
-        left = [
-            part
-            for buffer in self.buffers
-            for part in (buffer, _PADDING[: -len(buffer) % _ALIGNED])
-        ]
+        file = os.memfd_create("fedbn-flwr")
+        left: list[memoryview] = []
+        for buffer in self.buffers:
+            left += (buffer, _PADDING[: -len(buffer) % _ALIGNED])
+        # The system may write fewer bytes than it was given, up to the middle of one.
         while left:
             written = os.writev(file, left[:_MAX_BUFFERS])
             while left and written >= len(left[0]):
@@ -89,22 +89,20 @@ _PADDING = memoryview(bytes(_ALIGNED))
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles Flower's arrays without a copy of their bytes."""
+
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, FlowerArray):
-            data = value.buffer if isinstance(value, BufferArray) else value.data
-            return BufferArray, (
-                value.dtype,
-                value.shape,
-                value.stype,
-                pickle.PickleBuffer(data),
-            )
-        return NotImplemented
+        if not isinstance(value, FlowerArray):
+            return NotImplemented
+        # Flower's array holds bytes, which pickle would copy; at the other end it is a
+        # view of shared memory.
+        data = value.buffer if isinstance(value, BufferArray) else value.data
+        buffer = pickle.PickleBuffer(data)
+        return BufferArray, (value.dtype, value.shape, value.stype, buffer)
 
 
 class Broadcasts:
-    """The latest messages, whose arrays go to many clients: each is written to shared
-    memory once.
-    """
+    """The latest messages to many clients: their arrays are written once."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[tuple[int, ...], Packed] = OrderedDict()
@@ -115,21 +113,26 @@ class Broadcasts:
         packed = Packed.of(value)
         if not packed.buffers:
             return packed
-        # the remembered buffers keep these objects alive
+        # Messages of one broadcast have the same arrays, so they are the same objects.
+        # The remembered buffers keep them alive, or their ids would be given again.
         same = tuple(id(buffer.obj) for buffer in packed.buffers)
+        # The lock also keeps the file open until its descriptor is copied.
         with self._lock:
             if same not in self._files:
-                packed.key, packed.file = next(_keys), packed.write()
+                packed.file = packed.write()
+                packed.key = next(_keys)
                 self._files[same] = packed
                 if len(self._files) > _REMEMBERED:
-                    os.close(self._files.popitem(last=False)[1].file)
+                    _, oldest = self._files.popitem(last=False)
+                    os.close(oldest.file)
             known = self._files[same]
             return Packed(packed.body, packed.buffers, known.key, os.dup(known.file))
 
     def close(self) -> None:
         """Forget the messages."""
         while self._files:
-            os.close(self._files.popitem()[1].file)
+            _, packed = self._files.popitem()
+            os.close(packed.file)
 
 
 @dataclass
@@ -143,31 +146,29 @@ class WorkerPipe:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, head: Any, *values: Packed) -> None:
-        """Send a small value and packed ones; broadcasts whose bytes the other end has
-        go without.
+        """Send a small value and packed ones, without the bytes that the other end has.
 
         Raises:
             OSError: the other end is closed.
         """
+        # A message and its descriptors follow each other, as the receiver reads them.
         with self._lock:
-            files, about = list[int](), []
+            files: list[int] = []
+            about: list[tuple[bytes, list[int], int, bool]] = []
             try:
+                # What the other end needs to put each value together.
                 for packed in values:
                     new = bool(packed.buffers) and packed.key not in self._sent
                     if new:
                         files.append(packed.file if packed.key else packed.write())
-                    about.append(
-                        (
-                            packed.body,
-                            [len(buffer) for buffer in packed.buffers],
-                            packed.key,
-                            new,
-                        )
-                    )
+                    sizes = [len(buffer) for buffer in packed.buffers]
+                    about.append((packed.body, sizes, packed.key, new))
                 self.pipe.send_bytes(pickle.dumps((head, about), protocol=5))
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
+                # The other end has descriptors of its own. Also those of broadcasts
+                # that were not sent again.
                 for file in {*files} | {packed.file for packed in values if packed.key}:
                     os.close(file)
             for packed in values:
@@ -175,8 +176,7 @@ class WorkerPipe:
                     _save(self._sent, packed.key, None)
 
     def receive(self) -> tuple[Any, list[Any]]:
-        """Return the next small value and the unpacked ones; their large arrays lie in
-        the shared memory.
+        """Return the next small value and the unpacked ones.
 
         Raises:
             EOFError: the other end is closed.
@@ -184,6 +184,7 @@ class WorkerPipe:
         head, about = pickle.loads(self.pipe.recv_bytes())
         values = []
         for body, sizes, key, new in about:
+            # The large arrays are views of the shared memory: they are never copied.
             memory = memoryview(b"")
             if new:
                 memory = _mapped(recv_handle(self.pipe))
@@ -196,14 +197,14 @@ class WorkerPipe:
 
     def close(self) -> None:
         """End the link: whoever receives, at either end, gets EOFError."""
+        # Closing the descriptor would not wake up a thread of this process that reads.
         with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
 
 def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
-    """Save a broadcast; both ends do this in the same order, so they forget the same
-    ones.
-    """
+    """Save a broadcast, and forget the oldest one."""
+    # Both ends do this in the order of sending, so they forget the same ones.
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED:
@@ -211,23 +212,19 @@ def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
 
 
 def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    starts = itertools.accumulate(
-        (size + -size % _ALIGNED for size in sizes), initial=0
-    )
-    return [
-        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
-    ]
-
-
-def _memory() -> int:
-    """Return the descriptor of a new file in memory."""
-    return os.memfd_create("fedbn-flwr")
+    """Return the buffers that ``Packed.write`` has written."""
+    slices = []
+    start = 0
+    for size in sizes:
+        slices.append(memory[start : start + size])
+        start += size + -size % _ALIGNED
+    return slices
 
 
 def _mapped(file: int) -> memoryview:
-    """Return the file's bytes, read-only, and close the descriptor: thousands of
-    replies need no open file.
-    """
+    """Return the file's bytes, read-only, and close the descriptor."""
+    # Closed, as a process may have some thousand open files, and a server that keeps
+    # its replies would need one for each. torch ends the mapping with the last array.
     try:
         size = os.fstat(file).st_size
         mapped = torch.from_file(

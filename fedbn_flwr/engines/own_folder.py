@@ -1,5 +1,4 @@
-"""Temporary folders of this package, which the next command removes if the process that
-made them was killed.
+"""Temporary folders, which the next command removes if their process was killed.
 
 A SIGKILL leaves the folder and the processes that work with it: a SuperLink for ever.
 Each folder has a file that its process keeps locked, so those of a living process, and
@@ -25,9 +24,7 @@ _MARKER = "fedbn-flwr"  # the file by which a folder of ours is told
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Return a temporary folder for the block, after those of killed processes were
-    removed.
-    """
+    """Return a temporary folder for the block; remove those of killed processes."""
     remove_dead()
     with tempfile.TemporaryDirectory(
         prefix=_PREFIX, ignore_cleanup_errors=True
@@ -35,7 +32,8 @@ def own_folder() -> Iterator[str]:
         new, marker = Path(folder, "new"), Path(folder, _MARKER)
         handle = os.open(new, os.O_WRONLY | os.O_CREAT)
         try:
-            # until this process ends, in whatever way
+            # Until this process ends, in whatever way. The file has its name after the
+            # lock: an unlocked one would look like that of a killed process.
             fcntl.flock(handle, fcntl.LOCK_EX)
             new.rename(marker)
             yield folder
@@ -44,9 +42,7 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_dead() -> None:
-    """Remove this user's folders whose process was killed, and end the processes that
-    it left.
-    """
+    """Remove the folders whose process was killed; end the processes that it left."""
     for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
         with suppress(OSError):  # it is in use, another user's, or gone
             handle = os.open(marker, os.O_WRONLY)
@@ -59,11 +55,8 @@ def remove_dead() -> None:
 
 
 def _end_processes(folder: Path) -> None:
-    """Kill the processes of this user that name this folder; without /proc there are
-    none.
-
-    Ray's have a path in it as an argument, Flower's have it as their home (FLWR_HOME).
-    """
+    """Kill this user's processes that name this folder; none without /proc."""
+    # Ray's have a path in it as an argument, Flower's have it as their home.
     path, home = f"{folder}/".encode(), f"FLWR_HOME={folder}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

@@ -43,9 +43,7 @@ def serve(
     torch_threads: int,
     run_id: int,
 ) -> None:
-    """Work on the messages that come over the pipe, until it ends; then end the
-    process.
-    """
+    """Work on the messages that come over the pipe until it ends; end the process."""
     code = 1
     try:
         _serve(pipe, inherited, app, torch_threads, run_id)
@@ -66,19 +64,29 @@ def _serve(
     torch_threads: int,
     run_id: int,
 ) -> None:
+    # Be a process of its own: no inherited ends of pipes, or this process would not see
+    # that the command has ended; no signals to the group, as the command ends this one.
     begin_fork()
     for other in inherited:
-        other.close()  # or this process would not see that the command has ended
-    # of a whole group of processes: the command ends this one
+        other.close()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.SIG_IGN)
     threading.Thread(target=end_with_the_command, daemon=True).start()
+
+    # What a client finds here: torch's threads, the run's id, the app.
     torch.set_num_threads(torch_threads)
     keep_freed_memory()
     identify_process(run_id)
-    client_app: ClientApp = pickle.loads(app) if isinstance(app, bytes) else app
-    link, members = WorkerPipe(pipe), _Members(torch_threads)
+    client_app: ClientApp
+    if isinstance(app, bytes):
+        client_app = pickle.loads(app)
+    else:
+        client_app = app
+    link = WorkerPipe(pipe)
+    members = _Members(torch_threads)
     link.send((READY, 0))
+
+    # A member works in a thread, so that this loop can take its answers.
     while True:
         (kind, number, detail), values = link.receive()
         if kind == ANSWER:
@@ -99,21 +107,21 @@ def _reply(
     context: Context,
     reducers: Mapping[str, Reducer],
 ) -> None:
+    """Work on a message and send the reply, the context and the seconds it took."""
     begun = time.monotonic()
     try:
         done = [Packed.of(value) for value in work(app, message, context, reducers)]
     except Exception as error:  # what the app has put into its reply cannot be pickled
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
-    with suppress(ConnectionError):  # a command that was killed; this process ends, too
+    # a command that was killed; this process ends, too
+    with suppress(ConnectionError):
         # Reply and context apart, so that a kept part does not hold the memory of the
         # whole reply.
         link.send((DONE, number, time.monotonic() - begun), *done)
 
 
 class _Members:
-    """The members of a synchronised step in this process, each in its own thread; one
-    of them computes at a time.
-    """
+    """The members of a step in this process, one thread each, computing in turns."""
 
     def __init__(self, torch_threads: int) -> None:
         self._reducers: dict[int, _RemoteReducer] = {}
@@ -131,9 +139,8 @@ class _Members:
         context: Context,
         barrier_id: str,
     ) -> None:
-        self._reducers[context.node_id] = reducer = _RemoteReducer(
-            link, number, context.node_id
-        )
+        reducer = _RemoteReducer(link, number, context.node_id)
+        self._reducers[context.node_id] = reducer
 
         def reply() -> None:
             try:
@@ -166,15 +173,16 @@ class _RemoteReducer:
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
         # As an array: a tensor's pickle takes nine times as long.
-        return torch.from_numpy(
-            self._call("send", self._attempt, tag, tensor.detach().cpu().numpy())
-        )
+        array = tensor.detach().cpu().numpy()
+        return torch.from_numpy(self._call("send", self._attempt, tag, array))
 
     def close(self) -> None:
         self._call("close")
 
     def _call(self, method: str, *args: Any) -> Any:
+        """Do a call at the barrier in the command's process; wait for the outcome."""
         self._link.send((CALL, *self._job, method, args))
+        # Without its turn: the other members in this process have to send theirs.
         with interrupted():
             outcome = self.outcomes.get()
         if isinstance(outcome, BaseException):
@@ -183,9 +191,8 @@ class _RemoteReducer:
 
 
 def end_with_the_command() -> None:
-    """End this process as soon as the command has ended, also in the middle of a
-    client's work.
-    """
-    if (command := multiprocessing.parent_process()) is not None:
+    """End this process when the command has ended, also in a client's work."""
+    command = multiprocessing.parent_process()
+    if command is not None:
         wait([command.sentinel])
         os._exit(1)

@@ -2,8 +2,10 @@
 
 Each process works on one client after the other. In a synchronised step all its members
 are begun, and one of them computes while the others wait for the answer of the barrier,
-which is in the command's process. A process that dies is named; its clients count as
-failed, and a new process takes its place. No process outlives the command.
+which is in the command's process. No process outlives the command.
+
+A process that dies ends its pipe. Its thread here (``_receive``) notices that, and
+``_replace`` gives its clients error replies and starts another process in its place.
 """
 
 from __future__ import annotations
@@ -90,12 +92,16 @@ class WorkerProcesses:
                 f"worker processes share memory in a way that {sys.platform} does not"
                 " have"
             )
+        # In a fork the thread pools of torch hang, and CUDA refuses to work.
         fork = torch_threads == 1 and not torch.cuda.is_available()
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)
-        self._app: ClientApp | bytes = app if fork else _pickled(app)
-        # of the two lists of jobs; nothing is sent while it is held
+        self._app: ClientApp | bytes = app
+        if not fork:
+            self._app = _pickled(app)
+        # Of ``_jobs``, ``_workers`` and each worker's jobs. Nothing is sent while it is
+        # held: a full pipe waits for a process that waits to hand its reply to us.
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._broadcasts = Broadcasts()
@@ -103,7 +109,8 @@ class WorkerProcesses:
         self._jobs: deque[Job] = deque()
         self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
-        # At the end of the command, before multiprocessing waits for its processes.
+        # At the end of the command, before multiprocessing waits for its processes. The
+        # call has the list, not ``self``, which it would keep alive.
         self._end = Finalize(
             self,
             _end_all,
@@ -120,24 +127,22 @@ class WorkerProcesses:
             ) from error
 
     def submit(self, job: Job) -> None:
-        """Begin a job as soon as a process is free; a member of a synchronised step at
-        once.
-        """
+        """Begin a job when a process is free; a member of a step at once."""
         with self._lock:
-            works = bool(self._workers) and not self._closed.is_set()
-            idle = (w for w in self._workers if not w.jobs and not w.gone)
-            worker = (
-                self._for_member(job.member.barrier_id)
-                if job.member
-                else next(idle, None)
-            )
+            if job.member:
+                # the others of its step wait for it at the barrier
+                worker = self._for_member(job.member.barrier_id)
+            else:
+                idle = (w for w in self._workers if not w.jobs and not w.gone)
+                worker = next(idle, None)
             if worker:
                 number = worker.reserve(job)
-            elif works:
+            elif self._workers and not self._closed.is_set():
                 self._jobs.append(job)
+                return
         if worker:
             self._send(worker, number, job)
-        elif not works:
+        else:
             _fail(job, "no worker process is left")
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
@@ -145,9 +150,8 @@ class WorkerProcesses:
         self._barriers[barrier_id] = barrier
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the step: a member that calls later is told so, and the process of one
-        that hangs is ended in a while.
-        """
+        """End the step; the process of a member that hangs is ended in a while."""
+        # from now on a member that calls is told that the step is over
         barrier = self._barriers.pop(barrier_id)
         if self._with_member_of(barrier_id):
             timer = threading.Timer(barrier.timeout, self._end_hanging, (barrier_id,))
@@ -161,9 +165,8 @@ class WorkerProcesses:
             ]
 
     def _end_hanging(self, barrier_id: str) -> None:
-        """End the processes with a member of a step that is over: others would wait
-        there for their turn for ever.
-        """
+        """End the processes that still have a member of a step that is over."""
+        # The member has the turn of its process, for which all later clients wait.
         for worker in self._with_member_of(barrier_id):
             logger.error(
                 "worker process %d hangs in a synchronised step that is over",
@@ -174,6 +177,7 @@ class WorkerProcesses:
     def close(self) -> None:
         """End the processes; the jobs that they work on fail."""
         self._end()
+        # After the end: until then a reply may arrive, and each job is done once.
         with self._lock:
             left = list(self._jobs)
             self._jobs.clear()
@@ -185,24 +189,28 @@ class WorkerProcesses:
         self._broadcasts.close()
 
     def _for_member(self, barrier_id: str) -> _Worker | None:
-        """Return the process with the fewest members, if possible one without another
-        job, in which it may hang.
-        """
+        """Return the process for a new member: the one with the fewest jobs."""
+        # Without other jobs if possible: a member that hangs takes those along.
         alive = [w for w in self._workers if not w.gone] or self._workers
         free = [worker for worker in alive if all(worker.works_for(barrier_id))]
         return min(free or alive, key=lambda worker: len(worker.jobs), default=None)
 
     def _send(self, worker: _Worker, number: int, job: Job) -> None:
-        head = (WORK, number, job.member.barrier_id if job.member else None)
+        """Send a job that ``worker`` has reserved."""
+        barrier_id = job.member.barrier_id if job.member else None
         try:
             worker.link.send(
-                head, self._broadcasts.pack(job.message), Packed.of(job.context)
+                (WORK, number, barrier_id),
+                self._broadcasts.pack(job.message),
+                Packed.of(job.context),
             )
         except ConnectionError:
-            return  # the process has died; the thread that attends to it fails the job
+            # The process has died, and ``_replace`` fails the job.
+            return
         except Exception as error:  # it cannot be pickled, or there is no room for it
             with self._lock:
                 known = worker.jobs.pop(number, None)
+            # else ``_replace`` or ``close`` has failed it meanwhile
             if known:
                 _fail(
                     job,
@@ -212,46 +220,45 @@ class WorkerProcesses:
                 self._feed(worker)
 
     def _feed(self, worker: _Worker) -> None:
-        """Give an idle process the next job, and one more in advance while every
-        process will get a further one.
-        """
+        """Give a process its next job, and one in advance while there are many."""
         sent: list[tuple[int, Job]] = []
         with self._lock:
-            while (
-                not worker.gone
-                and self._jobs
-                and len(worker.jobs) < self._jobs_at_once()
-            ):
+            while self._jobs and not worker.gone:
+                # A second job spares the pause until the next is sent. While few are
+                # left it would wait here although another process is idle.
+                most = 2 if len(self._jobs) > len(self._workers) else 1
+                if len(worker.jobs) >= most:
+                    break
                 job = self._jobs.popleft()
                 sent.append((worker.reserve(job), job))
         for number, job in sent:
             self._send(worker, number, job)
 
-    def _jobs_at_once(self) -> int:
-        return 2 if len(self._jobs) > len(self._workers) else 1
-
     def _start(self) -> _Worker:
+        """Start a process, and the thread that receives what it sends."""
         ours, others = multiprocessing.Pipe()
-        # a fork has these, too, and closes them
-        inherited = [ours] + [worker.link.pipe for worker in self._workers]
-        args = (
-            others,
-            inherited if isinstance(self._app, ClientApp) else [],
-            self._app,
-            *self._settings,
+        # A fork has our ends of all pipes, and closes them: a pipe ends with its last
+        # copy, and a process must see that the command has ended.
+        inherited: list[Any] = []
+        if isinstance(self._app, ClientApp):
+            inherited = [ours] + [worker.link.pipe for worker in self._workers]
+        process = self._process(
+            target=serve,
+            args=(others, inherited, self._app, *self._settings),
+            name="fedbn-flwr worker",
         )
-        process = self._process(target=serve, args=args, name="fedbn-flwr worker")
         with forking():
             process.start()
+        # or the pipe would not end here when the process dies
         others.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
         threading.Thread(
-            target=self._attend, args=(worker,), name="worker", daemon=True
+            target=self._receive, args=(worker,), name="worker", daemon=True
         ).start()
         return worker
 
-    def _attend(self, worker: _Worker) -> None:
-        """Take what a process sends, until it ends."""
+    def _receive(self, worker: _Worker) -> None:
+        """Take what a process sends, until it ends; then replace it."""
         while True:
             try:
                 (kind, number, *call), values = worker.link.receive()
@@ -265,7 +272,9 @@ class WorkerProcesses:
             else:
                 with self._lock:
                     job = worker.jobs.pop(number, None)
+                # Before the reply: the process works while the server reads it.
                 self._feed(worker)
+                # none: the grid was closed, which has failed the job
                 if job:
                     self.seconds[work_of(job.message)] = call[0]
                     _end(job, values)
@@ -280,18 +289,21 @@ class WorkerProcesses:
         method: str,
         args: tuple[Any, ...],
     ) -> None:
-        """Do a member's call at its barrier. An exchange is answered when it is over."""
-        # none: the grid was closed
-        member = job.member if (job := worker.jobs.get(number)) else None
-        barrier = self._barriers.get(member.barrier_id) if member else None
+        """Do a member's call at its barrier, and answer it."""
+        barrier = None
+        job = worker.jobs.get(number)
+        # no job: the grid was closed
+        if job and job.member:
+            barrier = self._barriers.get(job.member.barrier_id)
         try:
             if barrier is None:
                 raise Dropped("the synchronised step is over")
             if method == "send":
+                # Answered when the exchange is over: this thread has to take what the
+                # other members in the process send.
                 attempt, tag, array = args
-                barrier.send(
-                    node_id, attempt, tag, torch.from_numpy(array), worker.answer
-                )
+                tensor = torch.from_numpy(array)
+                barrier.send(node_id, attempt, tag, tensor, worker.answer)
             else:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
         except (Dropped, RetryStep) as error:
@@ -300,42 +312,55 @@ class WorkerProcesses:
             worker.answer({node_id: EngineError(f"{type(error).__name__}: {error}")})
 
     def _replace(self, worker: _Worker) -> None:
-        """Start another process in place of one that died, and let its clients fail."""
+        """Give the clients of a process that died error replies; start another one."""
+        # No further job goes to it.
         with self._lock:
             worker.gone = True
         worker.link.pipe.close()
+
+        # Wait for its exit code. One that has only lost its pipe is killed.
         worker.process.join(_SECONDS_TO_END)
         worker.process.kill()
         worker.process.join()
         why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
+
         fresh = None
         with self._lock:
+            # ``close`` has ended the process, and fails the jobs itself.
             if self._closed.is_set():
                 return
+
+            # Start another one, unless it would die in the same way, and so on.
             self._workers.remove(worker)
-            try:
-                if worker.ready:
-                    self._workers.append(fresh := self._start())
-                else:
+            if worker.ready:
+                try:
+                    fresh = self._start()
+                    self._workers.append(fresh)
+                except Exception as error:
                     why += (
-                        ", before it could work (a script with workers begins with `if"
-                        " __name__ == '__main__':`)"
+                        f", and no other can be started: {type(error).__name__}:"
+                        f" {error}"
                     )
-            except Exception as error:
-                why += f", and no other can be started: {type(error).__name__}: {error}"
-            # A client that waited for its turn in the process has lost nothing; those
-            # of a step were all begun.
-            lost, in_step = (
-                list(worker.jobs.values()),
-                any(job.member for job in worker.jobs.values()),
-            )
-            waited = [] if in_step else lost[1:]
-            lost = lost if in_step else lost[:1]
-            self._jobs.extendleft(reversed(waited))
+            else:
+                why += (
+                    ", before it could work (a script with workers begins with `if"
+                    " __name__ == '__main__':`)"
+                )
+
+            # The members of a step have all begun. Of other clients only the first one
+            # has; the next one waited for its turn, and waits again for a process.
+            lost = list(worker.jobs.values())
             worker.jobs.clear()
-            stranded = [] if self._workers else list(self._jobs)
-            if stranded:
+            if not any(job.member for job in lost):
+                self._jobs.extendleft(reversed(lost[1:]))
+                lost = lost[:1]
+            # Without a process nobody would take the jobs that wait.
+            stranded: list[Job] = []
+            if not self._workers:
+                stranded = list(self._jobs)
                 self._jobs.clear()
+
+        # Say it once for all, and to each client in its reply.
         if not fresh:
             logger.error("%s; %d worker processes are left", why, len(self._workers))
         if lost:
@@ -349,6 +374,7 @@ class WorkerProcesses:
             )
         for job in [*lost, *stranded]:
             _fail(job, why)
+        # A job that came back goes to the new process, or to one that is idle.
         for other in [fresh] if fresh else list(self._workers):
             self._feed(other)
 
@@ -362,6 +388,7 @@ def _end(job: Job, values: list[Any]) -> None:
 
 
 def _fail(job: Job, why: str) -> None:
+    """Give a job an error reply; the client's context stays as it was."""
     job.done(app_error(job.message, EngineError(why)), None)
 
 
@@ -395,23 +422,15 @@ class _Worker:
 
     def answer(self, outcomes: Mapping[int, Any]) -> None:
         """Send the results of members' calls by node id, or the exceptions."""
-        # One array for one tensor, which most members share: it is sent once.
-        arrays = {
-            id(outcome): outcome.numpy()
-            for outcome in outcomes.values()
-            if isinstance(outcome, Tensor)
-        }
+        # One array for one tensor, which most members share: pickle sends it once.
+        arrays: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
+        for node_id, outcome in outcomes.items():
+            if isinstance(outcome, Tensor):
+                outcome = arrays.setdefault(id(outcome), outcome.numpy())
+            answers[node_id] = outcome
         with suppress(OSError):  # the process has died
-            self.link.send(
-                (
-                    ANSWER,
-                    0,
-                    {
-                        i: arrays.get(id(outcome), outcome)
-                        for i, outcome in outcomes.items()
-                    },
-                )
-            )
+            self.link.send((ANSWER, 0, answers))
 
 
 _numbers = itertools.count()
