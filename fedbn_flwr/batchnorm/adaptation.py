@@ -61,9 +61,8 @@ from fedbn_flwr.training.evaluation import (
     evaluate,
     without_running_statistics,
 )
-from fedbn_flwr.training.memory_format import inputs_for
-from fedbn_flwr.training.modes import kept_modes
-from fedbn_flwr.training.scripted import refuse_scripted
+from fedbn_flwr.training.inputs import inputs_for
+from fedbn_flwr.training.modes import kept_modes, refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [

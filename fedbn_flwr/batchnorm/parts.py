@@ -21,7 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fedbn_flwr.batchnorm.outer_affine import outer_affine
 from fedbn_flwr.training.freezing import stays_in_eval
-from fedbn_flwr.training.scripted import is_scripted_batchnorm
+from fedbn_flwr.training.modes import is_scripted_batchnorm
 
 __all__ = [
     "BatchNormLayer",

@@ -30,10 +30,9 @@ from fedbn_flwr.training.channels import (
 )
 from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import left_in_eval
-from fedbn_flwr.training.memory_format import inputs_for
-from fedbn_flwr.training.modes import kept_modes
+from fedbn_flwr.training.inputs import inputs_for
+from fedbn_flwr.training.modes import kept_modes, refuse_scripted
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.single_examples import named_error, takes_one_example
 
 __all__ = [

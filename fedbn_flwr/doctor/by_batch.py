@@ -32,7 +32,7 @@ from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.training.batches import join_last
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import stays_in_eval
-from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.inputs import inputs_for
 from fedbn_flwr.training.single_examples import takes_one_example
 
 __all__ = [

@@ -27,7 +27,7 @@ from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError, needs_package
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.inputs import inputs_for
 
 __all__ = [
     "ClassSkew",

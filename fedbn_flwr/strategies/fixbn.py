@@ -98,7 +98,7 @@ from fedbn_flwr.server.methods.travels import TRACKED, Beside, PartSet, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
-from fedbn_flwr.training.scripted import refuse_scripted
+from fedbn_flwr.training.modes import refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [

@@ -7,10 +7,15 @@ and the layers themselves update their running statistics once per step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +28,10 @@ from fedbn_flwr.training.client_hook import (
     RetryStep,
     around_step,
 )
+from fedbn_flwr.training.inputs import device_of, inputs_for
 from fedbn_flwr.training.layout import Layout
-from fedbn_flwr.training.memory_format import device_of, inputs_for
+from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
-from fedbn_flwr.training.passes import forward_backward
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples, named_error
@@ -98,50 +103,42 @@ def train(
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
     layout = layout or Layout(unwrap(model))
-    device, prepared = device_of(layout), inputs_for(layout)
     bare = layout.model
+    device, prepared = device_of(layout), inputs_for(layout)
     if model is not bare or not layout.in_train_mode():
         model.train()
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with _begun(hooks, bare):
+        # Statistics of the data are measured under the received weights: before a step.
         for hook in hooks:
-            hook.survey(
-                bare, data, settings.batch_size, stream("survey").initial_seed()
-            )
-        # a hook may have given the model other parameters
+            seed = stream("survey").initial_seed()
+            hook.survey(bare, data, settings.batch_size, seed)
+        # A hook may have given the model other parameters.
         known = None if hooks else layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         for hook in hooks:
             hook.start(bare, optimizer)
+        # The order of the batches, their augmentation and dropout have streams of their
+        # own, so that one of them does not move the others.
         augment = stream("augment")
+        loss_fn = task.training_loss or task.loss
+        steps = _Steps(model, bare, optimizer, hooks, task, loss_fn, settings.amp)
         totals, singles = _Totals(task), SingleExamples(model, hooks)
         with seeded(stream("dropout").initial_seed()), named_compiler(model):
             order = settings.batches(len(data), stream("batches"))
-            for step, (positions, (inputs, targets)) in enumerate(
-                with_positions(data, order, augment)
-            ):
+            batches = with_positions(data, order, augment)
+            for step, (positions, (inputs, targets)) in enumerate(batches):
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                if positions.shape[0] == 1 and singles.drop(step, inputs):
+                size = positions.shape[0]
+                if size == 1 and singles.drop(step, inputs):
                     continue
-                args = (model, inputs, targets, optimizer, hooks, task, settings.amp)
-                compute = functools.partial(forward_backward, *args)
-                try:
-                    loss, outputs = (
-                        _computed(compute, hooks, step, bare, positions.shape[0])
-                        if hooks
-                        else compute()
-                    )
-                except ValueError as error:
-                    if (named := named_error(error, bare, positions.shape[0])) is None:
-                        raise
-                    raise named from error
-                for hook in hooks:
-                    hook.gradients(bare)
-                take_step(optimizer)
+                loss, outputs = steps.take(step, inputs, targets, size)
                 totals.add(loss, outputs, targets)
-    metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
+    metrics: dict[str, float] = {}
+    for hook in hooks:
+        metrics |= hook.end(bare)
     if not totals.steps:
         raise _nothing_trained(singles.dropped, len(data), settings.batch_size)
     return totals.result(singles.dropped, metrics)
@@ -165,30 +162,90 @@ def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _computed(
-    compute: Callable[[], LossAndOutputs],
-    hooks: Sequence[ClientHook],
-    step: int,
-    model: nn.Module,
-    batch_size: int,
-) -> LossAndOutputs:
-    """Return ``compute()``, forward and backward pass; a synchronised step is repeated
-    until it succeeds.
+@dataclass(frozen=True)
+class _Steps:
+    """What all steps of a round have in common.
+
+    Attributes:
+        model: the model with its wrappers.
+        bare: the module inside them.
+        optimizer: takes the steps.
+        hooks: the method's hooks.
+        task: what outputs and targets must be.
+        loss: the loss of a batch.
+        amp: bfloat16 autocast in forward passes.
     """
-    if not any(hook.synchronises(step) for hook in hooks):
-        with around_step(hooks, step, model, batch_size):
-            return compute()
-    before, generators = (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        Generators.now(),
-    )
-    while True:
+
+    model: nn.Module
+    bare: nn.Module
+    optimizer: torch.optim.Optimizer
+    hooks: Sequence[ClientHook]
+    task: Task
+    loss: LossFn
+    amp: bool
+
+    def take(
+        self, step: int, inputs: Any, targets: Tensor, size: int
+    ) -> LossAndOutputs:
+        """Take step ``step`` (from 0) with a batch of ``size`` examples."""
         try:
-            with around_step(hooks, step, model, batch_size):
-                return compute()
-        except RetryStep:
-            load_state(model, before)
-            generators.restore()
+            if self.hooks:
+                loss, outputs = self._passes_in_hooks(step, inputs, targets, size)
+            else:
+                loss, outputs = self._passes(inputs, targets)
+        except ValueError as error:
+            named = named_error(error, self.bare, size)
+            if named is None:
+                raise
+            raise named from error
+        for hook in self.hooks:
+            hook.gradients(self.bare)
+        take_step(self.optimizer)
+        return loss, outputs
+
+    def _passes_in_hooks(
+        self, step: int, inputs: Any, targets: Tensor, size: int
+    ) -> LossAndOutputs:
+        """Do forward and backward pass inside the hooks; a synchronised step is
+        repeated until it succeeds.
+        """
+        if not any(hook.synchronises(step) for hook in self.hooks):
+            with around_step(self.hooks, step, self.bare, size):
+                return self._passes(inputs, targets)
+        # Another client may be lost in the middle of the step, when this one has moved
+        # running statistics and drawn dropout masks: the repeated step starts as it did.
+        before = {name: value.clone() for name, value in self.bare.state_dict().items()}
+        generators = Generators.now()
+        while True:
+            try:
+                with around_step(self.hooks, step, self.bare, size):
+                    return self._passes(inputs, targets)
+            except RetryStep:
+                load_state(self.bare, before)
+                generators.restore()
+
+    def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
+        """Set the gradients of the optimizer's parameters by a forward and a backward
+        pass; return the mean loss and the outputs.
+        """
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.amp:
+            autocast = torch.autocast(device_of(self.model).type, torch.bfloat16)
+        with autocast:
+            outputs = self.model(inputs)
+            self.task.check(outputs, targets)
+            loss = self.loss(outputs, targets)
+        total = loss
+        for hook in self.hooks:
+            penalty = hook.penalty(self.bare)
+            if penalty is not None:
+                total = total + penalty
+        # None, not 0: the backward pass then hands over its own tensors
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        total.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), outputs.detach()
 
 
 @dataclass
@@ -212,7 +269,8 @@ class _Totals:
         self.sizes.append(outputs.shape[0])
         self.correct.append(self.task.correct(outputs, targets))
         self.counted.append(self.task.counted(targets))
-        if (wrong := self.task.unusable(targets)) is not None:
+        wrong = self.task.unusable(targets)
+        if wrong is not None:
             self.unusable.append(wrong)
 
     def result(self, dropped: int, metrics: dict[str, float]) -> TrainResult:
@@ -223,17 +281,18 @@ class _Totals:
         """
         if self.unusable:
             self.task.refuse(int(torch.stack(self.unusable).sum()))
+        losses = torch.stack(self.losses).tolist()
         counted = torch.stack(self.counted).tolist()
         total = 0.0  # not sum(), which rounds differently from Python 3.12 on
-        for loss, size, targets in zip(
-            torch.stack(self.losses).tolist(), self.sizes, counted, strict=True
-        ):
+        for loss, size, targets in zip(losses, self.sizes, counted, strict=True):
             # torch's mean over no target is NaN
-            total += loss * size if targets else 0.0
-        processed, correct = sum(self.sizes), int(torch.stack(self.correct).sum())
-        accuracy = (
-            correct / max(sum(counted), 1) if "accuracy" in self.task.metrics else None
-        )
+            if targets:
+                total += loss * size
+        processed = sum(self.sizes)
+        accuracy = None
+        if "accuracy" in self.task.metrics:
+            correct = int(torch.stack(self.correct).sum())
+            accuracy = correct / max(sum(counted), 1)
         return TrainResult(
             total / processed, accuracy, processed, self.steps, dropped, metrics
         )

@@ -6,22 +6,20 @@ It does not change values, shapes or names: a state dict is the same in both for
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.inputs import map_inputs
+from fedbn_flwr.training.inputs import inputs_for
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["Entries", "device_of", "inputs_for", "set_memory_format"]
+__all__ = ["set_memory_format"]
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 # modules whose layers work in channels-last
@@ -101,78 +99,3 @@ def _normalises_each_channel(module: nn.Module) -> bool:
         isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
     )
     return by_group or isinstance(module, _InstanceNorm)
-
-
-class Entries(Protocol):
-    """A model, or its ``Layout``."""
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters."""
-
-    def buffers(self) -> Iterable[Tensor]:
-        """Return the buffers."""
-
-
-def device_of(model: Entries) -> torch.device:
-    """Return the device of the model's first parameter, else buffer; BatchNorm alone
-    may have no parameter.
-    """
-    first = next(_entries(model), None)
-    return torch.get_default_device() if first is None else first.device
-
-
-def _entries(model: Entries) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _dtype_of(model: Entries) -> torch.dtype:
-    """Return the dtype of the model's first real entry, else that of its first complex
-    one, else the default.
-    """
-    entries = _entries(model)
-    # Not of a table: of integers, or complex and not trained.
-    dtypes = (
-        e.dtype
-        for e in entries
-        if e.is_floating_point() or (e.is_complex() and e.requires_grad)
-    )
-    first = next(dtypes, torch.get_default_dtype())
-    return next(
-        (
-            dtype
-            for dtype in itertools.chain([first], dtypes)
-            if dtype.is_floating_point
-        ),
-        first,
-    )
-
-
-def inputs_for(model: Entries) -> Callable[[Any], Any]:
-    """Return the function that brings a batch's inputs to the model's device, dtype and
-    memory format.
-
-    Inputs in several parts keep their structure.
-    """
-    device, dtype = device_of(model), _dtype_of(model)
-    images = (p for p in model.parameters() if p.dim() == 4)
-    last = any(
-        p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
-        for p in images
-    )
-    memory_format = torch.channels_last if last else torch.contiguous_format
-
-    def prepared(inputs: Any) -> Any:
-        if not isinstance(inputs, Tensor):  # such as a packed sequence
-            return inputs.to(device)
-        wanted = dtype if inputs.is_floating_point() else None
-        # A copy from a GPU to the CPU that does not block may be read before it has
-        # ended.
-        inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
-        return (
-            inputs.contiguous(memory_format=memory_format)
-            if inputs.dim() == 4
-            else inputs
-        )
-
-    return functools.partial(map_inputs, prepared)

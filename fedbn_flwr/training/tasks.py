@@ -66,6 +66,8 @@ class Task:
         metrics: names of the metrics of every test, in order; () = the accuracy and the
             score.
         by_pixel: whether each pixel has a target.
+        training_loss: the loss of training steps, such as one with class weights; None
+            = ``loss``, as in tests.
 
     Raises:
         ConfigError: the task does not have these metrics.
@@ -79,6 +81,7 @@ class Task:
     metrics: tuple[str, ...] = ()
     plain_test_batch: int = 0
     by_pixel: bool = False
+    training_loss: LossFn | None = None
 
     def __post_init__(self) -> None:
         """Check the metrics."""

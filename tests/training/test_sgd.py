@@ -17,7 +17,7 @@ from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.sgd import sgd, sgd_step
+from fedbn_flwr.training.optimizers import sgd, sgd_step
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -42,7 +42,7 @@ from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDesc
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.inputs import inputs_for
 
 __all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_exported"]
 
