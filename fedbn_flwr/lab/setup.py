@@ -29,10 +29,12 @@ from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.wrappers import no_tensors
 
 if TYPE_CHECKING:
+    from fedbn_flwr.lab.config.method import RunMethod
     from fedbn_flwr.lab.models import InitReport
 
 __all__ = [
     "build_options",
+    "client_tests",
     "gpu_share",
     "in_memory_format",
     "initialise",
@@ -230,33 +232,46 @@ def local_training(config: Config) -> LocalTraining:
 
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
-    """Return the strategy of a config for ``num_nodes`` nodes; the state is split by
-    the model's layer types.
+    """Return the strategy of a config for ``num_nodes`` nodes.
+
+    The state is split by the model's layer types.
     """
-    settings = method_of(config).params.model_dump() | _tests(config)
+    method = method_of(config)
+    settings = method.params.model_dump()
+    if config.held_out_clients and _keeps_bn(method):
+        # Held-out clients have no BN of their own: they are tested with the average.
+        settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS
-    return method_of(config).strategy(
+    fraction_evaluate = config.fraction_evaluate
+    if not client_tests(config):
+        fraction_evaluate = 0.0
+    return method.strategy(
         fraction_train=config.fraction_train,
-        fraction_evaluate=config.fraction_evaluate,
+        fraction_evaluate=fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
         # All nodes were there at the start (``serve`` counts them); a round does not
         # wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
+        # Nodes that split into another number would train on the examples of held-out
+        # clients.
+        num_partitions=config.num_clients if config.held_out_clients else 0,
+        # The recorder tests with and without averaged BN, and says which.
+        completes_tests=False,
         **settings,
     )
 
 
-def _tests(config: Config) -> dict[str, str]:
-    """Return the tests that the strategy must know: those of held-out clients need the
-    average of local BN parts.
-    """
-    local = (
-        bool(method_of(config).methods.local & {Part.AFFINE, Part.STATISTICS})
-        and not method_of(config).shares_nothing
-    )
-    if not config.held_out_clients or not local or SHARED_BN in method_of(config).tests:
-        return {}
-    return {"eval_on": ",".join((*method_of(config).tests, SHARED_BN))}
+def _keeps_bn(method: RunMethod) -> bool:
+    """Return whether the clients keep parts of BN, and share the rest of the model."""
+    bn = {Part.AFFINE, Part.STATISTICS}
+    return bool(method.methods.local & bn) and not method.shares_nothing
+
+
+def client_tests(config: Config) -> list[str]:
+    """Return the tests of ``eval-on`` that clients do, without their "personal-"."""
+    prefix = "personal-"
+    names = method_of(config).tests
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]

@@ -21,14 +21,18 @@ logger = logging.getLogger("flwr")
 
 
 class CheckpointManager:
-    """Saves checkpoints during a run, and gives the strategy the run's ``continuity``
-    for its clients.
+    """Saves checkpoints during a run.
 
     Args:
         checkpoints: the checkpoints of the run's folder.
         config: the resolved config.
         strategy: the strategy to save; it is restored from ``saved``.
         saved: the checkpoint to resume from.
+
+    Attributes:
+        checkpoints: as given.
+        continuity: the run and its saved rounds, for clients with a state folder.
+        resumed_after: the rounds after which the run was resumed so far.
 
     Raises:
         ConfigError: clients kept state in memory only, which is lost.
@@ -41,7 +45,8 @@ class CheckpointManager:
         strategy: Strategy,
         saved: Checkpoint | None,
     ) -> None:
-        self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
+        self.checkpoints = checkpoints
+        self._config, self._strategy = config, strategy
         self._warned: set[str] = set()
         self._whole: Checkpoint | None = None  # the run after the last whole round
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
@@ -58,7 +63,7 @@ class CheckpointManager:
             strategy.load_state_dict(saved.strategy, saved.server_round)
             checkpoints.set_aside_after(saved.server_round)
         self._run = saved.run if saved else uuid4().hex[:16]
-        self._update_continuity()
+        self.continuity = self._continuity()
 
     def after_round(
         self, server_round: int, stopping: EarlyStopping | None = None
@@ -77,12 +82,12 @@ class CheckpointManager:
             server_round == self._config.num_server_rounds
             or self._strategy.stops_after(server_round)
         )
-        if self._checkpoints.due(server_round, last, stopping):
+        if self.checkpoints.due(server_round, last, stopping):
             self._save(self._whole, stopping)
 
     def on_signal(self, stopping: EarlyStopping | None = None) -> None:
         """Save the last whole round of a run that a signal ends in mid-round."""
-        if self._whole and self._whole.server_round not in self._checkpoints.rounds:
+        if self._whole and self._whole.server_round not in self.checkpoints.rounds:
             self._save(self._whole, stopping)
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
@@ -92,9 +97,9 @@ class CheckpointManager:
         last = (
             self._strategy.reports[-1].server_round if self._strategy.reports else None
         )
-        if last is None or last in self._checkpoints.rounds:
+        if last is None or last in self.checkpoints.rounds:
             return
-        if self._checkpoints.due(last, True, stopping):
+        if self.checkpoints.due(last, True, stopping):
             self._save(self._checkpoint(last), stopping)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
@@ -105,8 +110,8 @@ class CheckpointManager:
         return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
 
     def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
-        self._checkpoints.save(checkpoint, stopping)
-        self._update_continuity()
+        self.checkpoints.save(checkpoint, stopping)
+        self.continuity = self._continuity()
         self._warn_of_volatile("this run cannot be resumed")
 
     def _warn_of_volatile(self, what: str) -> None:
@@ -120,8 +125,6 @@ class CheckpointManager:
                 what,
             )
 
-    def _update_continuity(self) -> None:
-        committed = tuple(self._checkpoints.rounds)
-        self._strategy.continuity = Continuity(
-            self._config.series or self._run, self._run, committed
-        )
+    def _continuity(self) -> Continuity:
+        series = self._config.series or self._run
+        return Continuity(series, self._run, tuple(self.checkpoints.rounds))

@@ -63,8 +63,8 @@ class Recorder:
     round.
 
     Attributes:
-        stopping: the validation scores, with which it stops the strategy; None without
-            early stopping.
+        stopping: the validation scores, which say when the run ends; None without early
+            stopping.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Recorder:
             self._held_out.try_batches(model)
         lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
         self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
-        self._stop()
+        self._note_stop()
         self._tested: dict[str, Any] = {}  # of this round, until its line is written
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()
@@ -213,7 +213,7 @@ class Recorder:
         self._folder.add_round(line)
         if self.stopping:
             self.stopping.add(line)
-            self._stop()
+            self._note_stop()
         shown = []
         for name in (*headlines(self._config), TRAIN_LOSS):
             if name in line:
@@ -228,10 +228,9 @@ class Recorder:
         if self._on_round:
             self._on_round(line)
 
-    def _stop(self) -> None:
-        """End the run if early stopping says so."""
+    def _note_stop(self) -> None:
+        """Log that early stopping ends the run, if it does."""
         if self._strategy and self.stopping and self.stopping.stops:
-            self._strategy.stopped = True
             logger.info(
                 "early stopping: %s was best in round %s",
                 self.stopping.metric,

@@ -24,12 +24,8 @@ from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.serve import (
-    beginning,
-    divergence_of,
-    ends_diverged,
-    tests_of_clients,
-)
+from fedbn_flwr.lab.runs.recording import divergence_of, ends_diverged
+from fedbn_flwr.lab.runs.serve import beginning, tests_of_clients
 from fedbn_flwr.lab.runs.start_checks import Checked
 from fedbn_flwr.lab.setup import local_training, ready_to_train
 from fedbn_flwr.messages.protocol import (

@@ -118,7 +118,7 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
             strategy.stopped = way == "evaluate_fn" and server_round == 3
             return evaluate_fn(server_round, arrays)
 
-        of_the_run = strategy.on_round_end
+        of_the_run = given["recording"].end_round
 
         def end(server_round: int, *rest: Any) -> None:
             of_the_run(server_round, *rest)
@@ -127,7 +127,7 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
         if way == "should_stop":
             given["should_stop"] = lambda server_round, result: server_round == 3
         if way == "on_round_end":
-            strategy.on_round_end = end
+            given["recording"].end_round = end
         return plain(strategy, evaluate_fn=tests, **given)
 
     seldom = {"strategy": "fedbn", "checkpoint-every": 100}
