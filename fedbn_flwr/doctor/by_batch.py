@@ -1,5 +1,4 @@
-"""Statistics of single batches, as BatchNorm computes them in training, and distances
-between statistics.
+"""Statistics of single batches, as BatchNorm has them in training, and distances.
 
 The model is in eval mode except for BatchNorm, which normalises by the batch: S_m,B of
 FixBN, section 5, under fixed weights. Nothing of the model changes.
@@ -43,6 +42,7 @@ __all__ = [
     "distance",
     "held_layers",
     "layers_of",
+    "moments_seen",
     "noise",
     "normalising_by_batch",
     "pooled",
@@ -65,18 +65,17 @@ class Distance(NamedTuple):
 
 
 def distance(statistics: Statistics, reference: Statistics, eps: float) -> Distance:
-    """Return the distances of statistics from the reference, computed in float64;
-    ``eps`` is the layer's.
-    """
+    """Return the distances of statistics from the reference, given the layer's eps."""
+    # float64: the differences of float32 statistics that are close would be rounding.
     mean, variance = (values.double() for values in statistics)
     mean_0, variance_0 = (values.double() for values in reference)
-    l1 = (mean - mean_0).abs().sum() + (variance - variance_0).abs().sum()
-    shift = ((mean - mean_0).abs() / (variance_0.clamp(min=0) + eps).sqrt()).mean()
-    factor = (
-        torch.log((variance.clamp(min=0) + eps) / (variance_0.clamp(min=0) + eps))
-        .abs()
-        .mean()
-    )
+    apart = (mean - mean_0).abs()
+    l1 = apart.sum() + (variance - variance_0).abs().sum()
+    # A running variance may be negative, which is a finding of its own.
+    scale = variance.clamp(min=0) + eps
+    scale_0 = variance_0.clamp(min=0) + eps
+    shift = (apart / scale_0.sqrt()).mean()
+    factor = torch.log(scale / scale_0).abs().mean()
     return Distance(float(l1), float(shift), float(factor))
 
 
@@ -85,49 +84,47 @@ BatchMoments = Mapping[str, Sequence[Moments]]
 
 
 def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers by path, found by type; a shared layer once, or at
-    every path as in the state.
+    """Return the BatchNorm layers by path, found by type.
+
+    A shared layer is there once, or at every path, as in the state.
     """
     modules = model.named_modules(remove_duplicate=not every_path)
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
 def held_layers(model: nn.Module) -> list[str]:
-    """Return the paths of the BatchNorm layers that stay in eval mode in training; a
-    shared layer has all of its paths.
+    """Return the paths of the BatchNorm layers that stay in eval mode in training.
 
     They are those that are not in train mode after ``train``: ``hold_eval`` or a
     ``train`` of the model's own holds them; and those that a model in train mode has in
-    eval mode.
+    eval mode. A shared layer has all of its paths.
     """
     held = stays_in_eval(model)
-    return [
-        path
-        for path, layer in layers_of(model, every_path=True).items()
-        if layer in held
-    ]
+    layers = layers_of(model, every_path=True)
+    return [path for path, layer in layers.items() if layer in held]
 
 
 def normalising_by_batch(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and
-    change no running ones.
+    """Return a copy in eval mode whose BatchNorm layers normalise by the batch.
 
     Held layers use their running statistics, as in training.
     """
     working, held = copied(model).eval(), held_layers(model)
     for path, layer in layers_of(working).items():
         if path not in held:
-            layer.training, layer.track_running_stats = True, False
+            layer.training = True
+            # torch's flag for "leave the running statistics alone".
+            layer.track_running_stats = False
     return working
 
 
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
-    """Return the moments of the client's batches, of the loader's size; of 2 examples
-    for a loader of batches of 1.
+    """Return the moments of the client's batches, which have the loader's size.
 
-    A last batch of one example joins another. Several calls of a layer in a pass are
-    one batch. A layer that is not called has no moments; a client of one example that
-    BatchNorm cannot use has no layers.
+    A loader of batches of 1 gives batches of 2, and a last batch of one example joins
+    another. Several calls of a layer in a pass are one batch. A layer that is not
+    called has no moments; a client of one example that BatchNorm cannot use has no
+    layers.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)
@@ -135,20 +132,30 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     # Before the hooks: counting the values of a batch of one is a pass, too.
     if len(data) == 1 and not takes_one_example(working, prepared(data.inputs)):
         return {}
-    by_path: dict[str, list[Moments]] = {path: [] for path in layers}
+    # Batches as in training, where BatchNorm refuses a single value a channel.
     batches = list(torch.split(data.inputs, max(2, data.batch_size)))
     if len(batches) > 1 and len(batches[-1]) == 1:
         batches = join_last(batches)
+    by_path: dict[str, list[Moments]] = {path: [] for path in layers}
     with torch.no_grad():
         for batch in batches:
-            with gathered_inputs(layers.values()) as sums:
-                working(prepared(batch))
-            for path, moments in sums.by_path(working).items():
-                if path in by_path:  # a shared layer has several paths
-                    by_path[path].append(
-                        Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
-                    )
+            for path, moments in moments_seen(working, layers, prepared(batch)).items():
+                by_path[path].append(moments)
     return by_path
+
+
+def moments_seen(
+    model: nn.Module, layers: Mapping[str, _BatchNorm], inputs: Tensor
+) -> dict[str, Moments]:
+    """Return the moments of the layers' inputs in one pass, by path, on the CPU."""
+    with gathered_inputs(layers.values()) as sums:
+        model(inputs)
+    seen = {}
+    for path, moments in sums.by_path(model).items():
+        # A shared layer has several paths, and counts once.
+        if path in layers:
+            seen[path] = Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
+    return seen
 
 
 def pooled(moments: Sequence[Moments]) -> Statistics:
@@ -158,12 +165,12 @@ def pooled(moments: Sequence[Moments]) -> Statistics:
 
 
 def noise(moments: Sequence[Moments], eps: float) -> float:
-    """Return how much a batch's mean varies within the client, in standard deviations
-    of the layer's input.
+    """Return how much a batch's mean varies within the client, without unit.
 
     It is std_B(mu_B) / sqrt(var + eps), averaged over the channels; about 1 /
     sqrt(batch size) for inputs (N, C), less for images, whose pixels count too. It
     needs two batches.
     """
     means = torch.stack([m.mean for m in moments])
-    return float((means.std(0) / (pooled(moments).variance + eps).sqrt()).mean())
+    deviation = (pooled(moments).variance + eps).sqrt()
+    return float((means.std(0) / deviation).mean())

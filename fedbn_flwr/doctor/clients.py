@@ -1,9 +1,8 @@
-"""The clients' data, read from their loaders into memory up to a number of examples,
-and passes over all of them.
-"""
+"""The clients' data, read from their loaders into memory, and passes over all of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,25 +63,30 @@ class ClientData:
 
     @property
     def classes(self) -> Tensor | None:
-        """The class of each example, int64 (N,); None if the targets are not one
-        integer, or 0 or 1, an example.
+        """The class of each example, int64 (N,); None if the targets are not classes.
+
+        Classes are one integer an example, or a float that is 0 or 1.
         """
         targets = self.targets
         if targets.numel() != len(self):
             return None
-        if targets.is_floating_point() and not bool(
-            ((targets == 0) | (targets == 1)).all()
-        ):
-            return None
+        if targets.is_floating_point():
+            # Binary targets are floats for nn.BCEWithLogitsLoss.
+            binary = (targets == 0) | (targets == 1)
+            if not bool(binary.all()):
+                return None
         return targets.reshape(len(self)).long()
 
 
 def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
-    """Return the classes of all clients' examples; None if one client's targets are not
-    classes.
-    """
-    known = [classes for client in clients if (classes := client.classes) is not None]
-    return torch.cat(known) if len(known) == len(clients) else None
+    """Return the classes of all examples; None if one client's are not classes."""
+    known = list[Tensor]()
+    for client in clients:
+        classes = client.classes
+        if classes is None:
+            return None
+        known.append(classes)
+    return torch.cat(known)
 
 
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
@@ -108,21 +112,18 @@ def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
 
 @contextmanager
 def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Restore the state of the generators that a loader and its samplers have of their
-    own.
-    """
+    """Restore the generators that a loader and its samplers have of their own."""
     batches = getattr(loader, "batch_sampler", None)
-    owners = (
+    generators = []
+    for owner in (
         loader,
         getattr(loader, "sampler", None),
         batches,
         getattr(batches, "sampler", None),
-    )
-    generators = [
-        g
-        for owner in owners
-        if isinstance(g := getattr(owner, "generator", None), torch.Generator)
-    ]
+    ):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generators.append(generator)
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -140,81 +141,85 @@ def _read_loader(
     say; where the data set has no indices they are the first, in whole batches. An
     example that the sampler repeats is used once.
     """
-    inputs, targets, largest, count = list[Tensor](), list[Tensor](), 0, 0
-    first_only = False
+    # A loader of numbered examples is replaced by one that yields the drawn ones.
+    largest = 0
     epoch = _epoch(loader)
     if epoch is not None:
         largest = max(map(len, epoch), default=0)
-        loader = _drawn(
-            loader, list(dict.fromkeys(chain(*epoch))), max_examples, max(1, largest)
-        )
+        distinct = list(dict.fromkeys(chain(*epoch)))
+        loader = _drawn(loader, distinct, max_examples, max(1, largest))
+
+    inputs, targets = list[Tensor](), list[Tensor]()
+    count, first_only = 0, False
     for batch in loader:
         if count >= max_examples:
             first_only = True
             break
-        if (
-            not isinstance(batch, (tuple, list))
-            or len(batch) != 2
-            or not all(isinstance(t, Tensor) for t in batch)
-        ):
-            raise DataError(
-                f"the loader of client {name} yields {type(batch).__name__}; it must"
-                " yield (inputs, targets), two tensors. Wrap it in a generator that"
-                " does. If you passed one loader, pass a list of loaders, one for each"
-                " client: [loader]."
-            )
-        inputs.append(batch[0].detach().cpu())
-        targets.append(batch[1].detach().cpu())
-        largest, count = max(largest, len(batch[0])), count + len(batch[0])
+        x, y = _pair(name, batch)
+        inputs.append(x.detach().cpu())
+        targets.append(y.detach().cpu())
+        largest = max(largest, len(x))
+        count += len(x)
     if not count:
         return None
+
     try:
-        return ClientData(
-            name, torch.cat(inputs), torch.cat(targets), largest, first_only
-        )
+        joined = torch.cat(inputs), torch.cat(targets)
     except RuntimeError as error:
         raise DataError(
             f"the loader of client {name} yields batches that cannot be joined: {error}"
             " Pad or crop the examples to one shape."
         ) from error
+    return ClientData(name, *joined, largest, first_only)
+
+
+def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a batch."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, targets = batch
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+            return inputs, targets
+    raise DataError(
+        f"the loader of client {name} yields {type(batch).__name__}; it must"
+        " yield (inputs, targets), two tensors. Wrap it in a generator that"
+        " does. If you passed one loader, pass a list of loaders, one for each"
+        " client: [loader]."
+    )
 
 
 def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
-    """Return the indices of each batch of an epoch; None if the examples are not read
-    by whole numbers.
+    """Return the indices of each batch of an epoch; None if there are none to read.
+
+    A loader with an ``__iter__`` of its own may yield something else than its sampler
+    says.
     """
-    if (
-        not isinstance(loader, DataLoader)
-        or type(loader).__iter__ is not DataLoader.__iter__
-    ):
+    if not isinstance(loader, DataLoader):
+        return None
+    if type(loader).__iter__ is not DataLoader.__iter__:
         return None
     data, sampler = loader.dataset, loader.batch_sampler
-    if (
-        sampler is None
-        or isinstance(data, IterableDataset)
-        or not hasattr(data, "__len__")
-    ):
+    if sampler is None or isinstance(data, IterableDataset):
         return None
-    # a sampler may be endless
+    if not hasattr(data, "__len__"):
+        return None
+    # A sampler may be endless.
     epoch = [list(batch) for batch in islice(sampler, len(data))]
-    return epoch if all(isinstance(index, int) for index in chain(*epoch)) else None
+    if all(isinstance(index, int) for index in chain(*epoch)):
+        return epoch
+    return None
 
 
 def _drawn(
     loader: Any, order: list[int], max_examples: int, size: int
 ) -> DataLoader[Any]:
-    """Return the loader with each index once, and at most so many of them, drawn at
-    random.
-    """
+    """Return the loader with each index once, and of more than so many some, at random."""
     if len(order) > max_examples:
-        order = [
-            order[place] for place in torch.randperm(len(order))[:max_examples].tolist()
-        ]
+        places = torch.randperm(len(order))[:max_examples].tolist()
+        order = [order[place] for place in places]
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
     return DataLoader(
         loader.dataset,
-        batch_sampler=[
-            order[start : start + size] for start in range(0, len(order), size)
-        ],
+        batch_sampler=batches,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         worker_init_fn=loader.worker_init_fn,
@@ -239,26 +244,24 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def mixed_batches(
     clients: Sequence[ClientData], generator: torch.Generator
 ) -> list[Tensor]:
-    """Return the places of each batch among all clients' examples, mixed at random;
-    batches of nearly equal size.
+    """Return the places of each batch among all clients' examples, mixed at random.
 
-    A pass has 256 examples, fewer of large ones.
+    The batches have nearly equal sizes: 256 examples, fewer of large ones.
     """
-    size = min(_LARGEST, max(_FEWEST, _VALUES // max(1, clients[0].inputs[:1].numel())))
+    values = clients[0].inputs[:1].numel()
+    size = min(_LARGEST, max(_FEWEST, _VALUES // max(1, values)))
     order = torch.randperm(sum(map(len, clients)), generator=generator)
-    return list(order.tensor_split(-(-len(order) // size)))
+    return list(order.tensor_split(math.ceil(len(order) / size)))
 
 
 def inputs_at(clients: Sequence[ClientData], places: Tensor) -> Tensor:
-    """Return the inputs at these places of all clients' examples, counted through in
-    order, without joining them.
+    """Return the inputs at these places of all clients' examples, counted through.
+
+    The clients' inputs are not joined, which would hold all of them in memory twice.
     """
     ends = torch.tensor([len(client) for client in clients]).cumsum(0)
-    owners = torch.searchsorted(ends, places, right=True).tolist()
-    # from the client's end
-    within = [
-        place - int(ends[k]) for k, place in zip(owners, places.tolist(), strict=True)
-    ]
-    return torch.stack(
-        [clients[k].inputs[n] for k, n in zip(owners, within, strict=True)]
-    )
+    owners = torch.searchsorted(ends, places, right=True)
+    # Counted from the client's end, so negative.
+    within = places - ends[owners]
+    chosen = zip(owners.tolist(), within.tolist(), strict=True)
+    return torch.stack([clients[k].inputs[n] for k, n in chosen])

@@ -1,5 +1,7 @@
-"""Rules for the clients' data and batches; each is one function, from the measurements
-to a finding.
+"""Rules for the clients' data and batches: one function from measurements to a finding.
+
+Each reads in the order of those in ``rules``: when it is no finding, the evidence, what
+to try, and the finding.
 """
 
 from __future__ import annotations
@@ -39,17 +41,22 @@ __all__ = [
 
 def small_batch(m: Measured) -> Finding | None:
     """Batches of up to four examples: the statistics of a batch are mostly noise."""
-    # 0 = not known
-    sizes = [size for size in [*m.batch_sizes] or [m.training.batch_size] if size]
+    # A size of 0 is not known. Half of the known ones must be small.
+    given = m.batch_sizes or [m.training.batch_size]
+    sizes = [size for size in given if size]
     small = [size for size in sizes if size <= SMALL_BATCH]
-    if len(small) * 2 < max(1, len(sizes)) or (
-        m.num_layers and len({*m.held, *m.corrected}) == m.num_layers
-    ):
+    if not small or 2 * len(small) < len(sizes):
         return None
-    # large images: many values per channel
+    # Held layers use no batch, batch renormalisation corrects its noise.
+    if m.num_layers and len({*m.held, *m.corrected}) == m.num_layers:
+        return None
+    # Each channel of a large image has many values, so 3 or 4 images may be enough.
     if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:
         return None
-    where = f" at {len(small)} of {len(sizes)} clients" if len(sizes) > 1 else ""
+
+    where = ""
+    if len(sizes) > 1:
+        where = f" at {len(small)} of {len(sizes)} clients"
     evidence = [f"Batches have {number_of(min(small), 'example')}{where}."]
     numbers: dict[str, object] = {"batch-sizes": sizes}
     if m.noise:
@@ -60,85 +67,83 @@ def small_batch(m: Measured) -> Finding | None:
             " much, at random."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
-    # A larger batch is no remedy where clients have no more examples.
-    chosen = situations.SMALL_BATCHES.remedies[m.training.batch_size > SMALL_BATCH :]
-    return Finding(
-        "small-batch",
-        "The batches are too small for BatchNorm.",
-        evidence,
-        numbers,
-        chosen,
-    )
+    tries = situations.SMALL_BATCHES.remedies
+    if m.training.batch_size > SMALL_BATCH:
+        # The clients have no more examples, so a larger batch is no remedy.
+        tries = tries[1:]
+    what = "The batches are too small for BatchNorm."
+    return Finding("small-batch", what, evidence, numbers, tries)
 
 
 def client_inputs(m: Measured) -> Finding | None:
     """The inputs of a client look different to BatchNorm."""
-    return _client(
+    return _about_clients(
         m,
         m.each.inputs,
         m.each.other_inputs,
-        "client-inputs",
-        "the inputs look different from those of the other clients.",
-        "its inputs of BatchNorm are {:.2f} standard deviations from the usual ones;"
-        " the median is {:.2f}.",
-        remedies.CLIENT_INPUTS,
+        id_="client-inputs",
+        what="the inputs look different from those of the other clients.",
+        evidence="its inputs of BatchNorm are {:.2f} standard deviations from the usual"
+        " ones; the median is {:.2f}.",
+        tries=remedies.CLIENT_INPUTS,
     )
 
 
 def client_classes(m: Measured) -> Finding | None:
     """A client has other classes than the other clients have."""
-    return _client(
+    return _about_clients(
         m,
         m.each.mix,
         m.each.other_mix,
-        "client-classes",
-        "the class mix differs from that of the other clients.",
-        "its class mix is {:.2f} away from the usual one (total variation, 0 to 1); the"
-        " median is {:.2f}.",
-        situations.label_skew(m.training.local_steps).remedies,
+        id_="client-classes",
+        what="the class mix differs from that of the other clients.",
+        evidence="its class mix is {:.2f} away from the usual one (total variation, 0 to"
+        " 1); the median is {:.2f}.",
+        tries=situations.label_skew(m.training.local_steps).remedies,
     )
 
 
 def client_below(m: Measured) -> Finding | None:
-    """A client is far below the others, and neither its classes nor the inputs of
-    BatchNorm say why.
-    """
-    return _client(
+    """A client far below the others, without a cause in its classes or inputs."""
+    return _about_clients(
         m,
         m.each.below,
         m.each.worse,
-        "client-below",
-        "far below the others. Its inputs or labels differ; these measures cannot say"
-        " which.",
-        "its accuracy is {:.3f} below the median.",
-        remedies.CLIENT_BELOW,
+        id_="client-below",
+        what="far below the others. Its inputs or labels differ; these measures cannot"
+        " say which.",
+        evidence="its accuracy is {:.3f} below the median.",
+        tries=remedies.CLIENT_BELOW,
     )
 
 
-def _client(
+def _about_clients(
     m: Measured,
     measure: Compared | None,
     odd: Sequence[int],
+    *,
     id_: str,
     what: str,
     evidence: str,
-    chosen: Sequence[Remedy],
+    tries: Sequence[Remedy],
 ) -> Finding | None:
-    """Return a finding about the odd clients; ``evidence`` is a sentence with places
-    for the value and the median.
+    """Return a finding about the odd clients, which a measure of each client shows.
+
+    ``evidence`` is a sentence with places for the client's value and the median.
     """
     if measure is None or not odd:
         return None
-    names = [m.names[k] for k in odd]
+    # The lower median, a client's own value, with which the scores compare as well.
     median = sorted(measure.values)[(len(measure.values) - 1) // 2]
     lines = []
     for k in odd[:3]:
         line = f"Client {m.names[k]}: {evidence.format(measure.values[k], median)}"
-        lines.append(
-            f"{line} Its accuracy is {m.accuracy[k]:.3f}." if m.accuracy else line
-        )
+        if m.accuracy:
+            line += f" Its accuracy is {m.accuracy[k]:.3f}."
+        lines.append(line)
+    names = [m.names[k] for k in odd]
     numbers = {"clients": names, "values": [measure.values[k] for k in odd]}
-    return Finding(id_, f"{clients_named(names)}: {what}", lines, numbers, chosen)
+    return Finding(id_, f"{clients_named(names)}: {what}", lines, numbers, tries)
 
 
 def clients_named(names: Sequence[str]) -> str:
@@ -149,14 +154,16 @@ def clients_named(names: Sequence[str]) -> str:
 def label_skew(m: Measured) -> Finding | None:
     """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not skew.counts or not shift.counts:
+    if skew is None or shift is None:
         return None
+    # Skew that BatchNorm does not see is not for it to mend: ``diagnose`` has a note.
+    if not skew.counts or not shift.counts:
+        return None
+
     evidence = [
-        (
-            f"The class mix of a client is {skew.mean:.2f} away from that of all"
-            f" clients (total variation, 0 to 1); chance gives {skew.by_chance:.2f}"
-            f" ({_p(skew.p_value)})."
-        ),
+        f"The class mix of a client is {skew.mean:.2f} away from that of all"
+        f" clients (total variation, 0 to 1); chance gives {skew.by_chance:.2f}"
+        f" ({_p(skew.p_value)}).",
         f"BatchNorm sees it: {_shifted(shift)}",
         *_furthest(m, skew.distances),
     ]
@@ -169,55 +176,58 @@ def label_skew(m: Measured) -> Finding | None:
         "class-distance-by-chance": skew.by_chance,
         "local-steps": steps or None,
     }
+    # FedTAN synchronises few steps, frozen statistics bear many: so E decides.
+    tries = situations.label_skew(steps).remedies
     what = (
         "The clients hold different classes (label skew), and BatchNorm's statistics"
         " differ with them."
     )
-    return Finding(
-        "label-skew", what, evidence, numbers, situations.label_skew(steps).remedies
-    )
+    return Finding("label-skew", what, evidence, numbers, tries)
 
 
 def feature_shift(m: Measured) -> Finding | None:
     """Examples look different at different clients, whose classes are the same."""
-    if m.shift is None or m.skew is None or m.skew.counts or not m.shift.counts:
+    skew, shift = m.skew, m.shift
+    if skew is None or shift is None:
         return None
+    # With skewed classes the shift may be theirs, and ``label_skew`` speaks.
+    if skew.counts or not shift.counts:
+        return None
+    evidence = [
+        f"In BatchNorm's inputs {_shifted(shift)}",
+        "The classes are not the cause: the class mix of a client is"
+        f" {skew.mean:.2f} away from that of all clients, chance gives"
+        f" {skew.by_chance:.2f}.",
+        *_furthest(m, shift.distances),
+    ]
     what = (
         "The same classes look different at different clients (feature shift: other"
         " devices, sites, domains)."
     )
-    evidence = [
-        f"In BatchNorm's inputs {_shifted(m.shift)}",
-        (
-            "The classes are not the cause: the class mix of a client is"
-            f" {m.skew.mean:.2f} away from that of all clients, chance gives"
-            f" {m.skew.by_chance:.2f}."
-        ),
-        *_furthest(m, m.shift.distances),
-    ]
-    numbers = _numbers(m, m.shift, m.shift.distances)
-    return Finding(
-        "feature-shift", what, evidence, numbers, situations.FEATURE_SHIFT.remedies
-    )
+    numbers = _numbers(m, shift, shift.distances)
+    tries = situations.FEATURE_SHIFT.remedies
+    return Finding("feature-shift", what, evidence, numbers, tries)
 
 
 def clients_differ(m: Measured) -> Finding | None:
     """The inputs of BatchNorm differ between clients, and the targets do not say why."""
-    if m.shift is None or m.skew is not None or not m.shift.counts:
+    shift = m.shift
+    if shift is None or m.skew is not None or not shift.counts:
         return None
+    evidence = [
+        f"In BatchNorm's inputs {_shifted(shift)}",
+        *_furthest(m, shift.distances),
+    ]
     what = (
         "BatchNorm's statistics differ between clients; feature shift and label skew"
         " cannot be told apart here."
     )
-    evidence = [
-        f"In BatchNorm's inputs {_shifted(m.shift)}",
-        *_furthest(m, m.shift.distances),
-    ]
-    numbers = _numbers(m, m.shift, m.shift.distances)
+    numbers = _numbers(m, shift, shift.distances)
     return Finding("clients-differ", what, evidence, numbers, remedies.CLIENTS_DIFFER)
 
 
 def _shifted(shift: Shift) -> str:
+    """Return the evidence of a shift, in the layer that is furthest above chance."""
     worst = shift.worst
     return (
         f"statistics of a client are {shift.layers[worst]:.2f} standard deviations from"
@@ -234,12 +244,12 @@ def _numbers(
     m: Measured, shift: Shift, distances: Sequence[float]
 ) -> dict[str, object]:
     worst = shift.worst
-    values: dict[str, object] = {
+    return {
         "shift": shift.layers[worst],
         "by-chance": shift.by_chance[worst],
         "layer": worst,
+        "clients": _far(m, distances),
     }
-    return {**values, "clients": _far(m, distances)}
 
 
 def _far(m: Measured, distances: Sequence[float]) -> list[str]:
@@ -250,8 +260,11 @@ def _far(m: Measured, distances: Sequence[float]) -> list[str]:
 
 
 def _furthest(m: Measured, distances: Sequence[float]) -> list[str]:
+    """Return which clients differ most, and which were left out of the comparison."""
+    lines = []
     far = _far(m, distances)
-    lines = [f"The furthest clients: {listed(far)}."] if far else []
+    if far:
+        lines.append(f"The furthest clients: {listed(far)}.")
     if m.apart:
         lines.append(f"Without {listed(m.apart)}, which stand out by themselves.")
     return lines
@@ -262,6 +275,7 @@ def train_test_mismatch(m: Measured) -> Finding | None:
     gap = m.gap
     if gap is None or not _harms(gap):
         return None
+
     running, batch = f"Loss {gap.running_loss:.4g}", f"{gap.batch_loss:.4g}"
     if gap.running_accuracy is not None:
         running = f"Accuracy {gap.running_accuracy:.3f} and loss {gap.running_loss:.4g}"
@@ -271,20 +285,24 @@ def train_test_mismatch(m: Measured) -> Finding | None:
         f" batches: the same {gap.examples} examples, the same weights (z ="
         f" {gap.z:.1f})."
     ]
-    finite = {
-        path: far
-        for path, far in m.running.items()
-        if math.isfinite(far.mean + far.variance)
-    }
-    if finite:
-        worst = max(
-            finite, key=lambda path: max(finite[path].mean, finite[path].variance)
-        )
+    # Where it comes from: the layer whose running statistics are furthest off. A layer
+    # whose distance is not finite has no number to show.
+    furthest = {}
+    for path, far in m.running.items():
+        if math.isfinite(far.mean + far.variance):
+            furthest[path] = max(far.mean, far.variance)
+    if furthest:
+        worst = max(furthest, key=lambda path: furthest[path])
+        far = m.running[worst]
         evidence.append(
-            f"In {shown_path(worst)} the running mean is {finite[worst].mean:.2f}"
+            f"In {shown_path(worst)} the running mean is {far.mean:.2f}"
             " standard deviations from that of all clients' examples under these"
-            f" weights, and log of the variance {finite[worst].variance:.2f}."
+            f" weights, and log of the variance {far.variance:.2f}."
         )
+    tries = remedies.MISMATCH
+    if _never_moved(m):
+        # To freeze statistics that never moved would keep the fault.
+        tries = remedies.MISMATCH_OF_UNMOVED
     return Finding(
         "train-test-mismatch",
         "The running statistics do not fit the model: training and test normalise"
@@ -295,31 +313,31 @@ def train_test_mismatch(m: Measured) -> Finding | None:
             "batch-accuracy": gap.batch_accuracy,
             "z": gap.z,
         },
-        remedies.MISMATCH_OF_UNMOVED if _never_moved(m) else remedies.MISMATCH,
+        tries,
     )
 
 
 def _harms(gap: Mismatch) -> bool:
-    """Return whether running statistics lose enough against those of the batch, and
-    with certainty.
-    """
+    """Return whether running statistics lose enough, and with certainty."""
     if gap.z < Z_OF_A_GAP:
         return False
     lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
     if gap.running_accuracy is None:
         return lost >= MIN_LOSS * share
-    return gap.accuracy_lost >= MIN_GAP or lost >= max(
-        LARGE_LOSS[0] * share, LARGE_LOSS[1]
-    )
+    # Beside an accuracy the loss must grow a lot: it may rise while all answers stay.
+    loss_from = max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
+    return gap.accuracy_lost >= MIN_GAP or lost >= loss_from
 
 
 def _never_moved(m: Measured) -> list[str]:
-    """Return the layers whose running statistics never moved: as at first; or with
-    momentum 0 where that harms.
+    """Return the layers whose running statistics never moved.
+
+    They are as at first, or have momentum 0, which is a choice unless tests lose by it.
     """
-    harm = m.gap is not None and _harms(m.gap)
-    still = [path for path, momentum in m.momenta.items() if momentum == 0 and harm]
-    return list(dict.fromkeys([*m.unmoved, *still]))
+    layers = [*m.unmoved]
+    if m.gap is not None and _harms(m.gap):
+        layers += [path for path, momentum in m.momenta.items() if momentum == 0]
+    return list(dict.fromkeys(layers))
 
 
 def unmoved_statistics(m: Measured) -> Finding | None:
@@ -332,16 +350,14 @@ def unmoved_statistics(m: Measured) -> Finding | None:
         f" {number_of(count, 'batch', 'batches')}."
         for path, count in list(m.unmoved.items())[:3]
     ]
+    tries = remedies.UNMOVED
     still = [path for path in layers if m.momenta.get(path) == 0]
     if still:
         evidence.append(
             f"The momentum is 0 in {len(still)} of {m.num_layers} BatchNorm layers"
             f" ({listed(still)})."
         )
-    return Finding(
-        "unmoved-statistics",
-        "The running statistics never moved, and tests normalise by them.",
-        evidence,
-        {"layers": layers, "momentum-0": still},
-        remedies.UNMOVED_BY_MOMENTUM if still else remedies.UNMOVED,
-    )
+        tries = remedies.UNMOVED_BY_MOMENTUM
+    what = "The running statistics never moved, and tests normalise by them."
+    numbers = {"layers": layers, "momentum-0": still}
+    return Finding("unmoved-statistics", what, evidence, numbers, tries)

@@ -1,6 +1,4 @@
-"""``diagnose``: measure a model on the clients' data, and say what is wrong with its
-BatchNorm.
-"""
+"""``diagnose``: measure a model on the clients' data, and say what is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
@@ -50,8 +48,7 @@ def diagnose(
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
-    """Return what is wrong with the BatchNorm of a federation, with evidence and
-    remedies; ``print`` shows it.
+    """Return what is wrong with the BatchNorm of a federation; ``print`` shows it.
 
     ::
 
@@ -94,21 +91,21 @@ def diagnose(
             "client_loaders yield no examples. Give a loader for each client."
         )
     notes = []
-    left_out = [
-        len(loaders) - len(read)
-        for loaders, read in ((client_loaders, clients), (test_loaders, tests))
-    ]
-    if any(left_out):
-        notes.append(
-            f"{number_of(sum(left_out), 'loader')} without examples: left out."
-        )
-    if ordered := [client.name for client in clients if client.first_only]:
+    given = len(client_loaders) + len(test_loaders)
+    left_out = given - len(clients) - len(tests)
+    if left_out:
+        notes.append(f"{number_of(left_out, 'loader')} without examples: left out.")
+    ordered = [client.name for client in clients if client.first_only]
+    if ordered:
         notes.append(
             f"{clients_named(ordered)}: the first examples of the loader were used. If"
             " they come in an order, by class say, clients seem to differ that do not:"
             " shuffle them."
         )
-    if size := training.batch_size:
+    # The batch size of training counts, not that of the loaders for this look. A client
+    # whose examples were all read trains with at most as many in a batch.
+    size = training.batch_size
+    if size:
         clients = [
             replace(c, batch_size=size if len(c) >= max_examples else min(size, len(c)))
             for c in clients
@@ -139,49 +136,64 @@ def diagnose_clients(
     notes: Sequence[str] = (),
     own: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> Diagnosis:
-    """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go
-    before its own.
+    """Return what ``diagnose`` does, given the clients' data in memory.
 
-    ``own`` has the entries that clients keep, by client: each is scored with its own
-    model.
+    ``notes`` go before its own. ``own`` has the entries that clients keep, by client:
+    each is scored with its own model.
     """
+    # What the state and the model show without data.
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys)
-    m.training_layers = [
-        p for p, layer in layers_of(plain, every_path=True).items() if layer.training
-    ]
-    m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
-    sizes = {
-        "BatchNorm layer": m.num_layers,
-        "client": len(clients),
-        "example": sum(map(len, clients)),
-    }
-    about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
-    if not m.num_layers:
-        return Diagnosis(
-            about, [], {}, ["everything: the model has no BatchNorm layer."]
-        )
-    seen = layers_of(plain, every_path=True)
-    scripted = [
-        layer.path for layer in split_state(plain).layers if layer.path not in seen
-    ]
-    lacking = (
-        [f"all that needs data, in {listed(scripted)}: {_SCRIPTED}"] if scripted else []
+    layers = layers_of(plain, every_path=True)
+    m.training_layers = [path for path, layer in layers.items() if layer.training]
+    m.names = [client.name for client in clients]
+    m.batch_sizes = [client.batch_size for client in clients]
+    about = (
+        f"{number_of(m.num_layers, 'BatchNorm layer')},"
+        f" {number_of(len(clients), 'client')},"
+        f" {number_of(sum(map(len, clients)), 'example')}."
     )
+    if not m.num_layers:
+        nothing = ["everything: the model has no BatchNorm layer."]
+        return Diagnosis(about, [], {}, nothing)
+
+    # What makes a forward pass useless.
+    lacking = []
+    scripted = [
+        layer.path for layer in split_state(plain).layers if layer.path not in layers
+    ]
+    if scripted:
+        lacking.append(f"all that needs data, in {listed(scripted)}: {_SCRIPTED}")
     not_finite = [
-        c.name for c in [*clients, *tests] if not bool(c.inputs.isfinite().all())
+        client.name
+        for client in [*clients, *tests]
+        if not bool(client.inputs.isfinite().all())
     ]
     if not_finite:
         lacking.append(
             "all that needs data: inputs hold NaN or infinity"
             f" ({clients_named(not_finite)})."
         )
-    if not_finite or not seen:
+    if not_finite or not layers:
         return Diagnosis(about, findings(m)[0], {}, lacking)
+
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m, own or {})
-    with seeded(seed):  # a forward pass may draw
+    # A forward pass may draw, of dropout that stays in train mode say.
+    with seeded(seed):
         measuring.everything()
-    notes = [*notes]
+    lacking += measuring.lacking
+    if m.skew is not None and m.skew.counts:
+        lacking.append(
+            "feature shift apart from label skew: the clients hold different classes."
+        )
+    found, handled = findings(m)
+    notes = [*notes, *_notes(m, tests), *handled]
+    return Diagnosis(about, found, measuring.figures, lacking, notes)
+
+
+def _notes(m: Measured, tests: Sequence[ClientData]) -> list[str]:
+    """Return what a reader of the findings must know of the measurements."""
+    notes = []
     if not tests:
         notes.append(
             "training and test were compared on training examples: pass test_loaders"
@@ -193,18 +205,13 @@ def diagnose_clients(
             f" ({listed(m.held)}): in training they normalise by fixed statistics, so"
             " what is said of batches and of clients leaves them out."
         )
-    lacking += measuring.lacking
-    if m.skew is not None and m.skew.counts:
-        lacking.append(
-            "feature shift apart from label skew: the clients hold different classes."
+    skewed = m.skew is not None and m.skew.counts
+    if skewed and m.shift is not None and not m.shift.counts:
+        notes.append(
+            "the clients hold different classes, but BatchNorm's statistics hardly"
+            " differ with them. It is not BatchNorm that this skew harms."
         )
-        if m.shift is not None and not m.shift.counts:
-            notes.append(
-                "the clients hold different classes, but BatchNorm's statistics hardly"
-                " differ with them. It is not BatchNorm that this skew harms."
-            )
-    of_rules, handled = findings(m)
-    return Diagnosis(about, of_rules, measuring.figures, lacking, [*notes, *handled])
+    return notes
 
 
 def diagnose_state(
@@ -214,8 +221,7 @@ def diagnose_state(
     local_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
-    """Return what a state dict alone shows: counters, running statistics, and a split
-    by names.
+    """Return what a state dict alone shows: counters, statistics, a split by names.
 
     Args:
         state: the state dict.
@@ -247,19 +253,21 @@ def diagnose_state(
 def _as_of(
     model: nn.Module, state: Mapping[str, Tensor] | None
 ) -> Mapping[str, Tensor]:
-    """Return the tensors of the state under the model's names, without a wrapper's
-    prefix; None = the model's own.
+    """Return the tensors of the state under the model's names; None = the model's own.
 
     Raises:
         StateError: they do not fit the model, or the model's layers have no shapes yet.
     """
     entries = tensors_by_name(model.state_dict())
-    if empty := [name for name, value in entries.items() if is_lazy(value)]:
+    empty = [name for name, value in entries.items() if is_lazy(value)]
+    if empty:
         raise StateError(
             f"{len(empty)} entries of the model have no shape yet ({listed(empty)}):"
             " its layers are lazy. Run one batch through it first."
         )
-    return entries if state is None else named(tensors_by_name(state), entries)
+    if state is None:
+        return entries
+    return named(tensors_by_name(state), entries)
 
 
 def _of_state(
@@ -268,37 +276,41 @@ def _of_state(
     training: Training,
     local_keys: Collection[str] | None,
 ) -> Measured:
+    """Return the measurements of the state, and of the model's layers if it is known."""
     parts = split_state(state if model is None else model)
-    layers = {} if model is None else layers_of(model, every_path=True)
-    # Other buffers may hold infinity for a reason, a mask of attention say; names alone
-    # do not tell them apart.
-    weights = (
-        state
-        if model is None
-        else {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    )
-    statistics = frozenset(parts.select([Part.STATISTICS, Part.COUNTERS]))
+    of_batchnorm = {*parts.statistics, *parts.counters}
+    layers, checked = {}, [*state]
+    if model is not None:
+        layers = layers_of(model, every_path=True)
+        # Other buffers may hold infinity for a reason, a mask of attention say; names
+        # alone do not tell them apart.
+        weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        checked = [name for name in state if name in weights | of_batchnorm]
+
     m = Measured(training, num_layers=len(parts.layers))
-    m.first_layer = parts.layers[0].path if parts.layers else ""
+    if parts.layers:
+        m.first_layer = parts.layers[0].path
     m.counters = averaged_counters(parts, state)
-    m.unusable = unusable_statistics(
-        parts, state, [name for name in state if name in weights or name in statistics]
-    )
-    m.diverged = any(name not in statistics for name in m.unusable)
-    m.extremes = variance_extremes(
-        parts, state, {path: layer.eps for path, layer in layers.items()}
-    )
+    m.unusable = unusable_statistics(parts, state, checked)
+    m.diverged = not of_batchnorm.issuperset(m.unusable)
+    eps = {path: layer.eps for path, layer in layers.items()}
+    m.extremes = variance_extremes(parts, state, eps)
     m.unmoved = unmoved(parts, state)
-    m.held = [] if model is None else held_layers(model)
-    m.momenta = {
-        path: layer.momentum for path, layer in layers.items() if path not in m.held
-    }
-    m.corrected = [
-        path for path, layer in layers.items() if isinstance(layer, BatchRenorm)
-    ]
-    m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None:
         m.missed = missed_entries(parts, _without_prefix(parts, local_keys))
+    if model is not None:
+        m.held = held_layers(model)
+
+    # What the layers say of themselves.
+    momenta, corrected, untracked = {}, [], []
+    for path, layer in layers.items():
+        if path not in m.held:
+            momenta[path] = layer.momentum
+        if isinstance(layer, BatchRenorm):
+            corrected.append(path)
+        if layer.running_mean is None:
+            untracked.append(path)
+    m.momenta, m.corrected, m.untracked = momenta, corrected, untracked
     return m
 
 
@@ -310,7 +322,8 @@ def _without_prefix(parts: Parts, given: Collection[str]) -> set[str]:
     """
     prefix = wrapper_prefix(given, parts.names)
     names = {name.removeprefix(prefix) for name in given}
-    if unknown := sorted(names - {*parts.names}):
+    unknown = sorted(names - {*parts.names})
+    if unknown:
         raise ConfigError(
             f"local_keys: {len(unknown)} of {len(names)} names are no entries of the"
             f" model ({unknown[0]!r}, ...). Its first entries are"

@@ -1,5 +1,4 @@
-"""How the clients differ: in their classes, and in what BatchNorm sees of their
-examples.
+"""How the clients differ: in their classes, and in what BatchNorm sees of examples.
 
 A model in eval mode reads small groups of each client's examples, drawn at random. The
 inputs of every BatchNorm layer have a mean and a variance in each group. An analysis of
@@ -21,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs
-from fedbn_flwr.doctor.by_batch import layers_of, pooled
+from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.doctor.by_batch import layers_of, moments_seen, pooled
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError, needs_package
@@ -62,11 +61,11 @@ class Groups(NamedTuple):
         """Return the groups of these clients, which are numbered anew."""
         chosen = torch.isin(self.owner, torch.tensor(clients))
         places = torch.nonzero(chosen).flatten().tolist()
-        layers = {
-            path: [moments[at] for at in places]
-            for path, moments in self.layers.items()
-        }
-        return Groups(layers, torch.unique(self.owner[chosen], return_inverse=True)[1])
+        layers = {}
+        for path, moments in self.layers.items():
+            layers[path] = [moments[at] for at in places]
+        _, owner = torch.unique(self.owner[chosen], return_inverse=True)
+        return Groups(layers, owner)
 
 
 @dataclass(frozen=True)
@@ -134,32 +133,29 @@ class Shift:
 def groups_of(
     model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator
 ) -> Groups:
-    """Return what BatchNorm sees of groups of examples, in eval mode; the model does
-    not change.
+    """Return what BatchNorm sees of groups of examples; the model does not change.
 
     All groups have nearly the same size, two examples or more: a client without running
     statistics needs them.
     """
     working = copied(model).eval()
     layers, prepared = layers_of(working), inputs_for(working)
+    # So few groups that a large federation does not cost a pass an example.
+    total = sum(map(len, clients))
+    size = max(2, math.ceil(total / GROUPS))
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
-    size = max(2, -(-sum(map(len, clients)) // GROUPS))
     owner = list[int]()
     with torch.no_grad():
         for k, client in enumerate(clients):
+            # A loader may be sorted: neighbours in a group would differ too little.
             order = torch.randperm(len(client), generator=generator)
             for places in order.tensor_split(max(1, len(client) // size)):
-                with gathered_inputs(layers.values()) as sums:
-                    working(prepared(client.inputs[places]))
                 owner.append(k)
-                for path, moments in sums.by_path(working).items():
-                    if path in seen:
-                        seen[path].append(
-                            Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
-                        )
-    called = {
-        path: moments for path, moments in seen.items() if len(moments) == len(owner)
-    }
+                inputs = prepared(client.inputs[places])
+                for path, moments in moments_seen(working, layers, inputs).items():
+                    seen[path].append(moments)
+    # The analysis needs a row of every group: a layer that was skipped once goes.
+    called = {path: rows for path, rows in seen.items() if len(rows) == len(owner)}
     return Groups(called, torch.tensor(owner))
 
 
@@ -175,19 +171,16 @@ def units(
     within = torch.stack([one.m2 / one.count for one in groups])
     scale = variance + eps
     apart = means - mean
-    return torch.cat(
-        [apart / scale.sqrt(), (within + apart.square() - variance) / scale], 1
-    )
+    of_variance = (within + apart.square() - variance) / scale
+    return torch.cat([apart / scale.sqrt(), of_variance], 1)
 
 
 def group_means(rows: Tensor, groups: Tensor) -> Tensor:
-    """Return the mean of the rows (N, D) of each group, given the group of each row,
-    (N,).
-    """
-    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1])).index_add_(
-        0, groups, rows
-    )
-    return sums / torch.bincount(groups).clamp(min=1)[:, None].to(rows.dtype)
+    """Return the mean row of each group, given the rows (N, D) and their groups (N,)."""
+    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1]))
+    sums.index_add_(0, groups, rows)
+    sizes = torch.bincount(groups).clamp(min=1)
+    return sums / sizes[:, None].to(rows.dtype)
 
 
 def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
@@ -208,19 +201,26 @@ def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
             "inputs of BatchNorm are not finite. Look for NaN and infinity in weights"
             " and inputs."
         )
+    # One test over all layers decides; those of single layers say where to look.
     whole = _Analysis.of(table, owner)
-    by_layer = {path: _Analysis.of(part, owner) for path, part in rows.items()}
-    observed = {path: math.sqrt(one.between) for path, one in by_layer.items()}
-    chance = {path: math.sqrt(one.chance) for path, one in by_layer.items()}
-    distances = group_means(table, owner).square().mean(1).sqrt().tolist()
+    observed, chance = {}, {}
+    for path, part in rows.items():
+        of_layer = _Analysis.of(part, owner)
+        observed[path] = math.sqrt(of_layer.between)
+        chance[path] = math.sqrt(of_layer.chance)
     excess = math.sqrt(max(0.0, whole.between - whole.chance))
+    distances = group_means(table, owner).square().mean(1).sqrt().tolist()
     return Shift(observed, chance, excess, whole.p_value, distances)
 
 
 @dataclass(frozen=True)
 class _Analysis:
-    """An analysis of variance: mean squares over the columns between the clients, by
-    chance, and the p value.
+    """An analysis of variance of rows without units, averaged over their columns.
+
+    Attributes:
+        between: mean square of the clients' mean rows from that of all.
+        chance: what the noise within the clients makes of it.
+        p_value: of the F test.
     """
 
     between: float
@@ -229,81 +229,89 @@ class _Analysis:
 
     @classmethod
     def of(cls, rows: Tensor, owner: Tensor) -> _Analysis:
+        """Return the analysis of rows (R, D), given the client of each."""
         sizes = torch.bincount(owner).double()
-        means = group_means(rows, owner)
-        left = rows - means[owner]
         free = len(rows) - len(sizes)
         if free < 1:
             raise DataError(
                 f"{len(rows)} groups of examples of {len(sizes)} clients are too few"
                 " for a test."
             )
+        means = group_means(rows, owner)
+        left = rows - means[owner]
         apart = means - rows.mean(0)
         between = float((sizes / len(rows)) @ apart.square().mean(1))
+        # The variance of one row within its client, and what it adds to ``between``.
         within = float(left.square().sum()) / free / rows.shape[1]
         chance = within * (len(sizes) - 1) / len(rows)
+        # Columns depend on each other: as many count as are independent (Box 1954).
         independent = degrees(left, free)
         with needs_package("scipy", "comparisons of the clients' statistics"):
             from scipy.stats import f
+        # Rows that are equal within each client have no noise: certain, not an error.
         ratio = between / max(chance, 1e-300)
-        return cls(
-            between,
-            chance,
-            float(f.sf(ratio, independent * (len(sizes) - 1), independent * free)),
-        )
+        p_value = f.sf(ratio, independent * (len(sizes) - 1), independent * free)
+        return cls(between, chance, float(p_value))
 
 
 def degrees(left: Tensor, free: int) -> float:
-    """Return how many of the columns (R, D) are independent: tr(S)^2 / tr(S^2), S the
-    covariance.
+    """Return how many of the columns of (R, D) are independent.
+
+    It is tr(S)^2 / tr(S^2), with the covariance S of the columns.
 
     Args:
         left: the rows without the mean of their client.
         free: degrees of freedom of the rows.
     """
+    # Both traces are those of left @ left.T, (R, R), which is small beside S, (D, D).
     products = left @ left.T / free
     trace = products.trace()
-    squared = products.square().sum() - trace.square() / free  # without its bias
-    found = float(trace.square() / squared) if squared > 0 else float(left.shape[1])
-    return min(max(found, 1.0), float(left.shape[1]))
+    # Of few rows tr(S^2) is too large, by tr(S)^2 / free for normal values.
+    squared = products.square().sum() - trace.square() / free
+    columns = float(left.shape[1])
+    found = columns
+    if squared > 0:
+        found = float(trace.square() / squared)
+    return min(max(found, 1.0), columns)
 
 
 def class_counts(classes: Tensor, owner: Tensor) -> Tensor:
-    """Return the examples of each client in each class, float64 (K, C), given class and
-    client of each example.
+    """Return the examples of each client in each class, float64 (K, C).
+
+    Args:
+        classes: the class of each example.
+        owner: the client of each example.
     """
     _, known = torch.unique(classes, return_inverse=True)
     clients, width = int(owner.max()) + 1, int(known.max()) + 1
-    return (
-        torch.bincount(owner * width + known, minlength=clients * width)
-        .view(clients, width)
-        .double()
-    )
+    cells = torch.bincount(owner * width + known, minlength=clients * width)
+    return cells.view(clients, width).double()
 
 
 def total_variation(counts: Tensor) -> Tensor:
-    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given the examples by
-    client and class, (K, C).
-    """
+    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given counts (K, C)."""
     shares = counts / counts.sum(1, keepdim=True)
-    return (shares - counts.sum(0) / counts.sum()).abs().sum(1) / 2
+    of_all = counts.sum(0) / counts.sum()
+    return (shares - of_all).abs().sum(1) / 2
 
 
 def class_skew(counts: Tensor) -> ClassSkew:
-    """Return how the clients' classes differ, given the examples of each client in each
-    class, (K, C).
+    """Return how the clients' classes differ, given the examples in each, (K, C).
 
     Raises:
         ConfigError: scipy is not installed.
     """
     with needs_package("scipy", "comparisons of the clients' classes"):
         from scipy.stats import chi2_contingency
+    # The chi-square test has no expectation for a class without examples.
     counts = counts[:, counts.sum(0) > 0]
-    sizes, shares = counts.sum(1), counts.sum(0) / counts.sum()
-    # The mean absolute deviation of a share by chance, of nearly normal counts.
+    sizes, total = counts.sum(1), counts.sum()
+    shares = counts.sum(0) / total
+    # The mean absolute deviation of a share by chance, of nearly normal counts:
+    # sqrt(2 / pi) standard deviations, of n_k draws without replacement from all.
     spread = (2 / math.pi * shares * (1 - shares)).sqrt().sum() / 2
-    by_chance = (spread * (1 / sizes - 1 / counts.sum()).clamp(min=0).sqrt()).mean()
-    p_value = (
-        float(chi2_contingency(counts.numpy()).pvalue) if counts.shape[1] > 1 else 1.0
-    )
+    by_chance = (spread * (1 / sizes - 1 / total).clamp(min=0).sqrt()).mean()
+    p_value = 1.0
+    if counts.shape[1] > 1:
+        p_value = float(chi2_contingency(counts.numpy()).pvalue)
     return ClassSkew(total_variation(counts).tolist(), float(by_chance), p_value)

@@ -1,4 +1,4 @@
-"""Each client against the others: which ones stand out in inputs, classes or accuracy.
+"""Each client against the others: who stands out in inputs, classes or accuracy.
 
 A federation whose clients all differ is one thing, a client that differs from all the
 others another. So each measure is compared with its median over the clients, in units
@@ -75,38 +75,34 @@ class EachClient:
 
     @property
     def other_inputs(self) -> list[int]:
-        """The clients whose inputs look different to BatchNorm; where classes tell why
-        they are left out.
-        """
+        """The clients whose inputs look different, and not for their classes."""
         return [k for k in _large(self.inputs, MIN_SHIFT) if k not in self.other_mix]
 
     @property
     def worse(self) -> list[int]:
-        """The clients that are far below the others in accuracy, without a cause that
-        is seen.
-        """
+        """The clients far below the others in accuracy, without a cause that is seen."""
         return [k for k in _large(self.below, MIN_BELOW) if k not in self.apart]
 
     @property
     def apart(self) -> list[int]:
-        """The clients with another cause of their own: what is said of all clients
-        leaves them out.
+        """The clients with a cause of their own.
+
+        What is said of all clients leaves them out.
         """
         return sorted({*self.other_inputs, *self.other_mix})
 
 
 def _large(compared: Compared | None, least: float) -> list[int]:
-    return (
-        []
-        if compared is None
-        else [k for k in compared.odd if compared.values[k] >= least]
-    )
+    """Return the odd clients whose difference is large enough to matter."""
+    if compared is None:
+        return []
+    return [k for k in compared.odd if compared.values[k] >= least]
 
 
 def stand_out(values: Tensor, errors: Tensor) -> Tensor:
-    """Return each client's distance from the median, (K,), in units of the spread of
-    all, but at least of its error.
+    """Return each client's score, (K,): its distance from the median, without unit.
 
+    The unit is the spread of all clients, or the client's error where that is larger.
     The factor makes the median absolute deviation of K normal values a standard
     deviation (Croux & Rousseeuw 1992).
     """
@@ -116,24 +112,21 @@ def stand_out(values: Tensor, errors: Tensor) -> Tensor:
 
 
 def _bound(clients: int, share: float) -> float:
-    """Return the score that chance gives to one of so many clients with a share of the
-    level.
+    """Return the score that chance gives to any of so many clients that rarely.
+
+    ``share`` is the measure's part of the level, by Bonferroni.
     """
     return NormalDist().inv_cdf(1 - LEVEL * share / clients)
 
 
 def _compared(values: Tensor, scores: Tensor) -> Compared:
     bound = _bound(len(values), (1 - _SHARE_OF_CLASSES) / _OTHERS)
-    return Compared(
-        values.tolist(),
-        scores.tolist(),
-        torch.nonzero(scores > bound).flatten().tolist(),
-    )
+    odd = torch.nonzero(scores > bound).flatten()
+    return Compared(values.tolist(), scores.tolist(), odd.tolist())
 
 
 def class_mixes(counts: Tensor) -> Compared:
-    """Return the class mix of each client, given the examples of each client in each
-    class, (K, C).
+    """Return the class mix of each client against the others', given counts (K, C).
 
     A client stands out by the chi-square test of its counts against those of all the
     others, and among the distances of the others. If more than a fifth of the clients
@@ -146,33 +139,43 @@ def class_mixes(counts: Tensor) -> Compared:
         distances.append((shares[0] - shares[1]).abs().sum() / 2)
         tails.append(class_skew(pair).p_value)
     far = torch.stack(distances)
-    by_chance = -torch.special.ndtri(
-        torch.tensor(tails, dtype=torch.float64).clamp(min=1e-300)
-    )
-    by_design = stand_out(far, far.median().expand_as(far) / 4)
+    # The p value as a score of a normal value, to be compared with the other score.
+    p_values = torch.tensor(tails, dtype=torch.float64).clamp(min=1e-300)
+    by_chance = -torch.special.ndtri(p_values)
+    by_design = _among_designed(far)
     scores = torch.minimum(by_chance, by_design)
+
     bound = _bound(len(counts), _SHARE_OF_CLASSES)
-    odd = [
-        k for k in torch.nonzero(scores > bound).flatten().tolist() if far[k] >= MIN_MIX
-    ]
-    rest = [k for k in range(len(counts)) if k not in odd]
+    odd, rest = [], []
+    for k, score in enumerate(scores.tolist()):
+        if score > bound and distances[k] >= MIN_MIX:
+            odd.append(k)
+        else:
+            rest.append(k)
+    # Many odd clients, or others that differ as well: label skew of the federation.
     if odd and (len(odd) > max(2, len(counts) // 5) or class_skew(counts[rest]).counts):
         odd = []
     return Compared(far.tolist(), scores.tolist(), odd)
 
 
+def _among_designed(distances: Tensor) -> Tensor:
+    """Return the scores of distances that differ by design, and vary by a quarter."""
+    return stand_out(distances, distances.median().expand_as(distances) / 4)
+
+
 def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
-    """Return how far the inputs of BatchNorm are from the usual ones, of each client,
-    given eps of each layer.
+    """Return how far each client's inputs of BatchNorm are from the usual ones.
+
+    The usual mean and mean square are medians over the clients: of many equal ones, an
+    odd client does not move them, as it moves the mean. ``eps`` is each layer's.
     """
     rows, owner = [], groups.owner
     for path, moments in groups.layers.items():
         means = torch.stack([one.mean for one in moments])
         usual = group_means(means, owner).median(0).values
-        square = (
-            torch.stack([one.m2 / one.count for one in moments])
-            + (means - usual).square()
-        )
+        within = torch.stack([one.m2 / one.count for one in moments])
+        # About the usual mean: a shift of the mean shows in both halves of a row.
+        square = within + (means - usual).square()
         variance = group_means(square, owner).median(0).values + eps[path]
         rows.append(
             torch.cat([(means - usual) / variance.sqrt(), square / variance], 1)
@@ -181,34 +184,38 @@ def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
 
 
 def _distances(rows: Tensor, owner: Tensor) -> Compared:
-    """Return the clients compared by the distance of their mean row from the usual one,
-    its root mean square.
-    """
+    """Return the clients compared by how far their mean row is from the usual one."""
     means, sizes = group_means(rows, owner), torch.bincount(owner).double()
     squares = (means - means.median(0).values).square().sum(1)
     left = rows - means[owner]
     free = max(1, len(rows) - len(sizes))
-    roots = (sizes * squares / (sizes * squares).median().clamp(min=1e-300)).pow(1 / 3)
-    by_chance = stand_out(
-        roots, torch.full_like(roots, math.sqrt(2 / 9 / degrees(left, free)))
-    )
+
+    # By chance n d^2 is alike: a chi-square value of ``degrees``, whose cube root has a
+    # relative variance of 2 / (9 degrees) (Wilson & Hilferty).
+    weighted = sizes * squares
+    roots = (weighted / weighted.median().clamp(min=1e-300)).pow(1 / 3)
+    error = math.sqrt(2 / 9 / degrees(left, free))
+    by_chance = stand_out(roots, torch.full_like(roots, error))
+
+    # By design d is alike: what is left of it without the noise of n groups.
     noise = left.square().sum() / free
-    excess = (squares - noise / sizes).clamp(min=0).sqrt()
-    by_design = stand_out(excess, excess.median().expand_as(excess) / 4)
-    return _compared(
-        (squares / rows.shape[1]).sqrt(), torch.minimum(by_chance, by_design)
-    )
+    by_design = _among_designed((squares - noise / sizes).clamp(min=0).sqrt())
+    root_mean_square = (squares / rows.shape[1]).sqrt()
+    return _compared(root_mean_square, torch.minimum(by_chance, by_design))
 
 
 def accuracies(values: Sequence[float], sizes: Sequence[int]) -> Compared:
-    """Return how far each client is below the median accuracy, given each client's
-    accuracy and examples.
+    """Return how far each client is below the median accuracy.
+
+    Args:
+        values: each client's accuracy.
+        sizes: each client's examples.
     """
-    accuracy, count = (
-        torch.tensor(values, dtype=torch.float64),
-        torch.tensor(sizes, dtype=torch.float64),
-    )
-    # never 0 or 1 (Agresti & Coull 1998)
+    accuracy = torch.tensor(values, dtype=torch.float64)
+    count = torch.tensor(sizes, dtype=torch.float64)
+    # Two right and two wrong answers more: never 0 or 1, so that the binomial standard
+    # error of few examples is not 0 (Agresti & Coull 1998).
     usual = (accuracy.median() * count + 2) / (count + 4)
+    error = (usual * (1 - usual) / count).sqrt()
     below = accuracy.median() - accuracy
-    return _compared(below, stand_out(below, (usual * (1 - usual) / count).sqrt()))
+    return _compared(below, stand_out(below, error))

@@ -1,6 +1,4 @@
-"""What the doctor says: findings with evidence and remedies, and the figures behind
-them.
-"""
+"""What the doctor says: findings with evidence and remedies, and the figures behind."""
 
 from __future__ import annotations
 
@@ -76,39 +74,26 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return the diagnosis as text of up to 100 characters a line."""
-        verdict = "Nothing found."
-        if self.not_measured:  # no finding, and no proof of health
+        if self.findings:
+            verdict = f"{number_of(len(self.findings), 'finding')}, the cause first."
+        elif self.not_measured:
+            # No finding, and no proof of health.
             verdict = (
                 "Nothing found in what was measured. Not known:"
                 f" {number_of(len(self.not_measured), 'part')}, below."
             )
-        if self.findings:
-            verdict = f"{number_of(len(self.findings), 'finding')}, the cause first."
+        else:
+            verdict = "Nothing found."
         blocks = [f"{self.about}\n{verdict}"]
-        for number, one in enumerate(self.findings, 1):
-            lines = [
-                _wrapped(f"{number}. {one.what}"),
-                *(_wrapped(f"- {text}", "  ") for text in one.evidence),
-            ]
-            if one.remedies:
-                lines.append("Try, in order:")
-            for place, remedy in enumerate(one.remedies, 1):
-                lines.append(
-                    _wrapped(f"{place}) {remedy.setting}: {remedy.text}", "   ")
-                )
-            blocks.append("\n".join(lines))
-        if table := _of_clients(self.measures):
-            blocks.append("\n".join(["Clients:", *table]))
-        for title, texts in (
-            ("Not measured", self.not_measured),
-            ("Notes", self.notes),
+        for number, finding in enumerate(self.findings, 1):
+            blocks.append(_in_words(number, finding))
+        for title, lines in (
+            ("Clients", _of_clients(self.measures)),
+            ("Not measured", _points(self.not_measured)),
+            ("Notes", _points(self.notes)),
         ):
-            if texts:
-                blocks.append(
-                    "\n".join(
-                        [f"{title}:", *(_wrapped(f"- {text}", "  ") for text in texts)]
-                    )
-                )
+            if lines:
+                blocks.append("\n".join([f"{title}:", *lines]))
         return "\n\n".join(blocks)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,27 +111,36 @@ class Diagnosis:
         return {key: _plain(value) for key, value in entries.items()}
 
 
+def _in_words(number: int, finding: Finding) -> str:
+    """Return a finding with its evidence and remedies, in lines."""
+    lines = [_wrapped(f"{number}. {finding.what}"), *_points(finding.evidence)]
+    if finding.remedies:
+        lines.append("Try, in order:")
+    for place, remedy in enumerate(finding.remedies, 1):
+        lines.append(_wrapped(f"{place}) {remedy.setting}: {remedy.text}", "   "))
+    return "\n".join(lines)
+
+
+def _points(texts: Sequence[str]) -> list[str]:
+    return [_wrapped(f"- {text}", "  ") for text in texts]
+
+
 def _of_clients(measures: Mapping[str, Any]) -> list[str]:
-    """Return the table of the clients: examples, and accuracy on them; where it was
-    measured.
-    """
+    """Return the table of the clients, empty where no accuracy was measured."""
     if "accuracy" not in measures:
         return []
-    rows = zip(
-        measures["clients"], measures["examples"], measures["accuracy"], strict=True
-    )
-    lines = [
-        f"| {name} | {count:,} | {accuracy:.3f} |" for name, count, accuracy in rows
-    ]
-    more = (
-        [f"| {len(lines) - _ROWS} more: in the JSON | | |"]
-        if len(lines) > _ROWS
-        else []
-    )
-    return ["| client | examples | accuracy |", "|---|---|---|", *lines[:_ROWS], *more]
+    columns = measures["clients"], measures["examples"], measures["accuracy"]
+    rows = [*zip(*columns, strict=True)]
+    table = ["| client | examples | accuracy |", "|---|---|---|"]
+    for name, count, accuracy in rows[:_ROWS]:
+        table.append(f"| {name} | {count:,} | {accuracy:.3f} |")
+    if len(rows) > _ROWS:
+        table.append(f"| {len(rows) - _ROWS} more: in the JSON | | |")
+    return table
 
 
 def _wrapped(text: str, indent: str = "") -> str:
+    # Names of files, layers and settings stay whole, to be copied.
     return textwrap.fill(
         text,
         100,
@@ -168,16 +162,13 @@ def _plain(value: Any) -> Any:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return at most three of the names, and dots for the others; the path of the model
-    itself is empty.
-    """
-    return ", ".join(map(shown_path, [*names][:3])) + (
-        ", ..." if len(names) > 3 else ""
-    )
+    """Return at most three of the names, and dots for the others."""
+    dots = ", ..." if len(names) > 3 else ""
+    return ", ".join(map(shown_path, [*names][:3])) + dots
 
 
 def number_of(count: int, what: str, several: str = "") -> str:
-    """Return "1 client", "2 clients", "1,024 examples"; ``several`` is a plural without
-    s.
-    """
-    return f"{count:,} {what if count == 1 else several or what + 's'}"
+    """Return "1 client", "2 clients"; ``several`` is a plural without s."""
+    if count == 1:
+        return f"1 {what}"
+    return f"{count:,} {several or what + 's'}"

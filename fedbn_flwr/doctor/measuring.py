@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,13 +67,8 @@ class Measuring:
         own: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
         self.lacking = list[str]()
-        self._model, self._clients, self._tests, self._loss = (
-            model,
-            clients,
-            tests,
-            loss,
-        )
-        self._own = own
+        self._model, self._loss, self._own = model, loss, own
+        self._clients, self._tests = clients, tests
         self._generator = torch.Generator().manual_seed(seed)
         self._layers = layers_of(model)
         self._eps = {path: layer.eps for path, layer in self._layers.items()}
@@ -86,7 +82,11 @@ class Measuring:
         }
 
     def everything(self) -> None:
-        """Do all measurements."""
+        """Do all measurements.
+
+        Differences between clients go before accuracies, which are compared only where
+        the classes are alike.
+        """
         self._tried("statistics of the batches", self._batches)
         if len(self._clients) > 1:
             self._tried("differences between clients", self._between_clients)
@@ -100,50 +100,51 @@ class Measuring:
         }
 
     def _batches(self) -> None:
+        """Measure the noise of a batch, and how far running statistics are off."""
         by_client = [batch_moments(self._model, client) for client in self._clients]
         for path, layer in self._layers.items():
+            # A client may lack the layer, or all of them, see ``batch_moments``.
             batches = [seen[path] for seen in by_client if path in seen]
-            together = [one for of_client in batches for one in of_client]
+            together = list(chain(*batches))
             if not together or path in self._m.held:
                 continue
-            levels = [
-                noise(of_client, layer.eps)
-                for of_client in batches
-                if len(of_client) > 1
-            ]
+            levels = [noise(seen, layer.eps) for seen in batches if len(seen) > 1]
             if levels:
                 self._rows[path]["batch-noise"] = levels
                 self._m.noise[path] = sum(levels) / len(levels)
             if layer.running_mean is not None and layer.running_var is not None:
-                total = merge(together)
                 running = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-                far = distance(
-                    running, Statistics(total.mean, total.variance), layer.eps
-                )
+                total = merge(together)
+                seen_now = Statistics(total.mean, total.variance)
+                far = distance(running, seen_now, layer.eps)
                 self._rows[path]["running"] = far._asdict()
                 self._m.running[path] = far
 
     def _between_clients(self) -> None:
+        """Measure how clients differ: first the odd ones, then the others together."""
         m = self._m
         seen = groups_of(self._model, self._clients, self._generator)
         layers = {
-            path: moments for path, moments in seen.layers.items() if path not in m.held
+            path: rows for path, rows in seen.layers.items() if path not in m.held
         }
         seen = Groups(layers, seen.owner)
-        classes, counts = classes_of(self._clients), None
+        counts = None
+        classes = classes_of(self._clients)
         if classes is not None:
-            owners = [
-                torch.full((len(client),), k) for k, client in enumerate(self._clients)
-            ]
-            counts = class_counts(classes, torch.cat(owners))
+            sizes = torch.tensor([len(client) for client in self._clients])
+            owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+            counts = class_counts(classes, owner)
         self._tried(
             "one client against the others", lambda: self._each_client(seen, counts)
         )
+
+        # One odd client must not make a skew of the whole federation.
         rest = [k for k in range(len(m.names)) if k not in m.each.apart]
         if len(rest) < 2:
             rest = list(range(len(m.names)))
         m.rest = [m.names[k] for k in rest]
         m.apart = [name for name in m.names if name not in m.rest]
+
         if counts is None:
             self.lacking.append("label skew: the targets are not one class an example.")
         else:
@@ -172,10 +173,8 @@ class Measuring:
     def _shift(self, seen: Groups) -> None:
         found = self._m.shift = shift(seen, self._eps)
         for path, value in found.layers.items():
-            self._rows[path] |= {
-                "shift": value,
-                "shift-by-chance": found.by_chance[path],
-            }
+            self._rows[path]["shift"] = value
+            self._rows[path]["shift-by-chance"] = found.by_chance[path]
         self.figures["shift"] = {"excess": found.excess, "p-value": found.p_value}
 
     def _mismatch(self) -> None:
@@ -195,9 +194,7 @@ class Measuring:
         }
 
     def _accuracy(self) -> None:
-        """Measure the accuracy of each client; a client that keeps entries has its own
-        model.
-        """
+        """Measure each client's accuracy, with its own entries where it keeps some."""
         m, found = self._m, []
         for client in self._clients:
             model = self._model
@@ -211,17 +208,15 @@ class Measuring:
         m.accuracy = self.figures["accuracy"] = found
         if len(found) < MIN_CLIENTS or m.skew is None:
             return
+        # Where classes differ by design, so do accuracies.
         if m.skew.counts:
             raise DataError(
                 "one client cannot be compared with the others, which hold other"
                 " classes."
             )
-        m.each = replace(
-            m.each,
-            below=each_client.accuracies(
-                found, [len(client) for client in self._clients]
-            ),
-        )
+        sizes = [len(client) for client in self._clients]
+        below = each_client.accuracies(found, sizes)
+        m.each = replace(m.each, below=below)
 
     def _tried(self, what: str, measure: Callable[[], None]) -> None:
         """Do a measurement; if it cannot be done, note why."""
@@ -229,6 +224,6 @@ class Measuring:
             measure()
         except FedBNError as error:
             self.lacking.append(f"{what}: {error}")
-        # the model and the loss are the user's; the other figures are still true
+        # The model and the loss are the user's; the other figures are still true.
         except Exception as error:
             self.lacking.append(f"{what}: {type(error).__name__}: {error}")

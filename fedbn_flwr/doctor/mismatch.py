@@ -1,5 +1,6 @@
-"""The mismatch of training and test (FixBN, section 5.2): running statistics against
-those of the test batch.
+"""The mismatch of training and test (FixBN, section 5.2).
+
+The same examples are tested under running statistics and under those of the test batch.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Mismatch:
 
     @property
     def accuracy_lost(self) -> float:
-        """Accuracy under batch statistics minus that under running ones; 0 if the
-        targets are not classes.
+        """Accuracy under batch statistics minus that under running ones.
+
+        It is 0 if the targets are not classes.
         """
         return (self.batch_accuracy or 0.0) - (self.running_accuracy or 0.0)
 
@@ -73,6 +75,7 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     Raises:
         DataError: the targets are no classes.
     """
+    # Scores (N, C, ...) of C classes for integers (N, ...), or (N, 1).
     by_class = (
         outputs.dim() > 1
         and outputs.shape[1] > 1
@@ -96,14 +99,14 @@ def mismatch(
     loss: Loss,
     generator: torch.Generator,
 ) -> Mismatch:
-    """Return the mismatch of training and test on the examples of all clients; the
-    model does not change.
-    """
+    """Return the mismatch on the examples of all clients; the model does not change."""
     batches = mixed_batches(clients, generator)
     running_loss, running_right = _run(copied(model).eval(), clients, batches, loss)
     batch_loss, batch_right = _run(normalising_by_batch(model), clients, batches, loss)
-    z, running, by_batch = _z(running_loss - batch_loss), None, None
+    z = _z(running_loss - batch_loss)
+    running, by_batch = None, None
     if running_right is not None and batch_right is not None:
+        # The appended example is equally right under both, see ``Mismatch.z``.
         z = max(z, _z(functional.pad(batch_right - running_right, (0, 1))))
         running, by_batch = float(running_right.mean()), float(batch_right.mean())
     return Mismatch(
@@ -119,16 +122,17 @@ def mismatch(
 def accuracy(
     model: nn.Module, client: ClientData, loss: Loss, generator: torch.Generator
 ) -> float | None:
-    """Return the accuracy on the client's examples under running statistics; None if
-    the targets are not classes.
+    """Return the accuracy on the client's examples under running statistics.
+
+    It is None if the targets are not classes.
     """
-    _, right = _run(
-        copied(model).eval(), [client], mixed_batches([client], generator), loss
-    )
+    batches = mixed_batches([client], generator)
+    _, right = _run(copied(model).eval(), [client], batches, loss)
     return None if right is None else float(right.mean())
 
 
 def _z(differences: Tensor) -> float:
+    """Return the mean in units of its standard error; 0 if all values are equal."""
     error = float(differences.std()) / math.sqrt(len(differences))
     return float(differences.mean()) / error if error else 0.0
 
@@ -139,24 +143,24 @@ def _run(
     batches: Sequence[Tensor],
     loss: Loss,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each example's loss, float64 (N,), and whether it is right; None if
-    targets are not classes.
+    """Return each example's loss, float64 (N,), and whether it is right.
+
+    The latter is None if the targets are not classes.
     """
     losses, right, prepared = [], [], inputs_for(model)
-    targets, classes = (
-        torch.cat([client.targets for client in clients]),
-        classes_of(clients),
-    )
+    targets = torch.cat([client.targets for client in clients])
+    classes = classes_of(clients)
     with torch.no_grad():
         for places in batches:
             outputs = outputs_of(model, prepared(inputs_at(clients, places)))
+            # Losses in half precision would be too coarse for z.
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-            # the loss may hold class weights there
+            # To the model's device, since the loss may hold class weights there.
             wanted = targets[places].to(outputs.device)
-            losses += [
-                loss(outputs[n : n + 1], wanted[n : n + 1]).double()
-                for n in range(len(places))
-            ]
+            # One by one: a loss returns the mean of a batch, and z needs each value.
+            for n in range(len(places)):
+                one = loss(outputs[n : n + 1], wanted[n : n + 1])
+                losses.append(one.double())
             if classes is not None and outputs.dim() == 2 and outputs.shape[1] > 1:
                 right.append((outputs.argmax(1).cpu() == classes[places]).double())
     return torch.stack(losses).cpu(), torch.cat(right) if right else None

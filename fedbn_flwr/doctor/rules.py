@@ -1,7 +1,7 @@
-"""Rules for the model and its state; and all rules in the order of causes, with those
-of ``data_rules``.
+"""Rules for the model and its state, and ``RULES``: all rules, the causes first.
 
-Each rule is one function, from the measurements to a finding.
+A rule is one function from the measurements to a finding, or None. Each reads in the
+same order: when it is no finding, the evidence, what to try, and the finding.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ V = TypeVar("V")
 
 
 def unusable_statistics(m: Measured) -> Finding | None:
-    """A running variance that is negative, or weights or statistics that are not
-    finite: every test is nonsense.
-    """
+    """Values that make every test nonsense: a variance below 0, NaN or infinity."""
     if not m.unusable:
         return None
+    evidence = [f"{name}: {what}." for name, what in _first(m.unusable)]
+    tries = remedies.UNUSABLE
+    if m.diverged:
+        # Weights are broken too, so the cause is training, not the server's arithmetic.
+        tries = remedies.DIVERGED
     return Finding(
         "unusable-statistics",
         "The state holds running variances below 0, or values that are not finite.",
-        [f"{name}: {what}." for name, what in _first(m.unusable)],
+        evidence,
         {"entries": dict(m.unusable)},
-        remedies.DIVERGED if m.diverged else remedies.UNUSABLE,
+        tries,
     )
 
 
@@ -47,18 +50,19 @@ def averaged_counters(m: Measured) -> Finding | None:
     """``num_batches_tracked`` as a float: the counters were averaged with the weights."""
     if not m.counters:
         return None
+    evidence = [
+        f"{name} is {what}; an int64 of at least 0 belongs there."
+        for name, what in _first(m.counters)
+    ]
+    evidence.append(
+        f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then"
+        " counts on from there."
+    )
     return Finding(
         "averaged-counters",
         "BatchNorm's counters were averaged: num_batches_tracked is a number of"
         " batches, and an integer.",
-        [
-            f"{name} is {what}; an int64 of at least 0 belongs there."
-            for name, what in _first(m.counters)
-        ]
-        + [
-            f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then"
-            " counts on from there."
-        ],
+        evidence,
         {"entries": dict(m.counters)},
         remedies.COUNTERS,
     )
@@ -69,114 +73,107 @@ def name_filter(m: Measured) -> Finding | None:
     missed = m.missed
     if missed is None or not missed.entries:
         return None
+    layers, entries = missed.layers, missed.entries
     evidence = [
-        (
-            f"{len(missed.layers)} of {missed.num_layers} BatchNorm layers are missed,"
-            f" found by their type: {', '.join(missed.layers[:3])}."
-        ),
-        (
-            f"{len(missed.entries)} entries are sent and averaged:"
-            f" {', '.join(missed.entries[:3])}, ..."
-        ),
+        f"{len(layers)} of {missed.num_layers} BatchNorm layers are missed,"
+        f" found by their type: {', '.join(layers[:3])}.",
+        f"{len(entries)} entries are sent and averaged: {', '.join(entries[:3])}, ...",
     ]
-    if missed.by_letters and missed.kept_layers:
-        evidence.append(
-            f"A filter `{missed.by_letters!r} in name` keeps exactly the other layers:"
-            " names do not tell a layer's type. A layer in a Sequential has a number,"
-            " torchvision's shortcut is called downsample.1."
+    if missed.kept_layers:
+        what, tries = (
+            "The split by names misses BatchNorm layers.",
+            remedies.NAME_FILTER,
         )
-    kept = missed.kept_layers
-    return Finding(
-        "name-filter",
-        (
-            "The split by names misses BatchNorm layers."
-            if kept
-            else "The split keeps no BatchNorm layer at all."
-        ),
-        evidence,
-        {
-            "layers": missed.layers,
-            "entries": missed.entries,
-            "letters": missed.by_letters,
-        },
-        remedies.NAME_FILTER if kept else remedies.NOTHING_KEPT,
-    )
+        if missed.by_letters:
+            evidence.append(
+                f"A filter `{missed.by_letters!r} in name` keeps exactly the other"
+                " layers: names do not tell a layer's type. A layer in a Sequential has"
+                " a number, torchvision's shortcut is called downsample.1."
+            )
+    else:
+        # Nothing stays local: this FedBN is FedAvg, and the first remedy says so.
+        what = "The split keeps no BatchNorm layer at all."
+        tries = remedies.NOTHING_KEPT
+    numbers = {"layers": layers, "entries": entries, "letters": missed.by_letters}
+    return Finding("name-filter", what, evidence, numbers, tries)
 
 
 def tested_by_batch(m: Measured) -> Finding | None:
-    """BatchNorm in train mode at test time, or layers that have no running statistics
-    to test with.
+    """Tests that normalise by the test batch, for one of three reasons.
+
+    Layers in train mode hide the others: they change the statistics as well.
     """
     layers = m.training_layers or m.untracked
-    if not layers and not m.training.tested_by_batch:
-        return None
-    evidence = []
+    tries = remedies.TRAIN_MODE
     if m.training_layers:
-        evidence.append(
+        reason = (
             f"{len(layers)} of {m.num_layers} BatchNorm layers are in train mode in the"
             " model as it was given: a test normalises by the test batch, and moves"
             " the running statistics."
         )
-    elif layers:
-        evidence.append(
+    elif m.untracked:
+        reason = (
             f"{len(layers)} of {m.num_layers} BatchNorm layers have no running"
             f" statistics ({listed(layers)})."
         )
-    else:
-        evidence.append(
+        tries = remedies.NO_RUNNING_STATISTICS
+    elif m.training.tested_by_batch:
+        reason = (
             "The run's first test is global-batch-statistics: it normalises by the test"
             " batch."
         )
+    else:
+        return None
+    evidence = [reason]
     numbers: dict[str, object] = {"layers": [*layers]}
-    if m.gap and m.gap.running_accuracy is not None:
+    gap = m.gap
+    if gap and gap.running_accuracy is not None:
+        # How much hangs on the batch: the same examples, tested in both ways.
         evidence.append(
-            f"The same examples: accuracy {m.gap.batch_accuracy:.3f} by the statistics"
-            f" of mixed batches, {m.gap.running_accuracy:.3f} in eval mode."
+            f"The same examples: accuracy {gap.batch_accuracy:.3f} by the statistics"
+            f" of mixed batches, {gap.running_accuracy:.3f} in eval mode."
         )
-        numbers |= {"mixed": m.gap.batch_accuracy, "eval": m.gap.running_accuracy}
-    chosen = (
-        remedies.TRAIN_MODE
-        if m.training_layers or not layers
-        else remedies.NO_RUNNING_STATISTICS
-    )
+        numbers |= {"mixed": gap.batch_accuracy, "eval": gap.running_accuracy}
     return Finding(
         "tested-with-batch-statistics",
         "Tests use the statistics of the test batch: a prediction depends on the"
         " examples beside it.",
         evidence,
         numbers,
-        chosen,
+        tries,
     )
 
 
 def extreme_variance(m: Measured) -> Finding | None:
     """Running variances near zero in half of a layer, or above 1e8 in any channel."""
-    extreme = {
-        path: c
-        for path, c in m.extremes.items()
-        if c[1] or c[0] >= EXTREME_SHARE * c[2]
-    }
+    extreme = {}
+    for path, counts in m.extremes.items():
+        low, high, channels = counts
+        # A few channels that never fire are usual, one that explodes is not.
+        if high or low >= EXTREME_SHARE * channels:
+            extreme[path] = counts
     if not extreme:
         return None
     evidence = [
-        f"{path}: of {all_} channels {low} have a variance below eps, {high} one above"
-        " 1e8."
-        for path, (low, high, all_) in _first(extreme)
+        f"{path}: of {channels} channels {low} have a variance below eps, {high} one"
+        " above 1e8."
+        for path, (low, high, channels) in _first(extreme)
     ]
-    # Behind a first layer that is sound, the scale of the inputs is not the cause.
-    chosen = (
-        remedies.EXTREME_VARIANCE
-        if m.first_layer in extreme
-        else remedies.EXTREME_INSIDE
-    )
+    tries = remedies.EXTREME_INSIDE
+    if m.first_layer in extreme:
+        # Behind a first layer that is sound, the scale of the inputs is not the cause.
+        tries = remedies.EXTREME_VARIANCE
     what = "Running variances are near zero or explode."
-    return Finding("extreme-variance", what, evidence, {"layers": extreme}, chosen)
+    return Finding("extreme-variance", what, evidence, {"layers": extreme}, tries)
 
 
 def _first(by_path: Mapping[str, V]) -> list[tuple[str, V]]:
+    """Return the first three entries, which are enough to show what is meant."""
     return [(shown_path(path), value) for path, value in list(by_path.items())[:3]]
 
 
+# The order is that of causes: what spoils later measurements comes before them, and
+# a model that is wrong as it stands before clients that differ.
 RULES: tuple[Callable[[Measured], Finding | None], ...] = (
     unusable_statistics,
     averaged_counters,
@@ -197,14 +194,20 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
 
 
 def findings(m: Measured) -> tuple[list[Finding], list[str]]:
-    """Return the findings, the cause first; and a note for each that the method is a
-    remedy for already.
+    """Return the findings, the cause first, and a note for each that is handled.
+
+    A finding is handled where the run's method is a remedy for it already.
     """
-    results = [finding for rule in RULES if (finding := rule(m)) is not None]
-    handled = [finding for finding in results if finding.id in m.training.handled]
-    notes = [
-        f"no finding, since {m.training.method or 'the method'} is a remedy:"
-        f" {finding.what} {finding.evidence[0]}"
-        for finding in handled
-    ]
-    return [finding for finding in results if finding not in handled], notes
+    found, notes = list[Finding](), list[str]()
+    for rule in RULES:
+        finding = rule(m)
+        if finding is None:
+            continue
+        if finding.id in m.training.handled:
+            notes.append(
+                f"no finding, since {m.training.method or 'the method'} is a remedy:"
+                f" {finding.what} {finding.evidence[0]}"
+            )
+        else:
+            found.append(finding)
+    return found, notes

@@ -1,5 +1,4 @@
-"""What a state dict alone shows: counters, running statistics, and which entries a
-split keeps local.
+"""What a state dict alone shows: counters, running statistics, and a split by names.
 
 It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of
 NumPy with names.
@@ -76,14 +75,16 @@ def named(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, 
     prefix = wrapper_prefix([*state], [*like])
     state = {name.removeprefix(prefix): value for name, value in state.items()}
     missing, unknown = sorted({*like} - {*state}), sorted({*state} - {*like})
-    shapes = [
-        name for name in like if name in state and state[name].shape != like[name].shape
-    ]
-    if missing or unknown or shapes:
+    shapes = []
+    for name, value in like.items():
+        if name in state and state[name].shape != value.shape:
+            shapes.append(name)
+    wrong = [*missing, *unknown, *shapes]
+    if wrong:
         raise StateError(
             f"the saved state does not fit the model: {len(missing)} entries are"
             f" missing, {len(unknown)} unknown, {len(shapes)} of another shape (first:"
-            f" {(missing + unknown + shapes)[0]!r}). Name the model that it was saved"
+            f" {wrong[0]!r}). Name the model that it was saved"
             " from; a list of arrays without names cannot be read."
         )
     return state
@@ -93,8 +94,7 @@ TensorState = Mapping[str, Tensor]
 
 
 def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
-    """Return the counters that are no int64, or no whole number of at least 0: name to
-    what it holds instead.
+    """Return what the counters hold that are no whole number of at least 0, by name.
 
     A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it
     ``momentum=None`` averages wrongly. A counter that was cut off to an integer cannot
@@ -104,9 +104,8 @@ def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
     for name in parts.counters:
         value = state[name]
         if value.is_floating_point():
-            wrong[name] = (
-                f"{float(value):.10g} ({str(value.dtype).removeprefix('torch.')})"
-            )
+            dtype = str(value.dtype).removeprefix("torch.")
+            wrong[name] = f"{float(value):.10g} ({dtype})"
         elif int(value) < 0:
             wrong[name] = str(int(value))
     return wrong
@@ -115,16 +114,21 @@ def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
 def unusable_statistics(
     parts: Parts, state: TensorState, names: Collection[str]
 ) -> dict[str, str]:
-    """Return the entries of these names with NaN or infinity, and negative running
-    variances: name to what was seen.
+    """Return what is wrong with entries that make a test nonsense, by name.
+
+    They are the entries of these names with NaN or infinity, and all negative running
+    variances.
     """
     seen: dict[str, list[str]] = {}
     for name in names:
-        if bad := int((~torch.isfinite(state[name])).sum()):
-            seen[name] = [f"{bad} of {state[name].numel()} values are not finite"]
+        values = state[name]
+        bad = int((~torch.isfinite(values)).sum())
+        if bad:
+            seen[name] = [f"{bad} of {values.numel()} values are not finite"]
     for _, variance in parts.moments():
         values = state[variance]
-        if len(negative := values[values < 0]):
+        negative = values[values < 0]
+        if len(negative):
             what = (
                 f"{len(negative)} of {values.numel()} are negative, down to"
                 f" {float(negative.min()):.3g}"
@@ -136,8 +140,7 @@ def unusable_statistics(
 def variance_extremes(
     parts: Parts, state: TensorState, eps: Mapping[str, float]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return, by layer, how many channels have a running variance near zero, above 1e8,
-    and how many there are.
+    """Return channels with a variance near zero, above 1e8, and all, by layer.
 
     Layers with neither are left out. Below eps BatchNorm divides by sqrt(eps), which no
     longer depends on the data. A large eps is a choice of the model.
@@ -149,41 +152,40 @@ def variance_extremes(
     """
     by_layer = {}
     for layer in parts.layers:
-        if "running_var" in layer.entries:
-            values = state[layer.entries["running_var"]].double()
-            near_zero = (values >= 0) & (
-                values < min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE)
-            )
-            low, high = int(near_zero.sum()), int((values > EXPLODING_VARIANCE).sum())
-            if low or high:
-                by_layer[layer.path] = (low, high, values.numel())
+        if "running_var" not in layer.entries:
+            continue
+        values = state[layer.entries["running_var"]].double()
+        least = min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE)
+        # A negative variance is a finding of its own.
+        low = int(((values >= 0) & (values < least)).sum())
+        high = int((values > EXPLODING_VARIANCE).sum())
+        if low or high:
+            by_layer[layer.path] = (low, high, values.numel())
     return by_layer
 
 
 def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
-    """Return the layers with their first running statistics, mean 0 and variance 1, by
-    path: to the batches counted.
+    """Return the batches counted by layers with mean 0 and variance 1, by path.
 
-    A layer that has not counted a batch is left out.
+    Those are the first running statistics. A layer that has not counted a batch is left
+    out, and one that has no counter.
     """
     by_layer = {}
     for layer in parts.layers:
-        names = [
-            layer.entries.get(name)
-            for name in ("running_mean", "running_var", "num_batches_tracked")
-        ]
-        if None in names:
+        entries = layer.entries
+        if not {"running_mean", "running_var", "num_batches_tracked"} <= {*entries}:
             continue
-        mean, variance, counter = (state[name] for name in names if name)
+        mean, variance = state[entries["running_mean"]], state[entries["running_var"]]
+        counter = state[entries["num_batches_tracked"]]
         if int(counter) > 0 and bool((mean == 0).all() and (variance == 1).all()):
+            # A counter may be the float of an average.
             by_layer[layer.path] = round(float(counter))
     return by_layer
 
 
 @dataclass(frozen=True)
 class Missed:
-    """BatchNorm entries that a split does not keep local, although it keeps others of
-    the same part.
+    """BatchNorm entries that a split shares, although it keeps others of the same part.
 
     Attributes:
         entries: the missed entries.
@@ -213,32 +215,28 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
         local: names of the entries that stay with the client.
     """
     kept = {*local}
+    # The pairs that the split keeps, at least in part.
     wanted = [
         part
         for part in (Part.AFFINE, Part.STATISTICS)
-        if kept & {*parts.select([part])}
+        if not kept.isdisjoint(parts.select([part]))
     ]
-    entries = [
-        name
-        for name in parts.select(wanted or (Part.AFFINE, Part.STATISTICS))
-        if name not in kept
-    ]
-    missed = {*entries}
-    layers = [
-        layer.path for layer in parts.layers if missed & {*layer.entries.values()}
-    ]
-    with_any = [
-        layer.path for layer in parts.layers if kept & {*layer.entries.values()}
-    ]
-    letters = [
-        text
-        for text in ("bn", "norm")
-        if with_any == [p.path for p in parts.layers if text in p.path]
-    ]
-    return Missed(
-        entries,
-        layers,
-        len(parts.layers),
-        len(with_any),
-        letters[0] if letters and layers else "",
-    )
+    candidates = parts.select(wanted or [Part.AFFINE, Part.STATISTICS])
+    entries = [name for name in candidates if name not in kept]
+
+    layers, with_any = [], []
+    for layer in parts.layers:
+        names = {*layer.entries.values()}
+        if not names.isdisjoint(entries):
+            layers.append(layer.path)
+        if not names.isdisjoint(kept):
+            with_any.append(layer.path)
+
+    # The filter on names that keeps the same layers shows how the others were missed.
+    by_letters = ""
+    for letters in ("bn", "norm"):
+        matching = [layer.path for layer in parts.layers if letters in layer.path]
+        if layers and matching == with_any:
+            by_letters = letters
+            break
+    return Missed(entries, layers, len(parts.layers), len(with_any), by_letters)
