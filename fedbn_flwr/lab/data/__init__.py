@@ -45,7 +45,13 @@ from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.names import listed
-from fedbn_flwr.lab.data.own import FUNCTION, FUNCTION_FORM, KINDS, OwnData, is_own
+from fedbn_flwr.lab.data.own.request import (
+    FUNCTION,
+    FUNCTION_FORM,
+    KINDS,
+    OwnData,
+    is_own,
+)
 from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
@@ -62,10 +68,17 @@ from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.data.own import is_divided, own_info, own_sha256, own_tests
+    from fedbn_flwr.lab.data.own.description import own_info
+    from fedbn_flwr.lab.data.own.reading import is_divided, own_sha256, own_tests
 else:
-    _OF_OWN = ("is_divided", "own_info", "own_sha256", "own_tests")
-    __getattr__, __dir__ = imported_when_used(__name__, dict.fromkeys(_OF_OWN, "own"))
+    # Their modules import every reader, which a process without own data never needs.
+    _WHERE = {
+        "is_divided": "own.reading",
+        "own_info": "own.description",
+        "own_sha256": "own.reading",
+        "own_tests": "own.reading",
+    }
+    __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
 __all__ = [
     "DATASETS",

@@ -14,7 +14,7 @@ import torch
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data.own import own_info
+from fedbn_flwr.lab.data import own_info
 from fedbn_flwr.lab.export import run_onnx
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.export import export

@@ -1,9 +1,8 @@
-"""npz files with the arrays ``x`` and ``y`` and, where there are any, ``client``,
-``group`` and ``split``.
-"""
+"""npz files with the arrays ``x``, ``y`` and, if any, ``client``, ``group``, ``split``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from fedbn_flwr.training.tasks import Task
 __all__ = ["read_arrays"]
 
 _OF_EXAMPLES = ("client", "group", "split")
+# Whether a value of ``split`` means a test example.
 _SPLIT = {
     "train": False,
     "test": True,
@@ -37,8 +37,7 @@ def read_arrays(request: OwnData) -> Records:
     features (N, F), signals (N, C, L) of C channels and L steps, images (N, C, H, W).
     ``y``: classes 0 to K - 1 (N,), labels or targets (N, K), or classes of pixels (N,
     H, W). ``client`` and ``group``: whole numbers or text (N,); ``split``: "train" and
-    "test", or 0 and
-    1. Other arrays are not used.
+    "test", or 0 and 1. Other arrays are not used.
 
     Raises:
         ConfigError: the targets do not fit the config.
@@ -47,41 +46,40 @@ def read_arrays(request: OwnData) -> Records:
     """
     arrays = _load(request)
     inputs = _inputs(request, arrays["x"])
-    targets, task, num_classes = _targets(request, arrays["y"], inputs)
-    clients, client_names = (
-        numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
-    )
-    units, unit_names = (
-        numbered(arrays["group"].tolist()) if "group" in arrays else (None, ())
-    )
-    return Records(
+    read = _targets(request, arrays["y"], inputs)
+    records = Records(
         inputs=inputs,
-        targets=targets,
-        task=task,
-        num_classes=num_classes,
-        size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
-        clients=clients,
-        client_names=client_names,
-        units=units,
-        unit_names=unit_names,
-        tests=_tests(request, arrays["split"]) if "split" in arrays else None,
+        targets=read.targets,
+        task=read.task,
+        num_classes=read.num_outputs,
     )
+    # Only images as bytes have a height and a width that can be changed later.
+    if inputs.dtype == torch.uint8:
+        records = replace(records, size=tuple(inputs.shape[2:]))
+    if "client" in arrays:
+        clients, names = numbered(arrays["client"].tolist())
+        records = replace(records, clients=clients, client_names=names)
+    if "group" in arrays:
+        units, names = numbered(arrays["group"].tolist())
+        records = replace(records, units=units, unit_names=names)
+    if "split" in arrays:
+        records = replace(records, tests=_tests(request, arrays["split"]))
+    return records
 
 
 def _load(request: OwnData) -> dict[str, Any]:
-    """Return the known arrays of the file, each with a value, or several, for each
-    example of ``x``.
-    """
+    """Return the known arrays of the file; each has a row for each example of ``x``."""
     path = request.existing()
+    arrays = {}
     try:
+        # A pickle could run code that is in the file.
         with np.load(path, allow_pickle=False) as archive:
             names = archive.files
-            arrays = {
-                name: archive[name]
-                for name in ("x", "y", *_OF_EXAMPLES)
-                if name in names
-            }
-    except (TypeError, *READ_ERRORS) as error:  # TypeError: a single array
+            for name in ("x", "y", *_OF_EXAMPLES):
+                if name in names:
+                    arrays[name] = archive[name]
+    # TypeError: a file of a single array (.npy) is no context manager.
+    except (TypeError, *READ_ERRORS) as error:
         raise request.problem(
             f"it cannot be read as an npz file of numbers and text: {error}. Save it"
             " with numpy.savez(path, x=inputs, y=targets)."
@@ -106,36 +104,47 @@ def _load(request: OwnData) -> dict[str, Any]:
 
 def _inputs(request: OwnData, x: Any) -> Tensor:
     """Return uint8 images as (N, C, H, W) and other numbers as float32 (N, ...)."""
-    if x.dtype == np.uint8 and x.ndim == 3:
+    # Bytes of three or four dimensions are images, with their channels last.
+    as_bytes = x.dtype == np.uint8
+    if as_bytes and x.ndim == 3:
         x = x[..., None]
     channels_last = x.ndim == 4 and x.shape[3] in (1, 3)
-    if x.dtype == np.uint8 and channels_last:
+    if as_bytes and channels_last:
         return torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2)))
-    if (
-        x.dtype.kind not in "biuf"
-        or x.ndim < 2
-        or (x.dtype == np.uint8 and x.ndim == 4)
-    ):
+    other_channels = as_bytes and x.ndim == 4
+    if x.dtype.kind not in "biuf" or x.ndim < 2 or other_channels:
         raise request.problem(
             f"x is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W), (N,"
             " H, W, 1) or (N, H, W, 3), or numbers (N, F), (N, C, L) or (N, C, H, W)."
         )
+    # Images of 8 or more channels are hardly 1 or 3 pixels wide: the axes are mixed up.
     if channels_last and min(x.shape[1:3]) >= 8:
         raise request.problem(
             f"x has shape {x.shape}, which looks like (N, H, W, C). Images of numbers"
             " are (N, C, H, W): save x.transpose(0, 3, 1, 2)."
         )
+    # What float32 cannot hold becomes infinite, and is refused with the other numbers.
     with np.errstate(over="ignore"):
         inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-    if bad := int((~inputs.isfinite()).sum()):
+    bad = int((~inputs.isfinite()).sum())
+    if bad:
         raise request.problem(
             f"{bad} numbers of x are NaN or infinite, or above 3e38. Fill them in."
         )
     return inputs
 
 
-def _targets(request: OwnData, y: Any, inputs: Tensor) -> tuple[Tensor, Task, int]:
-    """Return the targets, their task, and the number of the model's outputs."""
+@dataclass(frozen=True, eq=False)
+class _Targets:
+    """Targets of all examples, their task, and the number of the model's outputs."""
+
+    targets: Tensor
+    task: Task
+    num_outputs: int
+
+
+def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
+    """Return what ``y`` is: its shape and numbers show the task, or the config says it."""
     if y.dtype.kind not in "biuf" or y.ndim > 3 or not np.isfinite(y).all():
         raise request.problem(
             f"y is {y.dtype} of shape {y.shape}; finite numbers (N,), (N, K) or (N, H,"
@@ -146,54 +155,55 @@ def _targets(request: OwnData, y: Any, inputs: Tensor) -> tuple[Tensor, Task, in
     if y.ndim == 2:
         return _several(request, y)
     # Floats are targets of a regression, unless the config says that they are classes.
-    as_classes = request.task != "regression" if request.task else y.dtype.kind != "f"
+    if request.task:
+        as_classes = request.task != "regression"
+    else:
+        as_classes = y.dtype.kind != "f"
     if as_classes and (y == np.round(y)).all():
         return _classes(request, y.astype(np.int64))
     task = chosen_task(request, "regression", ("regression",))
-    return torch.from_numpy(y.astype(np.float32)), task, 1
+    return _Targets(torch.from_numpy(y.astype(np.float32)), task, 1)
 
 
-def _classes(request: OwnData, y: Any) -> tuple[Tensor, Task, int]:
-    count = (
-        2
-        if request.task == "binary"
-        else request.num_classes or max(len(np.unique(y)), 2)
-    )
-    if (
-        y.min() < 0
-        or y.max() >= count
-        or (not request.task and not request.num_classes and not y.any())
-    ):
+def _classes(request: OwnData, y: Any) -> _Targets:
+    if request.task == "binary":
+        count = 2
+    else:
+        count = request.num_classes or max(len(np.unique(y)), 2)
+    # Classes all 0 are more often a column that was filled in wrongly than one class.
+    stated = request.task or request.num_classes
+    if y.min() < 0 or y.max() >= count or (not stated and not y.any()):
         raise request.problem(
             f"y has classes {y.min()} to {y.max()}; 0 to {count - 1} needed. If other"
             f" data have the absent ones, set num-classes={max(y.max() + 1, 2)}."
         )
-    task = chosen_task(
-        request,
-        "classification",
-        ("classification", "binary") if count == 2 else ("classification",),
-    )
-    return torch.from_numpy(y), task, 1 if task.name == "binary" else count
+    allowed = ["classification"]
+    if count == 2:
+        allowed.append("binary")
+    task = chosen_task(request, "classification", allowed)
+    # One output for two classes: the log odds of the second one.
+    num_outputs = 1 if task.name == "binary" else count
+    return _Targets(torch.from_numpy(y), task, num_outputs)
 
 
-def _several(request: OwnData, y: Any) -> tuple[Tensor, Task, int]:
+def _several(request: OwnData, y: Any) -> _Targets:
     """Return labels or numbers, several for each example."""
     are_labels = bool(np.isin(y, (0, 1)).all())
+    # One-hot classes look like labels, and would train with another loss.
     if are_labels and not request.task and (y.sum(1) == 1).all():
         raise ConfigError(
             f"dataset={request.name!r}: y has a single 1 in each row. If each example"
             " is of one class, save y.argmax(1); if several labels could be true, set"
             " task=multi-label."
         )
-    allowed = ("multi-label", "regression") if are_labels else ("regression",)
-    return (
-        torch.from_numpy(y.astype(np.float32)),
-        chosen_task(request, allowed[0], allowed),
-        y.shape[1],
-    )
+    allowed = ["regression"]
+    if are_labels:
+        allowed.insert(0, "multi-label")
+    task = chosen_task(request, allowed[0], allowed)
+    return _Targets(torch.from_numpy(y.astype(np.float32)), task, y.shape[1])
 
 
-def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> tuple[Tensor, Task, int]:
+def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
     """Return the class of each pixel, and 255 for pixels that are ignored."""
     if inputs.dtype != torch.uint8 or inputs.shape[2:] != y.shape[1:]:
         raise request.problem(
@@ -202,26 +212,21 @@ def _of_pixels(request: OwnData, y: Any, inputs: Tensor) -> tuple[Tensor, Task, 
         )
     largest = int(y.max(where=y != IGNORED_PIXEL, initial=0))
     count = request.num_classes or largest + 1
-    if (
-        y.dtype.kind not in "iu"
-        or y.min() < 0
-        or largest >= count
-        or count < 2
-        or largest > IGNORED_PIXEL
-    ):
+    are_classes = y.dtype.kind in "iu" and y.min() >= 0 and largest < count
+    # Targets of pixels are kept as bytes, see ``Samples``.
+    fit_into_bytes = largest <= IGNORED_PIXEL
+    if not are_classes or count < 2 or not fit_into_bytes:
         raise request.problem(
             f"y is {y.dtype}, {y.min()} to {largest}; classes of pixels 0, 1, ... (with"
             f" num-classes={count}) needed, as 255 is for pixels that do not count."
         )
-    return (
-        torch.from_numpy(y.astype(np.uint8)),
-        chosen_task(request, "segmentation", ("segmentation",)),
-        count,
-    )
+    task = chosen_task(request, "segmentation", ("segmentation",))
+    return _Targets(torch.from_numpy(y.astype(np.uint8)), task, count)
 
 
 def _tests(request: OwnData, values: Any) -> Any:
     """Return which examples are test examples, bool (N,)."""
+    # An unknown value gives None, and with it an array of objects instead of bools.
     tests = np.array([_SPLIT.get(str(value)) for value in values.tolist()])
     if tests.dtype != bool or tests.all() or not tests.any():
         raise request.problem(

@@ -1,4 +1,4 @@
-"""The description of own data, which the config gives where only the nodes have them."""
+"""What a model must know of own data: found in them, or said by the config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["own_info"]
 
-_LARGEST = 224  # pixels; the height of larger images, unless image-size says more
+# In pixels: the height of larger images, unless image-size says more.
+_LARGEST = 224
 
 
 def own_info(request: OwnData) -> DatasetInfo:
-    """Return the description of own data, after reading them (image files: their names
-    and headers).
+    """Return the description of own data, after reading them.
+
+    Image files are read by their names and the first header.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -39,12 +41,14 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
+    # Images have channels and a size that can change; other inputs stay as they are.
     records = read(request, stamp)
     if isinstance(records.inputs, Tensor):
         shape = tuple(records.inputs.shape[1:])
         channels = shape[0] if records.inputs.dtype == torch.uint8 else 0
     else:
         shape, channels = (), 3
+    # Every node must scale pixels alike, so this is no mean of what it happens to have.
     mean, std = (per_channel(values, channels) for values in IMAGENET)
     return DatasetInfo(
         request.name,
@@ -67,9 +71,7 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info_of_nodes(request: OwnData) -> DatasetInfo:
-    """Return the description of images that only the nodes have; the config must say
-    what the model needs.
-    """
+    """Return the description of images that only the nodes have, from the config."""
     needed = ["image-size", "task"]
     if request.task not in ("binary", "regression"):
         needed.append("num-classes")
@@ -97,4 +99,5 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
 
 
 def _nothing(folder: Path, shape: Shape) -> Loaded:
+    """Refuse to load: where only the nodes have data, ``load_local_dataset`` does."""
     raise ValueError("the data are on the nodes only")

@@ -46,14 +46,17 @@ def read_folder(request: OwnData) -> Records:
         DataError: the folder has no images, another number of classes, or none of the
             layouts.
     """
+    # The layout: what each folder's path says, the same things for all folders.
     root = request.existing()
     folders = _image_folders(root)
     places = {folder: _place(request, folder.relative_to(root)) for folder in folders}
-    if len({(bool(place.client), bool(place.part)) for place in places.values()}) > 1:
+    layouts = {(bool(place.client), bool(place.part)) for place in places.values()}
+    if len(layouts) > 1:
         raise request.problem(
             "some images lie below a client folder (or a train or test folder), and"
             " others do not. Give all images the same layout."
         )
+    # The files, in the order of their paths, and the place of each.
     paths, of_files = list[Path](), list[Place]()
     for folder, names in sorted(folders.items()):
         paths += [folder / name for name in names]
@@ -65,9 +68,13 @@ def read_folder(request: OwnData) -> Records:
         )
     classes = sorted({place.label for place in places.values()})
     _check_classes(request, classes, {place.label for place in of_files})
-    _, height, width = pixels(str(paths[0])).shape
-    allowed = ("classification", "binary") if len(classes) == 2 else ("classification",)
+    allowed = ["classification"]
+    if len(classes) == 2:
+        allowed.append("binary")
     task = chosen_task(request, "classification", allowed)
+    # The first image stands for all: image-size says another height.
+    _, height, width = pixels(str(paths[0])).shape
+    # Folders without clients have the client "" of ``_place``.
     clients, client_names = numbered([place.client for place in of_files])
     has_clients = client_names != ("",)
     return Records(
@@ -91,15 +98,18 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
     """
     folders, others = {}, 0
     for name, below, files in os.walk(root, followlinks=True):
+        # Changed in place: ``os.walk`` goes on into what is left in the list.
         below[:] = [step for step in below if not step.startswith(".")]
-        images = [
-            file
-            for file in files
-            if Path(file).suffix.lower() in SUFFIXES and not file.startswith(".")
-        ]
+        images = list[str]()
+        for file in files:
+            if file.startswith("."):
+                continue
+            if Path(file).suffix.lower() in SUFFIXES:
+                images.append(file)
+            else:
+                others += 1
         if images or (not below and Path(name) != root):
             folders[Path(name)] = sorted(images)
-        others += sum(not file.startswith(".") for file in files) - len(images)
     if others:
         logger.warning(
             "folder %s: %d files are left out, as they are no image files", root, others
@@ -110,8 +120,13 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
 def _place(request: OwnData, folder: Path) -> Place:
     """Return the place of a folder's images, from its path below the root."""
     *above, label = folder.parts or ("",)
-    parts = [step.lower() for step in above if step.lower() in _PARTS]
-    clients = [step for step in above if step.lower() not in _PARTS]
+    # A folder above the class is a part or a client, in either order.
+    parts, clients = list[str](), list[str]()
+    for step in above:
+        if step.lower() in _PARTS:
+            parts.append(step.lower())
+        else:
+            clients.append(step)
     in_validation = any(step.lower() in _VALIDATION for step in above)
     if not label or len(clients) > 1 or len(parts) > 1 or in_validation:
         raise request.problem(
@@ -126,7 +141,7 @@ def _check_classes(
     request: OwnData, classes: Sequence[str], with_images: Collection[str]
 ) -> None:
     """Raise DataError unless the class folders can be the classes of the run."""
-    # one alone may be a class, of vehicles
+    # One alone may be a class: "train", among vehicles.
     if sum(label.lower() in {*_PARTS, *_VALIDATION} for label in classes) > 1:
         raise request.problem(
             f"folders of classes are called {shown(classes)}. The class lies below"

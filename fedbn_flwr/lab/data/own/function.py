@@ -1,5 +1,4 @@
-"""``dataset=module:function``: the data of a site from a user's function, for what this
-package does not read.
+"""``dataset=module:function``: the data of a site from a user's function.
 
 ``function(site, part)`` returns a torch ``Dataset`` for the part ``"train"`` or
 ``"test"``: ``len(d)`` examples, each ``d[i]`` a pair of an input and a target. ``site``
@@ -45,13 +44,19 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 __all__ = ["function_info", "function_sha256"]
 
 _PARTS = ("train", "test")
-_MOST = 1000  # values of the targets that are classes
+# The largest number of classes where nothing states it: above it, a target is no class.
+_MOST = 1000
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One part of the data of one site: its name for messages, what the function
-    returned, and what that says.
+    """One part of the data of one site, as the function returned it.
+
+    Attributes:
+        name: what messages call it.
+        data: the data set.
+        groups: its ``groups``, a value for each example; None without them.
+        classes: its ``targets``, where these are classes; None without them.
     """
 
     name: str
@@ -71,6 +76,7 @@ def site_names(request: OwnData) -> tuple[str, ...]:
     )
 
 
+# Cached, because a function may read files, and data sets are asked for several times.
 @functools.lru_cache(maxsize=8)
 def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     """Return the parts of each site, by part.
@@ -87,9 +93,10 @@ def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
             f" input: {name.partition(':')[2]}.input_shape = (features,)."
         )
     function = own_function("dataset", name, KINDS)
-    return {
-        part: [_site(name, function, site, part) for site in sites] for part in _PARTS
-    }
+    parts = {}
+    for part in _PARTS:
+        parts[part] = [_site(name, function, site, part) for site in sites]
+    return parts
 
 
 def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -> Site:
@@ -101,8 +108,9 @@ def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -
             " with a length needed."
         )
     classes = _values(what, data, "targets")
+    # Numbers and masks are no classes: they come with the examples.
     if classes is not None and not all(type(value) is int for value in classes):
-        classes = None  # numbers or masks: they come with the examples
+        classes = None
     return Site(what, data, _values(what, data, "groups"), classes)
 
 
@@ -147,6 +155,7 @@ def _example(
     """
     where = f"{site.name}, example {at}"
     inputs, target = _called(where, _as_pair, site.data, at)
+    # The checks are here, at each reading, since nothing else sees every example.
     if inputs.dtype == torch.uint8 or not 1 <= inputs.ndim <= 4:
         raise DataError(
             f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}; numbers"
@@ -166,33 +175,38 @@ def _example(
             f"{where} has inputs that are NaN or infinite: fill them in in the"
             " function."
         )
-    return inputs, (
-        target
-        if task is None
-        else _target(where, target, task, tuple(inputs.shape[1:]), classes)
-    )
+    if task is not None:
+        target = _target(where, target, task, tuple(inputs.shape[1:]), classes)
+    return inputs, target
 
 
 def _as_pair(data: Any, at: int) -> tuple[Tensor, Tensor]:
-    """Return input and target of an example as plain tensors, also those of a library's
-    own kind.
-    """
+    """Return input and target of an example as plain tensors."""
     example = data[at]
     if not isinstance(example, (tuple, list)) or len(example) != 2:
         raise TypeError(
             f"a {type(example).__name__}; a pair of input and target needed"
         )
-    inputs, target = (
-        value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        for value in example
-    )
-    return inputs.as_subclass(Tensor).detach(), target.as_subclass(Tensor).detach()
+    return _as_tensor(example[0]), _as_tensor(example[1])
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        value = torch.from_numpy(np.array(value))
+    # Libraries have tensors of their own kind (MONAI's MetaTensor), which do not stack.
+    plain: Tensor = value.as_subclass(Tensor).detach()
+    return plain
 
 
 def _target(
     where: str, target: Tensor, task: Task, pixels: tuple[int, ...], classes: int
 ) -> Tensor:
-    """Return a target in the dtype of ``Samples``."""
+    """Return a target in the dtype of ``Samples``.
+
+    Raises:
+        DataError: it does not fit the task; the message begins with ``where``.
+    """
+    # What the task needs: a shape, and numbers or classes below a limit.
     shape: tuple[int, ...] = ()
     dtype, limit = torch.int64, classes or _MOST
     if task.by_pixel:
@@ -200,15 +214,16 @@ def _target(
     elif task.name == "binary":
         limit = 2
     elif task.name != "classification":
-        columns = task.outputs(classes)
-        shape = () if columns == 1 and task.name == "regression" else (columns,)
         dtype, limit = torch.float32, 0
+        columns = task.outputs(classes)
+        if columns > 1 or task.name != "regression":
+            shape = (columns,)
+    # One leading dimension of 1 is what many libraries put before a mask or a class.
     fits = tuple(target.shape) in (shape, (1, *shape))
     if limit:
         known = target[target != IGNORED_PIXEL] if task.by_pixel else target
-        fits = fits and bool(
-            ((known == known.long()) & (known >= 0) & (known < limit)).all()
-        )
+        are_classes = (known == known.long()) & (known >= 0) & (known < limit)
+        fits = fits and bool(are_classes.all())
     if not fits:
         values = f", {target.min()} to {target.max()}" if target.numel() else ""
         needed = f"classes 0 to {limit - 1}" if limit else "numbers"
@@ -222,25 +237,25 @@ def _target(
 
 @functools.lru_cache(maxsize=8)
 def function_info(request: OwnData) -> DatasetInfo:
-    """Return the description of the data; a site is read where nothing states all that
-    the model needs.
+    """Return the description of the data, of which as little as possible is read.
 
     Raises:
         ConfigError: the config does not say what the targets are.
         DataError: the function fails for a site, or its data do not fit the config or
             the other sites.
     """
-    shape = tuple(
-        getattr(own_function("dataset", request.path, KINDS), "input_shape", ())
-    )
+    # What the function and the config state.
+    function = own_function("dataset", request.path, KINDS)
+    shape = tuple(getattr(function, "input_shape", ()))
     task = chosen_task(request, request.task, tuple(TASKS)) if request.task else None
     classes = 1 if request.task == "binary" else request.num_classes
+    # The server may have no site at all, so examples are read only for what is left.
     if not shape or task is None or not classes:
         sites = sites_of(request.path, request.sites)
-        first = next((site for site in sites["train"] if len(site)), None)
-        if first is None:
+        with_examples = [site for site in sites["train"] if len(site)]
+        if not with_examples:
             raise request.problem("no site has a training example.")
-        inputs, target = _example(first, 0, None, shape, 0)
+        inputs, target = _example(with_examples[0], 0, None, shape, 0)
         shape = tuple(inputs.shape)
         task = task or _task_of(request, target)
         classes = classes or _count(request, task, target)
@@ -282,21 +297,22 @@ def _count(request: OwnData, task: Task, target: Tensor) -> int:
         )
     if task.name != "classification":
         return max(target.numel(), 1)
-    parts = sites_of(request.path, request.sites).values()
-    return 1 + max(
-        value for sites in parts for site in sites for value in _classes_of(site, 0)
-    )
+    largest = 0
+    for sites in sites_of(request.path, request.sites).values():
+        for site in sites:
+            largest = max([largest, *_classes_of(site, 0)])
+    return largest + 1
 
 
 def _classes_of(site: Site, classes: int) -> Sequence[int]:
-    """Return the class of each example; the examples are read where the data set does
-    not say them.
-    """
+    """Return the class of each example; reads the examples of data without ``targets``."""
     if site.classes is None:
-        return [
-            int(_example(site, at, CLASSIFICATION, (), classes)[1])
-            for at in range(len(site))
-        ]
+        found = []
+        for at in range(len(site)):
+            _, target = _example(site, at, CLASSIFICATION, (), classes)
+            found.append(int(target))
+        return found
+    # The ends tell whether all are classes of the model.
     if site.classes:
         for value in (min(site.classes), max(site.classes)):
             _target(site.name, torch.tensor(value), CLASSIFICATION, (), classes)
@@ -311,28 +327,26 @@ def _load(
     folder: Path,
     wanted: Shape,
 ) -> Loaded:
-    """Return the training and the test examples of all sites: a reader of
-    ``data.loading``.
+    """Return the training and the test examples of all sites: ``DatasetInfo.loader``.
 
     Those of a ``TensorDataset`` are in memory; of others each is read when it is used,
     as a data set may augment.
     """
     del folder, wanted
     parts = sites_of(request.path, request.sites)
+    # One example of every site shows another shape or other classes before any work.
     for sites in parts.values():
         for site in sites:
-            # of every site before any work: another shape or other classes
             if len(site):
                 _example(site, 0, task, shape, classes)
-    values = [
-        value
-        for sites in parts.values()
-        for site in sites
-        for value in site.groups or ()
-    ]
-    number = {value: at for at, value in enumerate(dict.fromkeys(values))}
+    # The groups of both parts have common numbers: a patient may be in both.
+    unit_numbers: dict[Any, int] = {}
+    for sites in parts.values():
+        for site in sites:
+            for value in site.groups or ():
+                unit_numbers.setdefault(value, len(unit_numbers))
     train, test = (
-        _examples(parts[part], task, shape, classes, number) for part in _PARTS
+        _examples(parts[part], task, shape, classes, unit_numbers) for part in _PARTS
     )
     return Loaded(train, test, site_names(request))
 
@@ -342,48 +356,50 @@ def _examples(
     task: Task,
     shape: tuple[int, ...],
     classes: int,
-    number: dict[Any, int],
+    unit_numbers: dict[Any, int],
 ) -> Samples:
-    places = [(site, at) for site in sites for at in range(len(site))]
-    groups = torch.tensor(
-        [which for which, site in enumerate(sites) for _ in range(len(site))],
-        dtype=torch.int64,
-    )
+    """Return one part of all sites, each a group, with the groups of a site as units."""
+    # Every example's site, its number there and its unit. Without a group of its own an
+    # example is a unit, numbered after the groups.
+    places: list[tuple[Site, int]] = []
+    groups, units = list[int](), list[int]()
+    for which, site in enumerate(sites):
+        for at in range(len(site)):
+            unit = len(unit_numbers) + len(places)
+            if site.groups is not None:
+                unit = unit_numbers[site.groups[at]]
+            places.append((site, at))
+            groups.append(which)
+            units.append(unit)
 
     def read(at: int) -> tuple[Tensor, Tensor]:
         return _example(*places[at], task, shape, classes)
 
-    units = None
-    if number:  # an example without a group is a unit of its own
-        units = torch.tensor(
-            [
-                len(number) + at if site.groups is None else number[site.groups[i]]
-                for at, (site, i) in enumerate(places)
-            ]
-        )
+    of_sites = torch.tensor(groups, dtype=torch.int64)
+    of_units = torch.tensor(units) if unit_numbers else None
+    # Tensors are in memory anyway, and nothing changes them when they are read.
     if places and all(isinstance(site.data, TensorDataset) for site in sites):
         inputs, targets = zip(*map(read, range(len(places))), strict=True)
-        return Samples(torch.stack(inputs), torch.stack(targets), groups, units)
+        return Samples(torch.stack(inputs), torch.stack(targets), of_sites, of_units)
+    # Splits by class need the classes at once, other targets come with the inputs.
     labels = None
     if task.name in ("classification", "binary"):
-        labels = torch.tensor(
-            [value for site in sites for value in _classes_of(site, max(classes, 2))]
-        )
-        labels = labels.to(torch.int64)
-    return Samples(
-        ReadInputs(read, len(places), shape, task.by_pixel), labels, groups, units
-    )
+        classes_of_all = list[int]()
+        for site in sites:
+            classes_of_all += _classes_of(site, max(classes, 2))
+        labels = torch.tensor(classes_of_all, dtype=torch.int64)
+    read_inputs = ReadInputs(read, len(places), shape, task.by_pixel)
+    return Samples(read_inputs, labels, of_sites, of_units)
 
 
 def function_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the function's file and of the sizes, groups and classes of
-    all parts.
+    """Return the SHA-256 of the function's file and of what its data sets say.
 
-    Examples are not read for it: what else has changed in them is not seen.
+    Sizes, groups and classes count. Examples are not read for it: what else has changed
+    in them is not seen.
     """
-    digest = hashlib.sha256(
-        sha256_of_code(own_module("dataset", request.path, KINDS)).encode()
-    )
+    module = own_module("dataset", request.path, KINDS)
+    digest = hashlib.sha256(sha256_of_code(module).encode())
     for part, sites in sites_of(request.path, request.sites).items():
         for site in sites:
             digest.update(f"{part} {len(site)} {site.groups} {site.classes}\n".encode())

@@ -1,6 +1,4 @@
-"""Own data, read once in a process and divided into training and test examples; where
-these are in the files.
-"""
+"""Own data, read once in a process and divided into training and test examples."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ _READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
     "npz": read_arrays,
 }
-_TEST_SEED = 0  # all runs and seeds have the same test examples
+# All runs and seeds have the same test examples.
+_TEST_SEED = 0
 
 
 @functools.lru_cache(maxsize=8)
 def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
-    """Return what the reader of the data's kind finds; data with another stamp are read
-    again.
+    """Return what the reader of the data's kind finds, once for each ``stamp_of``.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -49,14 +47,19 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:
-    """Return times and sizes of a file, or of a folder and what is in it, so that a
-    process notices other data.
+    """Return times and sizes of a file, or of a folder and what is directly in it.
+
+    With another stamp a process reads the data again.
     """
     path = Path(request.path)
     stamp = list[int]()
     try:
-        for each in [path, *(sorted(path.iterdir()) if path.is_dir() else [])]:
+        paths = [path]
+        if path.is_dir():
+            paths += sorted(path.iterdir())
+        for each in paths:
             stamp += [each.stat().st_mtime_ns, each.stat().st_size]
+    # The reader says better what is absent.
     except OSError:
         return ()
     return tuple(stamp)
@@ -65,17 +68,15 @@ def stamp_of(request: OwnData) -> tuple[int, ...]:
 def load(
     request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape
 ) -> Loaded:
-    """Return the training and the test examples: a reader of ``data.loading``."""
-    del folder
+    """Return the training and the test examples: ``DatasetInfo.loader`` of own data."""
+    del folder  # own data name their path
     records = read(request, stamp)
     parts = parts_of(request, records)
-    train, test = (
-        samples.regrouped(
-            _numbers(records.clients, part), _numbers(records.units, part)
-        )
-        for samples, part in zip(_examples(records, parts, shape), parts, strict=True)
-    )
-    return Loaded(train, test, records.client_names)
+    both = []
+    for samples, part in zip(_examples(records, parts, shape), parts, strict=True):
+        clients = _numbers(records.clients, part)
+        both.append(samples.regrouped(clients, _numbers(records.units, part)))
+    return Loaded(both[0], both[1], records.client_names)
 
 
 def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
@@ -85,17 +86,14 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
 def _examples(
     records: Records, parts: Sequence[Indices], shape: Shape
 ) -> Sequence[Samples]:
-    """Return the examples of each part: arrays in memory as they are, image files in
-    this shape.
-    """
+    """Return the examples of each part; image files are decoded in this shape."""
     inputs, targets = records.inputs, records.targets
     if isinstance(inputs, Tensor):
         return [Samples(inputs[part], targets[part]) for part in parts]
+    # Together, so that what fits into memory is decided for both parts at once.
     order = np.concatenate(parts)
-    paths, lengths = (
-        [inputs[at] for at in order.tolist()],
-        [len(part) for part in parts],
-    )
+    paths = [inputs[at] for at in order.tolist()]
+    lengths = [len(part) for part in parts]
     return hold(paths, targets[order].tolist(), lengths, shape)
 
 
@@ -107,46 +105,45 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
             data have.
     """
     everything, tests = np.arange(len(records), dtype=np.int64), records.tests
-    if tests is None and request.test_share == 1:
-        return everything[:0], everything
+    # The data say it themselves.
     if tests is not None:
-        both = (
-            ()
-            if records.units is None
-            else np.intersect1d(records.units[tests], records.units[~tests])
-        )
-        if len(both):
-            raise ConfigError(
-                f"dataset={request.name!r}: {len(both)} values of group are on both"
-                " sides of the split that the data have. Correct the split, or leave"
-                " it out: then a split by group is made."
-            )
+        if records.units is not None:
+            both = np.intersect1d(records.units[tests], records.units[~tests])
+            if len(both):
+                raise ConfigError(
+                    f"dataset={request.name!r}: {len(both)} values of group are on both"
+                    " sides of the split that the data have. Correct the split, or"
+                    " leave it out: then a split by group is made."
+                )
         return everything[~tests], everything[tests]
+    if request.test_share == 1:
+        return everything[:0], everything
+    # Else a share of each class of each client: the cells of this draw.
     cells = np.zeros(len(records), np.int64)
     if records.targets.dtype == torch.int64:
         cells = records.targets.numpy()
-    if records.clients is not None:  # every client has its share of test examples
+    if records.clients is not None:
         cells = cells * len(records.client_names) + records.clients
     return split_off(everything, cells, request.test_share, _TEST_SEED, records.units)
 
 
 def is_divided(request: OwnData) -> bool:
     """Return whether the data themselves say which are test examples."""
-    return (
-        request.kind == FUNCTION or read(request, stamp_of(request)).tests is not None
-    )
+    # A function is asked for each part.
+    if request.kind == FUNCTION:
+        return True
+    return read(request, stamp_of(request)).tests is not None
 
 
 def own_tests(request: OwnData) -> dict[str, list[int | str]]:
-    """Return where each test example is in files of the user: its file or row, its
-    client and its group.
+    """Return the file or row, the client and the group of each test example.
 
     Raises:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
     records = read(request, stamp_of(request))
-    tests = parts_of(request, records)[1]
+    _, tests = parts_of(request, records)
     if isinstance(records.inputs, Tensor):
         columns: dict[str, list[int | str]] = {"row": tests.tolist()}
     else:
@@ -164,34 +161,34 @@ def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
 
 
 def own_sha256(request: OwnData) -> str:
-    """Return the SHA-256 of the examples in their order and of the division into
-    training and test examples.
+    """Return the SHA-256 of the examples in their order, and of who has and tests them.
 
-    The clients that the data name count, too. Image files count by their paths and
-    sizes, the data of a function by its file and what the data sets say without reading
-    an example.
+    The division into training and test examples counts, and the clients that the data
+    name. Image files count by their paths and sizes, the data of a function by its file
+    and what the data sets say without reading an example.
 
     Raises:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    return (
-        function_sha256(request)
-        if request.kind == FUNCTION
-        else _sha256(request, stamp_of(request))
-    )
+    if request.kind == FUNCTION:
+        return function_sha256(request)
+    return _sha256(request, stamp_of(request))
 
 
 @functools.lru_cache(maxsize=8)
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
+    # Runs have this digest in data.json: another order of the entries would look as if
+    # the data had changed.
     records, digest = read(request, stamp), hashlib.sha256()
     if isinstance(records.inputs, Tensor):
         digest.update(records.inputs.contiguous().numpy().tobytes())
     else:
-        names = zip(_relative(request, records.inputs), records.inputs, strict=True)
-        digest.update(
-            "\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode()
-        )
+        lines = []
+        names = _relative(request, records.inputs)
+        for name, path in zip(names, records.inputs, strict=True):
+            lines.append(f"{name} {path.stat().st_size}")
+        digest.update("\n".join(lines).encode())
     digest.update(records.targets.contiguous().numpy().tobytes())
     for rows in parts_of(request, records):
         digest.update(rows.tobytes())

@@ -32,14 +32,10 @@ KINDS = {
     ),
     "npz": "npz:PATH, arrays x, y and, where there are any, client, group and split",
 }
-"""Kinds of own data that are read by their format: the prefix of ``dataset`` and its
-form.
-"""
+"""Kinds of own data in files: the prefix of ``dataset``, and its form for messages."""
 
 FUNCTION = "function"
-"""The kind of ``dataset=module:function``, a user's function that returns the data of a
-site.
-"""
+"""The kind of ``dataset=module:function``, a user's function of a site."""
 FUNCTION_FORM = (
     "<module>:<function>, your own function of (site, part) that returns a torch"
     " Dataset"
@@ -95,6 +91,7 @@ class OwnData:
         """
         if is_function(dataset, KINDS):
             return FUNCTION, dataset
+        # Else a prefix and a path, which may have more colons (on Windows).
         kind, _, path = dataset.partition(":")
         path = os.path.expanduser(path)
         if kind not in KINDS:
@@ -114,22 +111,24 @@ class OwnData:
             DataError: nothing is there.
         """
         path = Path(self.path)
-        if self.path and (path.is_dir() if self.kind == "folder" else path.is_file()):
+        if self.kind == "folder":
+            found, what = path.is_dir(), "folder"
+        else:
+            found, what = path.is_file(), "file"
+        if self.path and found:
             return path
-        raise self.problem(
-            f"there is no such {'folder' if self.kind == 'folder' else 'file'}."
-        )
+        raise self.problem(f"there is no such {what}.")
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Return the number of each value and the names by number; numbers come in their
-    order, text by the alphabet.
+    """Return the number of each value, and the names by number.
+
+    Numbers come first, in their order, then text by the alphabet.
     """
     unique = sorted(set(values), key=lambda value: (isinstance(value, str), value))
     index = {value: at for at, value in enumerate(unique)}
-    return np.array([index[value] for value in values], np.int64), tuple(
-        str(value) for value in unique
-    )
+    numbers = np.array([index[value] for value in values], np.int64)
+    return numbers, tuple(str(value) for value in unique)
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
