@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.parts import split_state
     from fedbn_flwr.client import TorchClient, client_app
-    from fedbn_flwr.client.saved_state import global_state, personal_state
+    from fedbn_flwr.client.personal_model import global_state, personal_state
     from fedbn_flwr.compat.legacy_strategy import LegacyStrategy, to_legacy
     from fedbn_flwr.doctor import diagnose
     from fedbn_flwr.engines import InProcessGrid
@@ -41,8 +41,8 @@ _WHERE = {
     "TorchClient": "client",
     "client_app": "client",
     "diagnose": "doctor",
-    "global_state": "client.saved_state",
-    "personal_state": "client.saved_state",
+    "global_state": "client.personal_model",
+    "personal_state": "client.personal_model",
     "replace_norm": "norms",
     "split_state": "batchnorm.parts",
     "to_legacy": "compat.legacy_strategy",

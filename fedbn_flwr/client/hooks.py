@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
@@ -106,7 +106,7 @@ def bn_rules(
         HookContext(config, frozenset(read.local_entries), replay(context, config)),
     )
     _refuse_second_block(context, hooks.values())
-    store: LocalState | None = None
+    store: KeptState | None = None
     if need_context := [
         name
         for name, hook in hooks.items()
@@ -124,7 +124,7 @@ def bn_rules(
         fingerprint = parts.fingerprint(
             {name: tuple(entry.shape) for name, entry in whole.items()}
         )
-        store = LocalState(context, parts, fingerprint, read.start_id)
+        store = KeptState(context, parts, fingerprint, read.start_id)
         sent = {
             name: tensors(from_record(record))
             for name, record in records_in(context, INBOX).items()

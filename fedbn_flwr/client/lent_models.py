@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +21,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.batchnorm.sync import try_synchronised_step
+from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
+from fedbn_flwr.training.inputs import inputs_for
 from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, no_tensors, unwrap
 
-__all__ = ["BuildModel", "LentModel", "lender", "two_inputs"]
+__all__ = ["BuildModel", "LentModel", "lender"]
 
 logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]
 
+# the models that nobody uses now, by the function that built them
 _FREE: weakref.WeakKeyDictionary[BuildModel, list[LentModel]] = (
     weakref.WeakKeyDictionary()
 )
@@ -71,24 +74,22 @@ class LentModel:
     def of(cls, model: nn.Module) -> LentModel:
         """Return the model with what is derived from it."""
         plain = unwrap(model)
-        buffers = [
-            (module, name, buffer.clone())
-            for module in plain.modules()
-            for name, buffer in module._buffers.items()
-            if name in module._non_persistent_buffers_set and buffer is not None
-        ]
+        buffers = []
+        for module in plain.modules():
+            for name, buffer in module._buffers.items():
+                in_state = name not in module._non_persistent_buffers_set
+                if buffer is not None and not in_state:
+                    buffers.append((module, name, buffer.clone()))
         layout, parts = Layout(plain), split_state(plain)
-        fingerprint = parts.fingerprint(
-            {name: tuple(entry.shape) for name, entry in layout.state.items()}
-        )
+        shapes = {name: tuple(entry.shape) for name, entry in layout.state.items()}
         return cls(
-            model,
-            layout,
-            parts,
-            fingerprint,
-            buffers,
-            tied_entries(plain),
-            loads_by_copy(plain),
+            model=model,
+            layout=layout,
+            parts=parts,
+            fingerprint=parts.fingerprint(shapes),
+            buffers=buffers,
+            tied=tied_entries(plain),
+            by_copy=loads_by_copy(plain),
         )
 
     @property
@@ -115,6 +116,30 @@ class LentModel:
         else:
             load_state(self.plain, state)
 
+    def try_step(self, data: Batches) -> None:
+        """Try a synchronised step with two examples, once for a model.
+
+        Raises:
+            NormLayerError: BN layers of this model cannot be synchronised.
+        """
+        if self.tried:
+            return
+        positions = torch.arange(min(2, len(data)))
+        try:
+            inputs = inputs_for(self.plain)(data.batch(positions)[0])
+            try_synchronised_step(self.plain, inputs, len(positions))
+            self.tried = True
+        except NormLayerError:
+            raise
+        # User code may raise anything; if training raises it too, the server hears of
+        # it.
+        except Exception as error:
+            logger.warning(
+                "the model could not be tried in a synchronised step: %s: %s",
+                type(error).__name__,
+                error,
+            )
+
 
 def lender(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
@@ -127,23 +152,38 @@ def lender(
     that of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
-        given: list[LentModel] = []
-
-        def lend() -> AbstractContextManager[LentModel]:
-            given[:] = [given[0].current() if given else _lendable(model, example)]
-            return nullcontext(given[0])
-
-        return lend
-    return lambda: _built(model, example)
+        return functools.partial(_given, model, example, [])
+    return functools.partial(_built, model, example)
 
 
-def two_inputs(sets: Iterable[Batches]) -> Any:
-    """Return the inputs of two examples of the first set that has any, for
-    ``lender(example=...)``.
-    """
-    data = next(data for data in sets if len(data))
-    # With a generator: without one a data set with random transforms is warned of.
-    return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]
+def _given(
+    model: nn.Module, example: Callable[[], Any] | None, read: list[LentModel]
+) -> AbstractContextManager[LentModel]:
+    """Lend the given model; ``read`` has it once it was read."""
+    lent = read.pop().current() if read else _lendable(model, example)
+    read.append(lent)
+    return nullcontext(lent)
+
+
+@contextmanager
+def _built(build: BuildModel, example: Callable[[], Any] | None) -> Iterator[LentModel]:
+    free = _FREE.setdefault(build, [])
+    if free:
+        lent = free.pop().current()
+    else:
+        # The first weights are drawn in some processes only; what the client draws is
+        # as in the others.
+        with seeded(0):
+            lent = _lendable(build(), example)
+    # After an exception the model is not free again: its modes and hooks are as the
+    # exception left them.
+    yield lent
+    for parameter in lent.layout.parameters():
+        parameter.grad = None
+    # The next client's message brings the state; other buffers are as they were built.
+    for module, name, buffer in lent.buffers:
+        module._buffers[name] = buffer.clone()
+    free.append(lent)
 
 
 def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
@@ -153,19 +193,19 @@ def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
         StateError: a lazy layer does not know its shapes yet.
         ConfigError: the state has entries that are no tensors.
     """
-    if why := no_tensors(unwrap(model)):
+    plain = unwrap(model)
+    why = no_tensors(plain)
+    if why:
         raise ConfigError(why)
-    if lazy := [
-        name
-        for name, entry in unwrap(model).state_dict(keep_vars=True).items()
-        if is_lazy(entry)
-    ]:
+    state = plain.state_dict(keep_vars=True)
+    lazy = [name for name, entry in state.items() if is_lazy(entry)]
+    if lazy:
         raise StateError(
             f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)}"
             " entries). Run one batch through the model first, in the function that"
             " builds it."
         )
-    for told in (keep_eval(unwrap(model)), unlike_in_tests(unwrap(model))):
+    for told in (keep_eval(plain), unlike_in_tests(plain)):
         if told:
             _warn(told)
     return LentModel.of(set_memory_format(model, example))
@@ -174,23 +214,3 @@ def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
 @functools.cache  # once in a process: a model may be built for every message
 def _warn(text: str) -> None:
     logger.warning("%s", text)
-
-
-@contextmanager
-def _built(build: BuildModel, example: Callable[[], Any] | None) -> Iterator[LentModel]:
-    free = _FREE.setdefault(build, [])
-    if free:
-        lent = free.pop().current()
-    else:
-        # the first weights are drawn in some processes only; what the client draws is
-        # as in the others
-        with seeded(0):
-            lent = _lendable(build(), example)
-    # after an exception the model is not free again: its modes and hooks are as the
-    # exception left them
-    yield lent
-    for parameter in lent.layout.parameters():
-        parameter.grad = None
-    for module, name, buffer in lent.buffers:
-        module._buffers[name] = buffer.clone()
-    free.append(lent)

@@ -28,7 +28,7 @@ from flwr.app import (
 )
 from flwr.clientapp.typing import ClientAppCallable
 
-from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import open_outbox, take_records
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
@@ -167,7 +167,7 @@ def _call(
 
 def _completed(
     received: ArrayRecord, context: Context, config: TrainConfig
-) -> tuple[ArrayRecord, LocalState]:
+) -> tuple[ArrayRecord, KeptState]:
     """Return the whole model in the server's order, and the kept state."""
     location = StateLocation.of(context, config.continuity)
     if not config.local_entries:
@@ -192,7 +192,7 @@ def _completed(
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
 
 
-def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) -> None:
+def _keep_own(reply: Message, key: str, config: TrainConfig, store: KeptState) -> None:
     """Keep the client's own entries, and remove them from the reply."""
     if local := config.local_entries:
         records = of_kind(reply.content, ArrayRecord)

@@ -19,8 +19,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import read_checked, write_checked
-from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.client.state_folder import partition_folder, state_dir
+from fedbn_flwr.client.kept import KeptState, state_dir
+from fedbn_flwr.client.kept_files import partition_folder
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
@@ -120,10 +120,10 @@ class ModelSpec:
 
     def store(
         self, context: Context, location: StateLocation | None, start_id: str | None
-    ) -> LocalState:
+    ) -> KeptState:
         """Return the kept state of a model with this spec."""
         parts = split_state(self.shapes)
-        store = LocalState(context, parts, parts.fingerprint(self.shapes), start_id)
+        store = KeptState(context, parts, parts.fingerprint(self.shapes), start_id)
         if location is not None:
             store.attach(location.root, location.continuity, location.partition_id)
         return store

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.averaging import State, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.client.saved_state import ABSENT, read_state
+from fedbn_flwr.client.personal_model import ABSENT, read_state
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch

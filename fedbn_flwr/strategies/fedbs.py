@@ -187,7 +187,7 @@ class FedBS(Strategy):
     FedProx with equal weights.
 
     ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss"
-    asks a ``TorchClient`` for the loss on its ``validation_data``.
+    asks a ``TorchClient`` for the loss on its test set "validation".
     """
 
     method = FedBSMethod

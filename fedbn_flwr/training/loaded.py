@@ -4,14 +4,12 @@ training and evaluation.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -27,7 +25,7 @@ from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.inputs import map_inputs
 from fedbn_flwr.training.randomness import drawing_from
 
-__all__ = ["LoadedBatches", "as_batches", "batches_of", "first_batch", "num_examples"]
+__all__ = ["LoadedBatches", "batches_of", "first_batch", "num_examples"]
 
 
 class LoadedBatches:
@@ -205,52 +203,3 @@ def _chosen(loader: Any) -> list[int] | None:
 
 def _size(loader: Any) -> int:
     return len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-
-
-def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:
-    """Return ``Batches`` as they are, and a torch ``Dataset`` of pairs as such,
-    collated as a ``DataLoader`` does.
-
-    Args:
-        data: ``Batches`` or a ``Dataset``.
-        plain: see ``LoadedBatches``; only beside a ``Dataset``.
-
-    Raises:
-        DataError: the data set has no length; it is a ``DataLoader``, whose batches are
-            not those of the settings; ``plain`` has another length, or is given with
-            ``Batches``.
-    """
-    if _has_batches(data):
-        if plain is not None:
-            raise DataError(
-                f"plain_train_data is for a torch Dataset; {type(data).__name__} has"
-                " batch(positions, generator), and returns plain examples where there"
-                " is no generator"
-            )
-        batches: Batches = data
-        return batches
-    if isinstance(data, DataLoader):
-        raise DataError(
-            f"a DataLoader with batch_size={data.batch_size}: batches and their order"
-            " are those of the client's settings (LocalTraining). Give its data set,"
-            " loader.dataset, or fedbn_flwr.training.batches_of(loader), which keeps"
-            " its collate_fn."
-        )
-    if not hasattr(data, "__getitem__"):
-        raise DataError(
-            f"{type(data).__name__} is no data set: give a torch Dataset with a length"
-            " whose examples are (input, target), or an object with a length and"
-            " batch(positions, generator)"
-        )
-    return LoadedBatches(DataLoader(data), plain)
-
-
-def _has_batches(data: Any) -> bool:
-    """Return whether an object has the method of ``Batches``; data sets of other
-    libraries have another ``batch``.
-    """
-    method = getattr(data, "batch", None)
-    return callable(method) and (
-        not hasattr(data, "__getitem__")
-        or "generator" in inspect.signature(method).parameters
-    )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.client.state_folder import Continuity
+from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.mods import answer_query, answer_statistics, local_bn
 from fedbn_flwr.strategies import Strategy
 from tests.support.federation import Outcome

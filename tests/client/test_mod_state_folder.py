@@ -8,8 +8,8 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from torch import nn
 
+from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.client.model_spec import StateLocation
-from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone

@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client.client_data import as_batches
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import to_record, to_state
@@ -35,7 +36,7 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import (
     LoadedBatches,
-    as_batches,
+    batches_of,
     first_batch,
     num_examples,
 )
@@ -188,7 +189,11 @@ def pairs(data) -> TensorDataset:
 
 def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
     train_data, test_data, kept = points(10, 1), points(6, 2), points(5, 3)
-    named = {"own": pairs(test_data), "batches": test_data}
+    named = {
+        "own": pairs(test_data),
+        "batches": test_data,
+        "validation": pairs(kept),
+    }
     other = TorchClient(
         mlp(dropout=0.2),
         pairs(train_data),
@@ -196,7 +201,6 @@ def test_torch_data_sets_give_the_bits_of_batches(client, points, mlp) -> None:
         SETTINGS,
         context=context(),
         seed=5,
-        validation_data=pairs(kept),
     )
     start = arrays(mlp(seed=9))
     (got, *told), (expected, *expected_told) = (
@@ -259,7 +263,10 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
 
     for client in (
         TorchClient(
-            net, Transformed(data), data, settings, plain_train_data=pairs(data)
+            net,
+            batches_of(DataLoader(Transformed(data)), pairs(data)),
+            data,
+            settings,
         ),
         TorchClient(net, pairs(data), data, settings),
     ):
@@ -267,7 +274,7 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
         sent.append(statistics)
         train(
             mlp(),
-            client.train_data,
+            client.data.train,
             settings,
             learning_rate=0.1,
             stream=lambda _: torch.Generator(),
@@ -321,7 +328,7 @@ def test_plain_training_data_are_the_same_examples(points) -> None:
     refused.append((pairs(ten), DataLoader(pairs(ten), 1)))
     for trained, plain in refused:
         with pytest.raises(DataError):
-            as_batches(trained, plain)
+            batches_of(DataLoader(trained), plain)
 
 
 class Endless(IterableDataset):

@@ -4,6 +4,7 @@ statistics do not know of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import TorchClient
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining
 
 WEIGHTS = (0.25, 1.0, 3.5)
 
@@ -43,9 +44,8 @@ def test_a_client_trains_with_its_own_loss_and_tests_with_that_of_the_task(
     loss = functools.partial(
         F.cross_entropy, weight=torch.tensor(WEIGHTS, dtype=torch.float64)
     )
-    client = TorchClient(
-        Net(), data, data, settings, partition_id=0, seed=0, training_loss=loss
-    )
+    task = dataclasses.replace(CLASSIFICATION, training_loss=loss)
+    client = TorchClient(Net(), data, data, settings, partition_id=0, seed=0, task=task)
     start = client.get_parameters({})
     plain = TorchClient(Net(), data, data, settings, partition_id=0, seed=0)
     arrays, _, metrics = client.fit(start, {"server-round": 1})

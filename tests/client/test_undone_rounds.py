@@ -20,7 +20,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.client.state_folder import Continuity
+from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import BNScaffold, FedBN, Scaffold, combined
 from tests.support.bad_replies import BAD, lose_replies, spoil_state, spoiling

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fedbn_flwr import personal_state
-from fedbn_flwr.client.saved_state import metadata
+from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config

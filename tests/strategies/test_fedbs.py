@@ -87,12 +87,10 @@ def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_t
     aside = [points(5, seed) for seed in (7, 8, 9)]
 
     class Client(TorchClient):
-        def __init__(self, *args, **options):
-            super().__init__(
-                *args,
-                **options,
-                validation_data=aside[options["context"].node_config["partition-id"]],
-            )
+        def __init__(self, model, train, test, settings, context, **options):
+            validation = aside[context.node_config["partition-id"]]
+            tests = {"": test, "validation": validation}
+            super().__init__(model, train, tests, settings, context=context, **options)
 
     run = federate(
         FedBS(fedbs_eps=0.0, loss_key=VALIDATION_LOSS),

@@ -140,8 +140,8 @@ ELSEWHERE = {
     "out": "tests/lab/output/test_output.py",
     "tensorboard": "tests/lab/output/test_tensorboard.py",
     "checkpoint-every": "tests/lab/output/test_checkpoint.py",
-    "state-dir": "tests/client/test_state_folder.py",
-    "series": "tests/client/test_state_folder.py",
+    "state-dir": "tests/client/test_kept_files.py",
+    "series": "tests/client/test_kept_files.py",
     "resume": "tests/lab/runs/test_resume.py",
     "early-stopping": "tests/lab/test_early_stopping.py",
     # Masks leave the result as it is.

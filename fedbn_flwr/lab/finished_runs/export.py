@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.checked_file import encode_safetensors, write_atomically
-from fedbn_flwr.client.saved_state import read_state
+from fedbn_flwr.client.personal_model import read_state
 from fedbn_flwr.errors import (
     ConfigError,
     DataError,

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.saved_state import (
+from fedbn_flwr.client.personal_model import (
     AVERAGED,
     client_file,
     global_state,

@@ -70,7 +70,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
     for line in dict.fromkeys(logged):
         yield Finding("warning", "data", line)
     yield from _of_examples(client, config)
-    if len(client.train_data):
+    if len(client.data.train):
         yield _of_round(config, context.node_config)
 
 
@@ -93,13 +93,13 @@ def _warnings() -> Iterator[list[str]]:
 
 def _of_examples(client: TorchClient, config: Config) -> Iterator[Finding]:
     """Yield whether there are training and test examples."""
-    if not len(client.train_data):
+    if not len(client.data.train):
         yield Finding(
             "fault",
             "data",
             "there is no training example. Give this node data, or leave it out.",
         )
-    if not len(client.test_sets.get("own", ())):
+    if not len(client.data.tests.get("own", ())):
         needed = any(name.startswith("personal") for name in method_of(config).tests)
         text = (
             "the test part is empty: no test of this site counts. Give it test"

@@ -20,7 +20,7 @@ from fedbn_flwr.checked_file import (
     remove_leftovers,
     write_atomically,
 )
-from fedbn_flwr.client.saved_state import client_file
+from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml

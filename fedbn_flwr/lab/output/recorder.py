@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, why_absent
+from fedbn_flwr.client.personal_model import ABSENT, KEPT_HASHES, why_absent
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.client.saved_state import ABSENT, AVERAGED
-from fedbn_flwr.client.state_folder import StateFolder
+from fedbn_flwr.client.kept_files import KeptFiles
+from fedbn_flwr.client.personal_model import ABSENT, AVERAGED
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
@@ -72,7 +72,7 @@ def kept_by_clients(
         else Path(config.state_dir)
     )
     for client, sha256 in strategy.run.kept.hashes.items():
-        folder = StateFolder(root, strategy.continuity, int(client), fingerprint)
+        folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
         if content and KEPT in content["kept"]:
             yield client, content["kept"][KEPT]

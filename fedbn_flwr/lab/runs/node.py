@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from flwr.app import Context
 
+from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.client.lent_models import BuildModel
-from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
@@ -39,6 +39,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_PARTITIONS,
     PARTITION_ID,
     STATE_DIR,
+    VALIDATION,
     num_partitions_of,
     partition_of,
 )
@@ -117,7 +118,7 @@ class RunClients:
         """Return a node's client; see ``client_fn``."""
         config = self._config
         torch.set_num_threads(config.torch_threads)
-        train, tests, validation = self._node_data(context)
+        train, tests = self._node_data(context)
         return TorchClient(
             self._build,
             train,
@@ -127,7 +128,6 @@ class RunClients:
             seed=config.seed,
             task=data_of(config).test_task,
             state_dir=_state_dir(config, context),
-            validation_data=validation,
         )
 
     def num_examples(self, context: Context) -> int:
@@ -137,10 +137,10 @@ class RunClients:
         client, num_clients = _part(context)
         return len(self._split(num_clients).train[client])
 
-    def _node_data(
-        self, context: Context
-    ) -> tuple[Subset, dict[str, Subset], Subset | None]:
-        """Return a node's training data, its test sets, and its validation data if any."""
+    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset]]:
+        """Return a node's training data and its test sets, with the validation data if
+        any.
+        """
         config = self._config
         of_site = data_of(config).by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
@@ -165,8 +165,9 @@ class RunClients:
                     domain_test(name): view
                     for name, view in split.domain_views().items()
                 }
-        validation = split.validation_view(client) if config.validation_share else None
-        return split.train_view(client), tests, validation
+        if config.validation_share:
+            tests[VALIDATION] = split.validation_view(client)
+        return split.train_view(client), tests
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:

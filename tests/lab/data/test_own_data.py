@@ -12,7 +12,7 @@ import torch
 from flwr.app import Context, RecordDict
 from PIL import Image
 
-from fedbn_flwr.client.state_folder import state_dir
+from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import OwnData, listed, load_dataset, loading, own_info

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typer.testing import CliRunner
 
 from fedbn_flwr.checked_file import encode_safetensors
-from fedbn_flwr.client.saved_state import metadata
+from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config

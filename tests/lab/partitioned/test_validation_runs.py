@@ -53,7 +53,7 @@ def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
         )
         assert (
             clients.num_examples(context)
-            == len(client_fn(context).train_data)
+            == len(client_fn(context).data.train)
             == len(train)
         )
         assert len(split.validation_view(client)) == len(aside)

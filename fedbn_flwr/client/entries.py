@@ -1,26 +1,26 @@
-"""The received entries of a message in a client's model: which stay with the client,
-and how the others are loaded.
+"""The model's entries in a message: which stay with the client, how the received ones
+get into the model, and which go back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.client.lent_models import LentModel
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES
-from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.training.client_hook import Extras
+from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.wrappers import wrapper_prefix
 
-__all__ = ["Received", "entries_that_stay", "load_received"]
+__all__ = ["Received", "entries_that_stay", "load_received", "returned_entries"]
 
 
 def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
@@ -32,7 +32,8 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
             do not; or an entry that stays is the same tensor as a shared one.
     """
     prefix = wrapper_prefix(sent, lent.parts.names)
-    names = tuple(name.removeprefix(prefix) for name in sent) if prefix else tuple(sent)
+    names = tuple(name.removeprefix(prefix) for name in sent)
+    # The server has split the model by names alone, and the client knows its layers.
     affine = lent.parts.affine
     shared = [name for name in affine if name not in names]
     if shared and len(shared) < len(affine):
@@ -41,11 +42,13 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
             f" but not '{shared[0]}': names alone do not show it as one of these. Pass"
             " parts=split_state(model) to the strategy."
         )
-    for pair in lent.tied.items() if names else ():
-        if len(stays := [name for name in pair if name in names]) == 1:
-            (other,) = {*pair} - {*stays}
+    if not names:
+        return names
+    for first, second in lent.tied.items():
+        if (first in names) != (second in names):
+            stays, other = (first, second) if first in names else (second, first)
             raise ConfigError(
-                f"'{stays[0]}' stays with the client, and another name of the same"
+                f"'{stays}' stays with the client, and another name of the same"
                 f" tensor, '{other}', is shared: one would overwrite the other. Untie"
                 " them in the model, or use a strategy that shares both."
             )
@@ -84,38 +87,20 @@ def load_received(
             f" {len(model)}. Build the client's model as the server's initial arrays"
             " were built."
         )
-    received = dict(zip(names, parameters, strict=True))
+    # Take the further records out. An entry of the model may have a "/" in its name.
+    received: dict[str, Array] = {}
     further: dict[str, dict[str, Tensor]] = {}
-    for name in [name for name in received if name not in model and "/" in name]:
+    for name, array in zip(names, parameters, strict=True):
+        if name in model or "/" not in name:
+            received[name] = array
+            continue
         record, _, entry = name.partition("/")
-        further.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[
-            entry
-        ]
+        further.setdefault(record, {}).update(tensors({entry: array}))
+    # The server may have a compiled model's names, and this model be none.
     prefix = wrapper_prefix(received, model)
-    if prefix:
-        received = {
-            name.removeprefix(prefix): array for name, array in received.items()
-        }
-    state = {**received, **kept}
-    if extra := [name for name in state if name not in model]:
-        raise StateError(
-            f"received {len(extra)} entries the model does not have ('{extra[0]}',"
-            " ...). Build the client's model as the server's initial arrays were"
-            " built."
-        )
-    if missing := [name for name in model if name not in state]:
-        raise StateError(
-            f"no value for {len(missing)} entries ('{missing[0]}', ...): they were"
-            " neither sent nor kept by this client; the server will send the whole"
-            " state again"
-        )
-    for name, like in model.items():
-        array = state[name]
-        if array.shape != like.shape or (
-            array.dtype.kind == "f" and not like.is_floating_point()
-        ):
-            state[name] = _fit(name, array, like)
-    lent.load(tensors(state))
+    state = {name.removeprefix(prefix): array for name, array in received.items()}
+    state.update(kept)
+    lent.load(tensors(_fitted(state, model)))
     extras = {}
     for record, entries in further.items():
         extras[record] = {
@@ -124,18 +109,53 @@ def load_received(
     return Received(extras, prefix)
 
 
-def _fit(name: str, array: Array, like: Tensor) -> Array:
-    """Return the array if it fits the entry; counters that arrive as floats are
-    rounded, not truncated.
+def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Return the state with each array as the model's entry needs it.
+
+    Raises:
+        StateError: names or shapes are not the model's.
     """
-    if array.shape != tuple(like.shape):
+    extra = [name for name in state if name not in model]
+    if extra:
         raise StateError(
-            f"entry '{name}' has shape {tuple(array.shape)}, the model has"
-            f" {tuple(like.shape)}"
+            f"received {len(extra)} entries the model does not have ('{extra[0]}',"
+            " ...). Build the client's model as the server's initial arrays were"
+            " built."
         )
-    counts_as_floats = (
-        array.dtype.kind == "f"
-        and not like.is_floating_point()
-        and not like.is_complex()
-    )
-    return np.asarray(np.rint(array)) if counts_as_floats else array
+    missing = [name for name in model if name not in state]
+    if missing:
+        raise StateError(
+            f"no value for {len(missing)} entries ('{missing[0]}', ...): they were"
+            " neither sent nor kept by this client; the server will send the whole"
+            " state again"
+        )
+    for name, like in model.items():
+        array = state[name]
+        if array.shape != like.shape:
+            raise StateError(
+                f"entry '{name}' has shape {tuple(array.shape)}, the model has"
+                f" {tuple(like.shape)}"
+            )
+        # A counter that was averaged, 9.999999: a cast to int64 would cut it to 9.
+        is_float = like.is_floating_point() or like.is_complex()
+        if array.dtype.kind == "f" and not is_float:
+            state[name] = np.asarray(np.rint(array))
+    return state
+
+
+def returned_entries(
+    state: State, local: Collection[str], hooks: Iterable[ClientHook], prefix: str
+) -> dict[str, Array]:
+    """Return the entries of the reply under the server's names: the shared ones, and
+    the records of the hooks.
+    """
+    stay = set(local)
+    returned: dict[str, Array] = {}
+    for name, array in state.items():
+        if name not in stay:
+            returned[prefix + name] = array
+    for hook in hooks:
+        for record, entries in hook.reply().items():
+            for name, array in to_state(entries).items():
+                returned[f"{record}/{prefix}{name}"] = array
+    return returned

@@ -8,7 +8,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import to_state
 
@@ -22,9 +22,9 @@ def empty_context() -> Context:
     )
 
 
-def store(context: Context | None, model: nn.Module) -> LocalState:
+def store(context: Context | None, model: nn.Module) -> KeptState:
     parts = split_state(model)
-    return LocalState(
+    return KeptState(
         context,
         parts,
         parts.fingerprint({n: tuple(e.shape) for n, e in model.state_dict().items()}),

@@ -1,4 +1,4 @@
-"""A client's durable copies of its kept state: the newest, and one for each round from
+"""The files of what a client keeps (``kept``): the newest, and one for each round from
 which a run can resume.
 
 ``STATE_DIR/EXPERIMENT/partition-P/SEQUENCE.RUN.ROUND.safetensors``, checked files. RUN
@@ -9,49 +9,22 @@ each continues with the client state of the run before.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import Context
-
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
-from fedbn_flwr.client.permissions import check_path
-from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.protocol import STATE_DIR, Continuity
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.protocol import Continuity
 
-__all__ = ["StateFolder", "partition_folder", "state_dir"]
+__all__ = ["KeptFiles", "partition_folder"]
 
 logger = logging.getLogger("flwr")
 
 _FILE = re.compile(
     r"(?P<sequence>\d+)\.(?P<run>[A-Za-z0-9_-]+)\.(?P<round>\d+)\.safetensors"
 )
-
-
-def state_dir(context: Context, of_run: str | None = None) -> Path | None:
-    """Return a node's state folder: its own ``state-dir``, or that of the run; None
-    without either.
-
-    Args:
-        context: the node's context.
-        of_run: the run's folder; None = the one that the run config names.
-
-    Raises:
-        ConfigError: the path is not absolute, or it is the run's and the node does not
-            allow it.
-    """
-    if of_run is None:
-        of_run = str(context.run_config.get(STATE_DIR, ""))
-    own = str(context.node_config.get(STATE_DIR, ""))
-    if of_run and not own:
-        check_path(context, STATE_DIR, of_run)
-    named = os.path.expanduser(own or of_run)
-    if named and not Path(named).is_absolute():
-        raise ConfigError(f"state-dir={named!r} is relative; write an absolute path")
-    return Path(named) if named else None
 
 
 def partition_folder(root: Path, continuity: Continuity, partition_id: int) -> Path:
@@ -66,7 +39,7 @@ class _File(NamedTuple):
     path: Path
 
 
-class StateFolder:
+class KeptFiles:
     """The files of one client in one experiment.
 
     Args:
@@ -81,27 +54,33 @@ class StateFolder:
     ) -> None:
         self.path = partition_folder(root, continuity, partition_id)
         self._continuity = continuity
+        # A file that says something else was copied here from another client or model.
         self._owner = {
             "kind": "client",
             "series": continuity.series,
             "partition": partition_id,
+            "fingerprint": fingerprint,
         }
-        self._owner |= {"fingerprint": fingerprint}
 
     def newest(self) -> dict[str, Any] | None:
         """Return the newest content of any run; a damaged or foreign file is skipped,
         with a warning.
         """
-        return next((content for _, content in self._readable()), None)
+        for _, content in self._readable():
+            return content
+        return None
 
     def find(self, sha256: str) -> dict[str, Any] | None:
         """Return the content with this hash ("": of another run), and remove what this
         run wrote after it.
         """
         for file, content in self._readable():
-            if content["sha256"] == sha256 or (
-                not sha256 and file.run != self._continuity.run
-            ):
+            if sha256:
+                found = content["sha256"] == sha256
+            else:
+                found = file.run != self._continuity.run
+            if found:
+                # Later files are of rounds that the server has undone.
                 self._remove_after(file.sequence)
                 return content
         if not sha256:
@@ -113,9 +92,8 @@ class StateFolder:
         change nothing.
         """
         for file, content in self._readable():
-            if content["sha256"] == sha256 and (
-                sha256 or file.run == self._continuity.run
-            ):
+            of_run = bool(sha256) or file.run == self._continuity.run
+            if of_run and content["sha256"] == sha256:
                 return content
         return None
 
@@ -136,18 +114,19 @@ class StateFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_leftovers(self.path)
-            files = self._files()
-            sequence = files[0].sequence + 1 if files else 0
+            earlier = self._files()
+            sequence = earlier[0].sequence + 1 if earlier else 0
             run = self._continuity.run
             path = self.path / f"{sequence:06d}.{run}.{server_round}.safetensors"
             write_checked(
                 path, {**self._owner, "run": run, "round": server_round, **content}
             )
+            # Only now: a full disk must not cost the files that are there.
             needed = {
-                self._standing(files, committed)
+                self._standing(earlier, committed)
                 for committed in self._continuity.committed
             }
-            for file in files[1:]:
+            for file in earlier[1:]:
                 if file not in needed:
                     file.path.unlink(missing_ok=True)
         except OSError as error:
@@ -164,7 +143,8 @@ class StateFolder:
         of_others = None
         for file in files:  # newest first
             if file.run != self._continuity.run:
-                of_others = of_others or file
+                if of_others is None:
+                    of_others = file
             elif file.server_round <= committed:
                 return file
         return of_others
@@ -176,26 +156,25 @@ class StateFolder:
 
     def _files(self) -> list[_File]:
         """Return the files, newest first."""
+        if not self.path.is_dir():
+            return []
         files = []
-        for path in self.path.iterdir() if self.path.is_dir() else ():
+        for path in self.path.iterdir():
             match = _FILE.fullmatch(path.name)
             if match:
-                files.append(
-                    _File(
-                        int(match["sequence"]), match["run"], int(match["round"]), path
-                    )
-                )
+                sequence, server_round = int(match["sequence"]), int(match["round"])
+                files.append(_File(sequence, match["run"], server_round, path))
         return sorted(files, reverse=True)
 
     def _readable(self) -> Iterator[tuple[_File, dict[str, Any]]]:
+        """Yield the files that are whole and of this client, newest first."""
         for file in self._files():
+            wanted = {**self._owner, "run": file.run, "round": file.server_round}
             try:
                 content = read_checked(file.path)
-                wanted = {**self._owner, "run": file.run, "round": file.server_round}
-                if wrong := [
-                    key for key, value in wanted.items() if content.get(key) != value
-                ]:
-                    raise StateError(f"{file.path} was written for another {wrong[0]}")
+                for key, value in wanted.items():
+                    if content.get(key) != value:
+                        raise StateError(f"{file.path} was written for another {key}")
             except StateError as error:
                 logger.warning(
                     "looking for an earlier file, because this one is not used: %s",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr.client.state_folder import Continuity, StateFolder
+from fedbn_flwr.client.kept_files import Continuity, KeptFiles
 from fedbn_flwr.errors import StateError
 
 
@@ -22,7 +22,7 @@ def folder(
     fingerprint: str = "f",
     partition: int = 2,
 ):
-    return StateFolder(root, Continuity("s", run, committed), partition, fingerprint)
+    return KeptFiles(root, Continuity("s", run, committed), partition, fingerprint)
 
 
 def write(root: Path, server_round: int, sha256: str, **options: Any) -> None:

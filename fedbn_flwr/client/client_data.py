@@ -1,0 +1,163 @@
+"""What a ``TorchClient`` trains and tests on, and the random streams by which it draws
+from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import Context
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.loaded import LoadedBatches
+from fedbn_flwr.training.tasks import Task
+
+__all__ = ["ClientData", "ClientStreams", "Examples", "as_batches"]
+
+Examples = Batches | Dataset[Any]
+"""A data set that a ``TorchClient`` takes."""
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """A client's data.
+
+    Attributes:
+        train: the training data; may be empty.
+        tests: the test sets by name, "" for one without a name.
+    """
+
+    train: Batches
+    tests: Mapping[str, Batches]
+
+    @classmethod
+    def of(
+        cls, train: Examples, tests: Examples | Mapping[str, Examples]
+    ) -> ClientData:
+        """Return the data sets as ``Batches``; raises as ``as_batches``."""
+        named = tests if isinstance(tests, Mapping) else {"": tests}
+        return cls(
+            as_batches(train), {name: as_batches(data) for name, data in named.items()}
+        )
+
+    def asked_for(self, names: Sequence[str]) -> Mapping[str, Batches]:
+        """Return the test sets that the server asks for; all if it names none.
+
+        Raises:
+            ConfigError: one is not known here.
+        """
+        unknown = [name for name in names if name not in self.tests]
+        if unknown:
+            known = ", ".join(name or "one without a name" for name in self.tests)
+            raise ConfigError(
+                f"this client has no test set {unknown[0]!r}; it has {known or 'none'}."
+                f" Leave personal-{unknown[0]} out of eval-on, or give the TorchClient"
+                f" this set: test_data={{{unknown[0]!r}: ...}}"
+            )
+        return {name: self.tests[name] for name in names or self.tests}
+
+    def validation_loss(self, model: nn.Module, task: Task) -> float:
+        """Return the model's loss on the test set "validation".
+
+        Raises:
+            DataError: there is none.
+        """
+        data = self.tests.get(VALIDATION)
+        if data is None or len(data) == 0:
+            raise DataError(
+                "the strategy weighs this client by the loss on its validation data, of"
+                " which it has none: use a larger validation-share, or give TorchClient"
+                f" this set: test_data={{{VALIDATION!r}: ...}}"
+            )
+        return evaluate(model, data, task=task).loss
+
+    def two_inputs(self) -> Any:
+        """Return the inputs of two examples of the first set that has any."""
+        data = next(data for data in (self.train, *self.tests.values()) if len(data))
+        positions = torch.tensor([0, min(1, len(data) - 1)])
+        # With a generator: without one a data set with random transforms is warned of.
+        return data.batch(positions, torch.Generator())[0]
+
+
+@dataclass(frozen=True)
+class ClientStreams:
+    """A client's random streams: one for each purpose and round.
+
+    Attributes:
+        seed: None = the seed that the server sends.
+        client: the client's part of the streams' names.
+    """
+
+    seed: int | None
+    client: int | str
+
+    @classmethod
+    def of(
+        cls, context: Context | None, partition_id: int | None, seed: int | None
+    ) -> ClientStreams:
+        """Return the streams of a client with this partition id, or of its node."""
+        if partition_id is not None:
+            return cls(seed, partition_id)
+        # Clients on one stream would draw the same: without a name they use their node.
+        return cls(seed, -1 if context is None else f"node {context.node_id}")
+
+    def generator(
+        self, sent: MessageConfig, purpose: str, fresh: int = 0
+    ) -> torch.Generator:
+        """Return the generator for a purpose in this round; ``fresh``: the attempt that
+        draws new batches, or 0.
+        """
+        seed = sent.seed if self.seed is None else self.seed
+        keys: list[int | str] = [sent.server_round, self.client]
+        if fresh:
+            keys.append(fresh)
+        return torch_generator(seed, purpose, *keys)
+
+
+def as_batches(data: Any) -> Batches:
+    """Return ``Batches`` as they are, and a torch ``Dataset`` of pairs as such,
+    collated as a ``DataLoader`` does.
+
+    Raises:
+        DataError: the data set has no length; or it is a ``DataLoader``, whose batches
+            are not those of the settings.
+    """
+    if _has_batches(data):
+        batches: Batches = data
+        return batches
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"a DataLoader with batch_size={data.batch_size}: batches and their order"
+            " are those of the client's settings (LocalTraining). Give its data set,"
+            " loader.dataset, or fedbn_flwr.training.batches_of(loader), which keeps"
+            " its collate_fn."
+        )
+    if not hasattr(data, "__getitem__"):
+        raise DataError(
+            f"{type(data).__name__} is no data set: give a torch Dataset with a length"
+            " whose examples are (input, target), or an object with a length and"
+            " batch(positions, generator)"
+        )
+    return LoadedBatches(DataLoader(data))
+
+
+def _has_batches(data: Any) -> bool:
+    """Return whether an object has the method of ``Batches``."""
+    method = getattr(data, "batch", None)
+    if not callable(method):
+        return False
+    # Data sets of other libraries have another ``batch``, as that of Hugging Face's.
+    return (
+        not hasattr(data, "__getitem__")
+        or "generator" in inspect.signature(method).parameters
+    )
