@@ -1,6 +1,7 @@
-"""All uses of Flower's internals. No other module imports or reads what Flower does not
-document.
+"""All uses of Flower's internals.
 
+No other module imports or reads what Flower does not document, but for ``node_key`` and
+``secret_sharing`` beside this one.
 Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and
 what to do, when a new version of Flower changes it. Supported: Flower 1.41 and 1.42.
 """
@@ -90,13 +91,13 @@ _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
 
 
 def node_config_of(text: str) -> dict[str, Any]:
-    """Return the entries of ``flower-supernode --node-config``, as that command reads
-    them.
+    """Return the entries of ``flower-supernode --node-config``.
 
     Raises:
         ConfigError: the text is no ``key=value key='text' ...``. Flower leaves out
             words without ``=``; here they are refused.
     """
+    # Flower's command line, which a run does without.
     from click import ClickException
     from flwr.common.config import parse_config_args
 
@@ -116,9 +117,9 @@ def empty_run(run_id: int) -> Run:
 
 
 def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallable]:
-    """Return the mods between a mod and the app's function, outermost first, and that
-    function.
-    """
+    """Return the mods between a mod and the app's function, and that function."""
+    # Flower wraps the function mod by mod, the first one outermost, each in the same
+    # closure: its code tells it, and its variables are the mod and what it calls.
     mods = []
     while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
         variables = inspect.getclosurevars(call_next).nonlocals
@@ -129,6 +130,7 @@ def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallab
 
 def earlier_mods() -> int:
     """Return how many mods of the app come before the mod that calls this."""
+    # From -1, as the caller is one of them.
     count, frame = -1, sys._getframe(1)
     while frame is not None:
         count += frame.f_code is _CHAINED
@@ -147,23 +149,19 @@ _CHAINED = make_ffn(
 
 
 def identify_process(run_id: int) -> None:
-    """Give this process the identity that Flower needs to make messages, as its engines
-    do; keep an existing one.
-    """
+    """Give this process an identity, as Flower's engines do; keep an existing one."""
+    # Flower makes no message without one.
     try:
         _ = TaskIdentity.run_id
     except RuntimeError:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
-            1,
-            run_id,
-            SUPERLINK_NODE_ID,
-        )
+        TaskIdentity.task_id = 1
+        TaskIdentity.run_id = run_id
+        TaskIdentity.node_id = SUPERLINK_NODE_ID
 
 
 def on_network_node() -> bool:
-    """Return whether this process works for a SuperNode: it was given that node's
-    identity, which no other one has.
-    """
+    """Return whether this process works for a SuperNode."""
+    # Flower gives it that node's id; the server's processes have the SuperLink's.
     try:
         return TaskIdentity.node_id != SUPERLINK_NODE_ID
     except RuntimeError:  # it has none, as in simulation
@@ -172,12 +170,11 @@ def on_network_node() -> bool:
 
 @contextmanager
 def as_network_node() -> Iterator[None]:
-    """Let this process be one that works for a SuperNode in the block: what such a node
-    refuses is refused here.
-    """
+    """Let the block refuse what a process that works for a SuperNode refuses."""
     identify_process(1)
     before = TaskIdentity.node_id
-    TaskIdentity.node_id = before + 1 if before == SUPERLINK_NODE_ID else before
+    if before == SUPERLINK_NODE_ID:
+        TaskIdentity.node_id = before + 1
     try:
         yield
     finally:
@@ -195,19 +192,15 @@ def is_network_grid(grid: Grid) -> bool:
 
 
 def _is_instance(grid: Grid, class_name: str) -> bool:
-    """Return whether the grid is an instance of this class of Flower's.
-
-    The module is not imported here, because SQLAlchemy and FastAPI come with it (0.7
-    s): as long as nobody has imported it, there is no such grid.
-    """
+    """Return whether the grid is an instance of this class of Flower's."""
+    # The module is not imported here, because SQLAlchemy and FastAPI come with it
+    # (0.7 s): as long as nobody has imported it, there is no such grid.
     module = sys.modules.get("flwr.superlink.grid")
     return module is not None and isinstance(grid, getattr(module, class_name))
 
 
 def copied_message(message: Message) -> Message:
-    """Return a message with the same metadata, and with records of its own, which may
-    be changed.
-    """
+    """Return an equal message whose records and metadata may be changed."""
     copied = _shallow(message)
     copied.__dict__.update(
         _metadata=_shallow(message.metadata), _content=_copied(message.content)
@@ -216,44 +209,39 @@ def copied_message(message: Message) -> Message:
 
 
 def copied_context(context: Context) -> Context:
-    """Return an equal context with records and configs of its own, which may be
-    changed.
-    """
-    copied = _shallow(context)  # with the attributes that an app may have added
+    """Return an equal context whose records and configs may be changed."""
+    # with the attributes that an app may have added
+    copied = _shallow(context)
     copied.state = _copied(context.state)
-    copied.node_config, copied.run_config = (
-        dict(context.node_config),
-        dict(context.run_config),
-    )
+    copied.node_config = dict(context.node_config)
+    copied.run_config = dict(context.run_config)
     return copied
 
 
 def _shallow(value: T) -> T:
-    """Return ``copy.copy(value)`` of an object whose attributes are in its dict, in a
-    fifth of the time.
-    """
+    """Return ``copy.copy(value)`` of an object whose attributes are in its dict."""
+    # in a fifth of its time
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied
 
 
 def _copied(records: RecordDict) -> RecordDict:
-    """Return a copy of the records. Arrays are shared, since an array's bytes cannot be
-    changed.
-    """
+    """Return a copy of the records that shares their arrays, which nobody changes."""
     copied = {key: record.copy() for key, record in records.items()}
     for record in copied.values():
-        if not isinstance(record, ArrayRecord):
-            record.__dict__["_data"].update(
-                {name: list(v) for name, v in record.items() if isinstance(v, list)}
-            )
+        if isinstance(record, ArrayRecord):
+            continue
+        # Flower's copy shares the lists in a record, which can be changed.
+        for name, value in record.items():
+            if isinstance(value, list):
+                record.__dict__["_data"][name] = list(value)
     return filled(RecordDict, copied)
 
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
-    """Return a record of this class with values that it takes; Flower checks each
-    assignment, in four to nine calls.
-    """
+    """Return a record of this class with values that it takes."""
+    # Unchecked: Flower checks each assignment, in four to nine calls.
     record: R = _EMPTY[kind].copy()
     record.__dict__["_data"] = dict(values)
     return record
@@ -267,18 +255,15 @@ _EMPTY: dict[type, Any] = {
 def array_of_bytes(
     dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray"
 ) -> Array:
-    """Return ``Array(dtype, shape, stype, data)``, whose constructor takes longer than
-    a copy of bytes.
-    """
+    """Return ``Array(dtype, shape, stype, data)``."""
+    # Flower's constructor takes longer than a copy of the bytes.
     array = Array.__new__(Array)
     array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
     return array
 
 
 class BufferArray(Array):
-    """An ``Array`` over any buffer of bytes; ``data``, which Flower keeps as bytes, is
-    a copy of them.
-    """
+    """An ``Array`` over any buffer of bytes, of which ``data`` is a copy."""
 
     def __init__(
         self, dtype: str, shape: tuple[int, ...], stype: str, buffer: bytes | memoryview
@@ -298,13 +283,10 @@ class BufferArray(Array):
 
     def __eq__(self, other: object) -> bool:
         """Compare as Array does, also with a plain one."""
-        array = (self.dtype, self.shape, self.stype, self.data)
-        return isinstance(other, Array) and array == (
-            other.dtype,
-            other.shape,
-            other.stype,
-            other.data,
-        )
+        if not isinstance(other, Array):
+            return False
+        own = (self.dtype, self.shape, self.stype, self.data)
+        return own == (other.dtype, other.shape, other.stype, other.data)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -314,19 +296,17 @@ class BufferArray(Array):
 
 
 def stamped(message: Message, message_id: str, run_id: int) -> Message:
-    """Return the message with these ids, as Flower's own engines set them, and with the
-    same content.
-    """
+    """Return the message with these ids, as Flower's own engines set them."""
     sent = _shallow(message)
-    sent.__dict__["_metadata"] = metadata = _shallow(message.metadata)
+    metadata = _shallow(message.metadata)
+    sent.__dict__["_metadata"] = metadata
     metadata.__dict__.update(_message_id=message_id, _run_id=run_id)
     return sent
 
 
 def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
-    """Return the same message with another content to another node; Flower's
-    constructor makes forty calls.
-    """
+    """Return the same message with another content to another node."""
+    # Flower's constructor makes forty calls.
     sent = _shallow(message)
     metadata = _shallow(message.metadata)
     metadata.__dict__["_dst_node_id"] = node_id
@@ -335,9 +315,8 @@ def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
 
 
 def answer(message: Message, content: RecordDict) -> Message:
-    """Return ``Message(content, reply_to=message)``, whose constructor makes seventy
-    calls.
-    """
+    """Return ``Message(content, reply_to=message)``."""
+    # Flower's constructor makes seventy calls.
     metadata = _shallow(message.metadata)
     about = metadata.__dict__
     now = time.time()
@@ -363,19 +342,14 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:
-    """Set the node that sent a reply; Flower's error reply for a lost node does not
-    have it.
-    """
+    """Set the node that sent a reply: an error reply for a lost node lacks it."""
     reply.metadata.__dict__["_src_node_id"] = node_id
 
 
 def set_reply_address(reply: Message, message: Message) -> bool:
-    """Make ``reply`` the reply of the message's node to ``message``; return whether it
-    was addressed otherwise.
-
-    Flower's mods answer their own reply where they refuse it, and Flower's own engines
-    lose such an answer.
-    """
+    """Address ``reply`` to ``message``; return whether it was addressed otherwise."""
+    # Flower's mods answer their own reply where they refuse it, and Flower's own
+    # engines lose such an answer.
     wanted = {
         "_reply_to_message_id": message.metadata.message_id,
         "_src_node_id": message.metadata.dst_node_id,
@@ -387,10 +361,9 @@ def set_reply_address(reply: Message, message: Message) -> bool:
 
 
 def app_error(message: Message, reason: str | Exception) -> Message:
-    """Return the reply of a node whose app raised an exception, with the same text as
-    Flower's own engines.
-    """
+    """Return the reply of a node whose app raised an exception."""
     if isinstance(reason, Exception):
+        # the text of Flower's own engines
         raised = ClientAppException(str(reason))
         reason = f"{type(raised)}:<'{raised}'>"
     return Message(
@@ -399,44 +372,36 @@ def app_error(message: Message, reason: str | Exception) -> Message:
 
 
 def as_error(reply: Message, reason: str) -> Message:
-    """Return the reply with an error in the place of its content, from the same node
-    and to the same message.
-    """
+    """Return the reply with an error in the place of its content."""
     failed = _shallow(reply)
     failed.__dict__.update(_content=None, _error=Error(ErrorCode.UNKNOWN, reason))
     return failed
 
 
 def is_app_error(reply: Message) -> bool:
-    """Return whether the error reply comes from an app's exception; Flower also sends
-    error replies for lost nodes.
-    """
+    """Return whether an error reply comes from an app, and not for a lost node."""
     return bool(reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
 
 
 def is_mod_refusal(reply: Message) -> bool:
-    """Return whether the reply is the error with which Flower's mods refuse a message."""
+    """Return whether the reply is that of a mod of Flower's that refuses a message."""
     return reply.has_error() and reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
 
 
 def lacks_function(reply: Message, message_type: str) -> bool:
-    """Return whether the reply is the error of an app that has no function for messages
-    ``category.action``.
-    """
+    """Return whether the reply says that the app has no function for such messages."""
+    if not reply.has_error() or not is_app_error(reply):
+        return False
+    # such as query.exchange; the text is all that Flower says
     category, _, action = message_type.partition(".")
     missing = f"No {category} function registered with name '{action}'"
-    return (
-        reply.has_error() and is_app_error(reply) and missing in str(reply.error.reason)
-    )
+    return missing in str(reply.error.reason)
 
 
 def calling_dp_wrapper() -> str:
-    """Return the class of Flower's wrapper for differential privacy that calls the
-    caller; "" if there is none.
-
-    A wrapped strategy is not told that it is wrapped, in the Message API or in the
-    legacy one.
-    """
+    """Return the class of Flower's DP wrapper that calls the caller; "" for none."""
+    # A wrapped strategy is not told that it is wrapped, in the Message API or in the
+    # legacy one: the wrapper's call is found on the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(
@@ -448,9 +413,7 @@ def calling_dp_wrapper() -> str:
 
 
 def is_default_aggregation(function: Any) -> bool:
-    """Return whether the function is the one that Flower's strategies average metrics
-    with by default.
-    """
+    """Return whether the function is Flower's default for averaging metrics."""
     return function is aggregate_metricrecords
 
 
@@ -465,17 +428,18 @@ def log_start(
 
 
 def retry_http_500(grid: Grid) -> None:
-    """Make Flower's HTTP grid repeat a request after an answer 500, as it already does
-    after 502 to 504.
+    """Make Flower's HTTP grid repeat a request after an answer 500.
 
-    A SuperLink answers 500 while writes of the nodes lock its SQLite database. To
-    repeat a whole ``pull_messages`` would lose the messages already pulled. Other grids
-    do not change.
+    It does so itself after 502 to 504. A SuperLink answers 500 while writes of the
+    nodes lock its SQLite database. Other grids do not change.
     """
+    # The request, not ``pull_messages``: that has taken messages from the SuperLink,
+    # which would be lost.
     invoker = getattr(grid, "_retry_invoker", None)
     if invoker is None or isinstance(invoker.should_giveup, _GiveUp):
         return
-    invoker.should_giveup = give_up = _GiveUp(invoker.should_giveup)
+    give_up = _GiveUp(invoker.should_giveup)
+    invoker.should_giveup = give_up
     succeeded = invoker.on_success
 
     def on_success(state: Any) -> None:
@@ -487,15 +451,12 @@ def retry_http_500(grid: Grid) -> None:
 
 
 class _GiveUp:
-    """The decision whether to give up a request: Flower's own, and after repeated HTTP
-    500 answers.
-
-    Flower's own threads use the same grid, so each thread, and with it each request,
-    has its own count.
-    """
+    """Whether to give up a request: as Flower, and after repeated answers 500."""
 
     def __init__(self, otherwise: Callable[[Exception], bool]) -> None:
         self._otherwise = otherwise
+        # Flower's own threads use the same grid, so each thread, and with it each
+        # request, has its own count.
         self._thread = threading.local()
 
     def reset(self) -> None:
@@ -506,8 +467,12 @@ class _GiveUp:
         failed = isinstance(error, httpx.HTTPStatusError) and (
             error.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
         )
-        failures = self._thread.failures = getattr(self._thread, "failures", 0) + failed
-        give_up = failures >= _TRIES if failed else self._otherwise(error)
+        if failed:
+            failures: int = getattr(self._thread, "failures", 0) + 1
+            self._thread.failures = failures
+            give_up = failures >= _TRIES
+        else:
+            give_up = self._otherwise(error)
         if give_up:
             self.reset()
         elif failed:

@@ -1,5 +1,4 @@
-"""The strategies in Flower's legacy loop: ``to_legacy`` turns a strategy into a
-``flwr.server.strategy.Strategy``.
+"""The strategies in Flower's legacy loop, as a ``flwr.server.strategy.Strategy``.
 
 For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, or with
 ``DefaultWorkflow`` and ``SecAggPlusWorkflow``. The legacy loop sends a list of arrays
@@ -22,7 +21,6 @@ from flwr.app import (
     Error,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
 from flwr.common import (
@@ -72,10 +70,10 @@ Failures = list[tuple[ClientProxy, Any] | BaseException]
 
 
 class LegacyStrategy(FlowerLegacyStrategy):
-    """A strategy for Flower's legacy loop:
-    ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
+    """A strategy for Flower's legacy loop; ``to_legacy`` is its other name.
 
-    ``to_legacy`` is its other name. ``DefaultWorkflow`` takes it too:
+    ``ServerAppComponents(strategy=to_legacy(...), config=...)`` takes it, and so does
+    ``DefaultWorkflow``:
     ``LegacyContext(context, config=..., strategy=to_legacy(...))``, also with
     ``SecAggPlusWorkflow`` for fit. A project's own strategy that overrides methods of
     Flower's FedAvg is derived from this class in its place.
@@ -135,10 +133,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._evaluate_fn = evaluate_fn
         self._fit_config = on_fit_config_fn or (lambda _: {})
         self._evaluate_config = on_evaluate_config_fn or (lambda _: {})
-        self._fit_metrics, self._evaluate_metrics = (
-            fit_metrics_aggregation_fn,
-            evaluate_metrics_aggregation_fn,
-        )
+        self._fit_metrics = fit_metrics_aggregation_fn
+        self._evaluate_metrics = evaluate_metrics_aggregation_fn
         self._sent: dict[str, Message] = {}  # by client id
         # why a client's training failed, by client id
         self._failed: dict[str, str] = {}
@@ -147,16 +143,14 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._fits = 0
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Return the initial arrays; Flower's loop calls this first, also for a second
-        run of the same strategy.
-        """
+        """Return the initial arrays; the loop calls this first."""
         # start_simulation does not, and no message could be made
         identify_process(secrets.randbits(63))
+        # Also for a second run of the same strategy, which begins anew.
         self._fits += 1
         if self._fits > 1:
-            self.strategy.prepare(
-                self._initial, self.strategy.run.num_rounds, self.strategy.run.timeout
-            )
+            run = self.strategy.run
+            self.strategy.prepare(self._initial, run.num_rounds, run.timeout)
         # Another run on the same nodes may be of another object, or of another process.
         self.strategy.run.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
@@ -166,15 +160,19 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Return the strategy's training messages as FitIns."""
         self._end_halted_fit()
-        configure, config = (
-            self.strategy.configure_train,
-            self._fit_config(server_round),
-        )
         opened = self._configure(
-            configure, server_round, parameters, config, client_manager
+            self.strategy.configure_train,
+            server_round,
+            parameters,
+            self._fit_config(server_round),
+            client_manager,
         )
-        self._fitting = server_round if opened else 0
-        if not opened:  # the loop leaves aggregate_fit out
+        # Without messages the loop leaves aggregate_fit out, and the round would not
+        # end.
+        if opened:
+            self._fitting = server_round
+        else:
+            self._fitting = 0
             self.strategy.aggregate_train(server_round, [])
         return [
             (proxy, FitIns(ndarrays_to_parameters(arrays), client_config))
@@ -187,49 +185,55 @@ class LegacyStrategy(FlowerLegacyStrategy):
         results: list[tuple[ClientProxy, FitRes]],
         failures: Failures,
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Return the aggregated model, or None if the strategy keeps the previous one,
-        and the metrics.
-        """
+        """Return the aggregated model, None if it stays as it is, and the metrics."""
         self._fitting = 0
-        run, secure = self.strategy.run, is_secure_average(res for _, res in results)
-        average: dict[str, ArrayRecord] = {}
+        run = self.strategy.run
+
+        # Under secure aggregation every result is the same average of all clients. Not
+        # each method can use it, which the results are the first to show.
+        secure = is_secure_average(res for _, res in results)
         if secure and not self._secure:
             check(self.strategy)
             self._secure = True
+        average: dict[str, ArrayRecord] = {}
 
         def reply(message: Message, res: FitRes) -> Message:
             arrays = parameters_to_ndarrays(res.parameters)
             made = reply_to_fit(message, arrays, res.num_examples, res.metrics)
-            for key, record in made.content.array_records.items() if secure else ():
-                if key not in average:
-                    average[key] = to_record(
-                        restored(from_record(record), run.before, run.parts)
-                    )
-                made.content[key] = average[key]
+            if secure:
+                # made once, and shared by all replies
+                for key, record in made.content.array_records.items():
+                    if key not in average:
+                        whole = restored(from_record(record), run.before, run.parts)
+                        average[key] = to_record(whole)
+                    made.content[key] = average[key]
             return made
 
-        before = dict(self.strategy.run.report.rejected)
-        arrays, averaged = self.strategy.aggregate_train(
-            server_round, self._replies(reply, results, failures)
-        )
+        # The strategy refuses bad replies itself; the project's function has the rest.
+        rejected_before = dict(run.report.rejected)
+        replies = self._replies(reply, results, failures)
+        arrays, averaged = self.strategy.aggregate_train(server_round, replies)
         metrics: dict[str, Any] = dict(averaged or {})
-        if self._fit_metrics and arrays is not None:
-            metrics = self._summed_up(self._fit_metrics, results, before)
-        return None if arrays is None else _parameters(arrays), metrics
+        if arrays is None:
+            return None, metrics
+        if self._fit_metrics:
+            metrics = self._summed_up(self._fit_metrics, results, rejected_before)
+        return _parameters(arrays), metrics
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Return the strategy's evaluation messages as EvaluateIns."""
         self._end_halted_fit()
-        configure, config = (
-            self.strategy.configure_evaluate,
-            self._evaluate_config(server_round),
-        )
         opened = self._configure(
-            configure, server_round, parameters, config, client_manager
+            self.strategy.configure_evaluate,
+            server_round,
+            parameters,
+            self._evaluate_config(server_round),
+            client_manager,
         )
-        if not opened:  # the loop leaves aggregate_evaluate out
+        # as in configure_fit: the loop leaves aggregate_evaluate out
+        if not opened:
             self.strategy.aggregate_evaluate(server_round, [])
         return [
             (proxy, EvaluateIns(ndarrays_to_parameters(arrays), client_config))
@@ -247,30 +251,30 @@ class LegacyStrategy(FlowerLegacyStrategy):
         def reply(message: Message, res: EvaluateRes) -> Message:
             return reply_to_evaluate(message, res.loss, res.num_examples, res.metrics)
 
-        before = dict(self.strategy.run.report.rejected)
-        averaged = self.strategy.aggregate_evaluate(
-            server_round, self._replies(reply, results, failures)
-        )
-        metrics: dict[str, Any] = dict(averaged or MetricRecord())
+        rejected_before = dict(self.strategy.run.report.rejected)
+        replies = self._replies(reply, results, failures)
+        averaged = self.strategy.aggregate_evaluate(server_round, replies)
+        metrics: dict[str, Any] = dict(averaged or {})
         loss = metrics.pop(LOSS, None)
         if self._evaluate_metrics:
-            metrics = self._summed_up(self._evaluate_metrics, results, before)
+            fn = self._evaluate_metrics
+            metrics = self._summed_up(fn, results, rejected_before)
         return loss, metrics
 
     def evaluate(
         self, server_round: int, parameters: Parameters
     ) -> tuple[float, dict[str, Scalar]] | None:
-        """Return the result of ``evaluate_fn``, None without one; a loss that is not
-        finite is a divergence.
-        """
+        """Return the result of ``evaluate_fn``; None without one."""
         if self._evaluate_fn is None:
             return None
+        # A method may test other values than those that it trains on.
         arrays = self.strategy.for_evaluate_fn(server_round, self._record(parameters))
         found = self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
+        # A loss that is not finite is a divergence; before round 1 the model is the
+        # project's own, and nothing has been trained.
         if found is not None and server_round:
-            note_losses(
-                self.strategy.run, losses_not_finite({"": {LOSS: float(found[0])}})
-            )
+            losses = losses_not_finite({"": {LOSS: float(found[0])}})
+            note_losses(self.strategy.run, losses)
         return found
 
     def _record(self, parameters: Parameters) -> ArrayRecord:
@@ -283,8 +287,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         results: Sequence[tuple[ClientProxy, Any]],
         before: dict[int, str],
     ) -> dict[str, Scalar]:
-        """Return the result of the project's ``fn`` for the metrics of the accepted
-        results.
+        """Return the result of the project's ``fn`` for the accepted results.
 
         Args:
             fn: the project's function.
@@ -292,19 +295,17 @@ class LegacyStrategy(FlowerLegacyStrategy):
             before: rejected replies of this round before these results, by node.
         """
         rejected = self.strategy.run.report.rejected
-        used = [
-            res
-            for proxy, res in results
-            if rejected.get(int(proxy.cid)) == before.get(int(proxy.cid))
-        ]
-        metrics = [
-            (
-                res.num_examples,
-                {k: v for k, v in res.metrics.items() if k not in CLIENT_KEYS},
-            )
-            for res in used
-        ]
-        return fn(metrics) if metrics else {}
+        used: list[tuple[int, dict[str, Scalar]]] = []
+        for proxy, res in results:
+            node_id = int(proxy.cid)
+            if rejected.get(node_id) != before.get(node_id):
+                continue
+            # without the keys that the mod adds: the project does not know them
+            own = {k: v for k, v in res.metrics.items() if k not in CLIENT_KEYS}
+            used.append((res.num_examples, own))
+        if not used:
+            return {}
+        return fn(used)
 
     def _configure(
         self,
@@ -314,28 +315,25 @@ class LegacyStrategy(FlowerLegacyStrategy):
         config: dict[str, Scalar],
         client_manager: ClientManager,
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
-        """Return the strategy's messages of a round as clients with their arrays and
-        config.
-        """
-        record, grid = (
-            self._record(parameters),
-            _ManagerGrid(client_manager, self.strategy),
-        )
+        """Return a round's messages as clients with their arrays and config."""
+        # The strategy asks for nodes and makes messages as under the Message API.
+        grid = _ManagerGrid(client_manager, self.strategy)
+        record = self._record(parameters)
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
-        proxies = dict(client_manager.all())  # clients come and go meanwhile
         self._sent = {
             str(message.metadata.dst_node_id): message for message in messages
         }
         self._failed.clear()
-        here = [
-            (proxies[cid], message)
-            for cid, message in self._sent.items()
-            if cid in proxies
-        ]
-        return [
-            (_NamingProxy(proxy, self._failed), *open_message(message))
-            for proxy, message in here
-        ]
+
+        # Clients come and go meanwhile; one that has gone fails in ``_replies``.
+        proxies = dict(client_manager.all())
+        opened: list[tuple[ClientProxy, NDArrays, Config]] = []
+        for cid, message in self._sent.items():
+            if cid in proxies:
+                arrays, client_config = open_message(message)
+                proxy = _NamingProxy(proxies[cid], self._failed)
+                opened.append((proxy, arrays, client_config))
+        return opened
 
     def _end_halted_fit(self) -> None:
         """Report a round whose training ended without results.
@@ -343,13 +341,12 @@ class LegacyStrategy(FlowerLegacyStrategy):
         Secure aggregation has halted, or a wrapper has kept the results to itself
         because a client failed.
         """
-        if server_round := self._fitting:
+        server_round = self._fitting
+        if server_round:
             self._fitting = 0
-            failed = [
-                app_error(self._sent[cid], reason)
-                for cid, reason in self._failed.items()
-            ]
-            self.strategy.aggregate_train(server_round, failed)
+            failed = self._failed.items()
+            errors = [app_error(self._sent[cid], reason) for cid, reason in failed]
+            self.strategy.aggregate_train(server_round, errors)
 
     def _replies(
         self,
@@ -357,11 +354,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         results: Sequence[tuple[ClientProxy, Any]],
         failures: Failures,
     ) -> list[Message]:
-        """Return the results as replies to the messages; a failure is an error reply.
-
-        A workflow passes failures without their clients: each client that is missing
-        gets all of them.
-        """
+        """Return the results as replies; a failure is an error reply."""
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
         for proxy, res in [*results, *named]:
@@ -373,19 +366,22 @@ class LegacyStrategy(FlowerLegacyStrategy):
             except Exception as error:  # a client's result may cause any exception
                 reason = str(error) or type(error).__name__
                 replies.append(app_error(message, reason))
-        if unnamed := dict.fromkeys(
-            _reason(failure) for failure in failures if not isinstance(failure, tuple)
-        ):
+
+        # A workflow passes failures without their clients: each client that is missing
+        # gets all of them, each reason once.
+        unnamed = [failure for failure in failures if not isinstance(failure, tuple)]
+        if unnamed:
+            reasons = "; or: ".join(dict.fromkeys(map(_reason, unnamed)))
             missing = self._sent.keys() - {proxy.cid for proxy, _ in [*results, *named]}
-            replies += [
-                app_error(self._sent[cid], "; or: ".join(unnamed)) for cid in missing
-            ]
+            replies += [app_error(self._sent[cid], reasons) for cid in missing]
         return replies
 
 
 def _reason(failure: BaseException) -> str:
     error = next(iter(failure.args), None)
-    return str(error.reason) if isinstance(error, Error) else str(failure)
+    if isinstance(error, Error):
+        return str(error.reason)
+    return str(failure)
 
 
 to_legacy = LegacyStrategy
@@ -393,11 +389,14 @@ to_legacy = LegacyStrategy
 
 
 class _NamingProxy(ClientProxy):
-    """A client whose exceptions become results with the error; the loop does not say
-    which client raised one.
+    """A client whose exceptions become results with the error.
 
-    ``failed``: gets the error of its training, for a wrapper may not pass the result
-    on.
+    The loop does not say which client raised one.
+
+    Args:
+        proxy: Flower's.
+        failed: gets the error of its training, for a wrapper may not pass on the
+            result.
     """
 
     def __init__(self, proxy: ClientProxy, failed: dict[str, str]) -> None:
@@ -410,9 +409,9 @@ class _NamingProxy(ClientProxy):
         try:
             res = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
-            res = FitRes(
-                Status(Code.FIT_NOT_IMPLEMENTED, str(error)), Parameters([], ""), 0, {}
-            )
+            # Flower has no code for an exception
+            status = Status(Code.FIT_NOT_IMPLEMENTED, str(error))
+            res = FitRes(status, Parameters([], ""), 0, {})
         if res.status.code is not Code.OK:
             self._failed[self.cid] = res.status.message
         return res
@@ -423,9 +422,8 @@ class _NamingProxy(ClientProxy):
         try:
             return self._proxy.evaluate(ins, timeout, group_id)
         except Exception as error:
-            return EvaluateRes(
-                Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error)), 0.0, 0, {}
-            )
+            status = Status(Code.EVALUATE_NOT_IMPLEMENTED, str(error))
+            return EvaluateRes(status, 0.0, 0, {})
 
     def get_properties(
         self, ins: Any, timeout: float | None, group_id: int | None
@@ -442,9 +440,7 @@ class _NamingProxy(ClientProxy):
 
 
 class _ManagerGrid(Grid):
-    """The parts of a Grid that configure a round: the node ids, and the properties of
-    the clients.
-    """
+    """The parts of a Grid that configure a round: node ids and clients' properties."""
 
     def __init__(self, client_manager: ClientManager, strategy: Strategy) -> None:
         self._manager = client_manager
@@ -456,18 +452,12 @@ class _ManagerGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Return the clients' properties; a client without properties gives the error
-        reply of an app.
-        """
+        """Return the clients' properties; an error reply for one without them."""
+        # The loop has no messages but fit, evaluate and this query.
         batch = list(messages)
-        if any(
-            message.metadata.message_type != MessageType.QUERY or message.content
-            for message in batch
-        ):
-            _refuse(
-                self._strategy,
-                "sends messages of its own between the rounds' fit and evaluate",
-            )
+        for message in batch:
+            if message.metadata.message_type != MessageType.QUERY or message.content:
+                self._refuse_messages()
         proxies = dict(self._manager.all())
 
         def ask(message: Message) -> Message:
@@ -479,16 +469,18 @@ class _ManagerGrid(Grid):
             # it has gone, or Flower's proxy raises what the client raised
             except Exception:
                 return silent
-            return (
-                describe(message, dict(res.properties))
-                if res.status.code is Code.OK
-                else silent
-            )
+            if res.status.code is not Code.OK:
+                return silent
+            return describe(message, dict(res.properties))
 
+        # each proxy waits for its client
         with ThreadPoolExecutor() as pool:
             return list(pool.map(ask, batch))
 
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
+        self._refuse_messages()
+
+    def _refuse_messages(self) -> NoReturn:
         _refuse(
             self._strategy,
             "sends messages of its own between the rounds' fit and evaluate",
@@ -531,6 +523,7 @@ def _prepare(
     Raises:
         ConfigError: as ``LegacyStrategy``.
     """
+    # What this loop cannot do, with what to do instead.
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             "to_legacy takes a strategy of fedbn_flwr.strategies, and"
@@ -549,7 +542,8 @@ def _prepare(
             "re-estimates BN statistics from its clients before tests",
             _STATISTICS,
         )
-    if after := strategy.prepare(initial_arrays, num_rounds, timeout):
+    after = strategy.prepare(initial_arrays, num_rounds, timeout)
+    if after:
         raise ConfigError(
             "Flower's legacy loop starts with round 1 and cannot continue after round"
             f" {after}."

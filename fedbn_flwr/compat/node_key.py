@@ -1,5 +1,4 @@
-"""What the check of a node takes from Flower's Fleet API: one activation of its key,
-which ends at once.
+"""What the check of a node takes from Flower's Fleet API: one activation of its key.
 
 No other module imports it. ``tests/compat/test_node_key.py`` says what broke when a new
 version of Flower changes it.
@@ -99,33 +98,27 @@ def try_key(
             node_id = client.ActivateNode(request).node_id
         except httpx.HTTPStatusError as error:
             told = FlowerError.from_json(error.response.text)
-            text = (
-                told.message
-                if told
-                else f"HTTP {error.response.status_code}: {error.response.text[:200]}"
-            )
-            refused = (
-                told is not None
-                and told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
-            )
-            raise RefusedKey(text, REFUSED if refused else "") from error
+            # such as the answer of a proxy
+            if told is None:
+                text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
+                raise RefusedKey(text) from error
+            refused = told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+            raise RefusedKey(told.message, REFUSED if refused else "") from error
+        # An activation that is not ended would keep the node itself out for a while.
         with suppress(httpx.HTTPError):  # the activation ends by itself
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 
 
 class _Version:
-    """Says the version of Flower, as a SuperNode does. Flower's own interceptor ends
-    the process at a refusal.
+    """Says the version of Flower, as a SuperNode does.
+
+    Flower's own interceptor ends the process at a refusal.
     """
 
     def intercept(
         self, context: ProtobufRequestContext, call_next: ProtobufCall
     ) -> httpx.Response:
         """Add the headers."""
-        add_headers(
-            context.request,
-            dict(
-                RuntimeVersionMetadata.from_local_component("SuperNode").as_metadata()
-            ),
-        )
+        version = RuntimeVersionMetadata.from_local_component("SuperNode")
+        add_headers(context.request, dict(version.as_metadata()))
         return call_next(context)

@@ -1,5 +1,4 @@
-"""What masked sums take from Flower's secure aggregation: key agreement, secret sharing
-and encryption.
+"""What masked sums take from Flower's: key agreement, secret sharing, encryption.
 
 No other module imports it. ``tests/compat/test_secret_sharing.py`` says what broke when
 a new version changes it. Flower's stream of masks (``pseudo_rand_gen``) is not used: it
@@ -43,9 +42,8 @@ _BYTES = 48  # of a secret key on the curve P-384
 def new_pair() -> tuple[bytes, bytes]:
     """Return a fresh secret key of 48 bytes, and its public key."""
     secret, public = generate_key_pairs()
-    return secret.private_numbers().private_value.to_bytes(
-        _BYTES, "big"
-    ), public_key_to_bytes(public)
+    number = secret.private_numbers().private_value
+    return number.to_bytes(_BYTES, "big"), public_key_to_bytes(public)
 
 
 def public_of(secret: bytes) -> bytes:
@@ -54,8 +52,7 @@ def public_of(secret: bytes) -> bytes:
 
 
 def agreed(secret: bytes, public: bytes) -> bytes:
-    """Return the key that the owners of two pairs agree on: 32 bytes in URL-safe
-    base64.
+    """Return the key that two owners agree on: 32 bytes in URL-safe base64.
 
     Raises:
         ValueError: a key is none.

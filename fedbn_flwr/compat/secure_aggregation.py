@@ -26,36 +26,34 @@ logger = logging.getLogger("flwr")
 
 
 def is_secure_average(results: Iterable[FitRes]) -> bool:
-    """Return whether all results hold one and the same object of parameters, as only
-    this workflow gives them.
-    """
+    """Return whether the results are one average, as only this workflow gives them."""
+    # one and the same object, not only equal values
     parameters = [result.parameters for result in results]
     return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
 
 def check(strategy: Strategy) -> None:
-    """Refuse what secure aggregation cannot do, and warn of the counters, which it
-    cannot carry.
+    """Refuse what secure aggregation cannot do; warn of counters, which it loses.
 
     Raises:
         ConfigError: the method or a setting needs the arrays of each client, or an
             entry has no dimension.
     """
+    # Only the average is known. The last method of several says what to use instead.
+    for method in reversed([*strategy.methods]):
+        if not sums_suffice(together(declared(method))):
+            raise ConfigError(
+                f"{method.title} needs the arrays of each client, and Flower's secure"
+                " aggregation gives only their average, weighted by num-examples. Use"
+                f" {method.instead}, or a workflow without SecAggPlusWorkflow."
+            )
+
+    # Flower's quantisation returns a wrong value for an entry without a dimension.
     parts, before = strategy.run.parts, strategy.run.before
-    single = [
-        method
-        for method in strategy.methods
-        if not sums_suffice(together(declared(method)))
-    ]
-    if single:
-        raise ConfigError(
-            f"{single[-1].title} needs the arrays of each client, and Flower's secure"
-            " aggregation gives only their average, weighted by num-examples. Use"
-            f" {single[-1].instead}, or a workflow without SecAggPlusWorkflow."
-        )
     local = set(strategy.run.local_entries)
     shared = [name for name in before if name not in local and before[name].ndim == 0]
-    if lost := [name for name in shared if name not in parts.counters]:
+    lost = [name for name in shared if name not in parts.counters]
+    if lost:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, and Flower's"
             " secure aggregation returns a wrong value for it. Give it the shape (1,)."
@@ -70,8 +68,7 @@ def check(strategy: Strategy) -> None:
 
 
 def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
-    """Return an averaged record in the types of the model: counters as sent, no
-    variance below zero.
+    """Return an averaged record in the types of the model.
 
     Args:
         entries: the average, in float64; entries that the model does not have are left
@@ -83,11 +80,11 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for name, average in entries.items():
         sent = before.get(name, average)
-        # zero, quantised
-        array = np.maximum(average, 0) if name in variances else average
-        found[name] = (
-            sent
-            if name in parts.counters and name in before
-            else array.astype(sent.dtype)
-        )
+        if name in parts.counters and name in before:
+            found[name] = sent
+            continue
+        # A variance near zero may come back below it, quantised.
+        if name in variances:
+            average = np.maximum(average, 0)
+        found[name] = average.astype(sent.dtype)
     return found

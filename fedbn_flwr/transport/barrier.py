@@ -1,5 +1,4 @@
-"""A barrier that reduces: it collects a tensor from every client of a round and returns
-the answer to all of them.
+"""A barrier that reduces: a tensor from every client, one answer to all of them.
 
 In process the clients' own threads wait here. For members behind the gRPC channel and
 in worker processes nobody waits: the answer is sent to them. A member that leaves,
@@ -48,8 +47,12 @@ LOOK = 1.0  # seconds between two looks at the clock while somebody waits
 
 @dataclass(frozen=True)
 class Member:
-    """A client of the round: its weight |D_i|, the examples b_i of its first batch, and
-    its name in error messages.
+    """A client of the round.
+
+    Attributes:
+        weight: |D_i|, its examples.
+        batch_size: b_i, the examples of its first batch.
+        name: what error messages call it.
     """
 
     weight: float
@@ -108,8 +111,11 @@ class Barrier:
         self._answer = answer
         self.timeout = timeout
         self._min_members = min_members
+        # Of everything below. Answers are given without it (``_locked``): whoever gets
+        # one may call the barrier again at once, in the same thread.
         self._lock = threading.Lock()
         self._exchange = _Exchange(0)
+        # since the lock was taken
         self._ended: list[_Exchange] = []
         self._begun: set[int] = set()
         self._closed: set[int] = set()
@@ -127,29 +133,27 @@ class Barrier:
         return _MemberReducer(self, node_id)
 
     def begin(self, node_id: int) -> tuple[int, int]:
-        """Return (attempt, examples in the union of the batches of the remaining
-        members).
-        """
+        """Return (attempt, examples in the batches of all remaining members)."""
         with self._locked():
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
             self._latest_attempt = self._exchange.attempt
             if self._in_turns and self._exchange.deadline:
                 self._set_deadline(self._exchange)
-            return self._exchange.attempt, sum(
-                self.members[i].batch_size for i in self._remaining()
-            )
+            union = sum(self.members[i].batch_size for i in self._remaining())
+            return self._exchange.attempt, union
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
-        """Return the answer when all members' tensors of this exchange are there; see
-        ``Reducer.reduce``.
-        """
+        """Return the answer when all members have sent; see ``Reducer.reduce``."""
+        wait = None
         with self._locked():
             exchange = self._take(node_id, attempt, tag, tensor)
-            # the last member to send keeps its turn
-            wait = None if exchange.over else Wait()
-            if wait:
-                exchange.then[lambda _: wait.end()] = [node_id]
+            # The last member to send goes on at once, and keeps its turn. For the
+            # others the wait is there before the lock is released: no end is missed.
+            if not exchange.over:
+                wait = Wait()
+                end = wait.end
+                exchange.then[lambda _: end()] = [node_id]
         if wait:
             self._wait(wait, exchange)
         outcome = self._outcome(node_id, exchange)
@@ -177,48 +181,47 @@ class Barrier:
         """Drop the members that have not sent in time."""
         with self._locked():
             now, exchange = time.monotonic(), self._exchange
+            # Nobody has sent yet, so nobody waits.
+            if not exchange.deadline:
+                self._looked = now
+                return
             # If this process was paused, extend the deadline by that time.
-            exchange.deadline += (
-                max(0.0, now - self._looked - LOOK) if exchange.deadline else 0.0
-            )
+            exchange.deadline += max(0.0, now - self._looked - LOOK)
             self._looked = now
-            if exchange.deadline and now >= exchange.deadline:
-                late = [
-                    i
-                    for i in self._remaining()
-                    if i not in exchange.sent and i not in self._closed
-                ]
-                reasons = {i: self._reason_late(i, exchange) for i in late}
-                self.never_began += [
-                    reasons[i] for i in late if i not in self._begun and exchange.sent
-                ]
-                if reasons:
-                    self._drop(reasons)
+            if now < exchange.deadline:
+                return
+
+            reasons: dict[int, str] = {}
+            for i in self._remaining():
+                if i in exchange.sent or i in self._closed:
+                    continue
+                reasons[i] = self._reason_late(i, exchange)
+                # Without a sent tensor the deadline is that of ``_drop``, for the end.
+                if i not in self._begun and exchange.sent:
+                    self.never_began.append(reasons[i])
+            if reasons:
+                self._drop(reasons)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock in the block; then, without it, let the members of the
-        exchanges that ended there go on.
-        """
+        """Hold the lock in the block; then answer the exchanges that ended there."""
         self._lock.acquire()
         try:
             yield
         finally:
             ended, self._ended = self._ended, []
             self._lock.release()
+            # Also after an exception: a member that is dropped raises one, and the
+            # others have to hear of the exchange that it has aborted.
             for exchange in ended:
                 for then, waiting in exchange.then.items():
-                    then(
-                        {
-                            node_id: self._outcome(node_id, exchange)
-                            for node_id in waiting
-                        }
-                    )
+                    then({i: self._outcome(i, exchange) for i in waiting})
 
     def _take(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
         """Take a member's tensor, and return its exchange."""
+        # Refuse what belongs to no exchange that can be answered. A member that has
+        # closed would get no answer: the others do not wait for it.
         self._refuse_dropped(node_id)
-        # nobody would answer: the others do not wait for it
         if node_id in self._closed:
             raise Dropped(
                 f"{self.members[node_id].name} sent exchange '{tag}' after the end of"
@@ -229,42 +232,45 @@ class Barrier:
             raise RetryStep(
                 f"attempt {attempt} is over; attempt {exchange.attempt} has begun"
             )
+
+        # One client that diverges costs itself the round, and not the others theirs.
         if not bool(torch.isfinite(tensor).all()):
-            self._drop(
-                {
-                    node_id: coded(
-                        NOT_FINITE,
-                        f"sent a value that is not finite in exchange '{tag}'",
-                    )
-                }
-            )
+            reason = f"sent a value that is not finite in exchange '{tag}'"
+            self._drop({node_id: coded(NOT_FINITE, reason)})
             self._refuse_dropped(node_id)
+
+        # The last one to send answers all.
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
             self._set_deadline(exchange)
         size, apart = exchange_bytes(tag, tensor)
-        self.bytes_up, self.apart_up = self.bytes_up + size, self.apart_up + apart
+        self.bytes_up += size
+        self.apart_up += apart
         self._answer_if_complete()
         return exchange
 
     def _wait(self, wait: Wait, exchange: _Exchange) -> None:
-        """Wait until the exchange is over; drop the members that do not send in time."""
+        """Wait until the exchange is over; drop the members that are late."""
         with wait:
-            while not wait.is_over(
-                LOOK if exchange.over else self._until_look(exchange)
-            ):
+            while True:
+                # After its end this member may still wait for its turn.
+                until_look = LOOK
+                if not exchange.over:
+                    left = exchange.deadline - time.monotonic()
+                    until_look = min(LOOK, max(0.0, left))
+                if wait.is_over(until_look):
+                    return
                 self.drop_late()
-
-    def _until_look(self, exchange: _Exchange) -> float:
-        return min(LOOK, max(0.0, exchange.deadline - time.monotonic()))
 
     def _set_deadline(self, exchange: _Exchange) -> None:
         self._looked = time.monotonic()
         exchange.deadline = self._looked + self.timeout
 
     def _outcome(self, node_id: int, exchange: _Exchange) -> Outcome:
+        """Return what a member gets from an exchange that is over."""
         if exchange.answer is not None:
             return exchange.answer
+        # It was aborted: by the loss of this member, or of another one.
         try:
             with self._lock:
                 self._refuse_dropped(node_id)
@@ -285,8 +291,7 @@ class Barrier:
                 self._drop({node_id: reason})
 
     def finished_with(self) -> list[int]:
-        """Return the members whose batches are in the finished step; empty if no member
-        has finished it.
+        """Return the members whose batches are in the finished step, if it is.
 
         A member lost after its last exchange is one of them: the others had all their
         answers, and repeat nothing.
@@ -294,16 +299,14 @@ class Barrier:
         if not self._closed - self.dropped.keys():
             return []
         last = self._latest_attempt
-        return [
-            i
-            for i in self.members
-            if i in self._begun and self._dropped_in.get(i, last) >= last
-        ]
+        begun = (i for i in self.members if i in self._begun)
+        return [i for i in begun if self._dropped_in.get(i, last) >= last]
 
     def _remaining(self) -> list[int]:
         return [node_id for node_id in self.members if node_id not in self.dropped]
 
     def _refuse_dropped(self, node_id: int) -> None:
+        """Raise Dropped for a member that is out, or if too few are left."""
         if node_id not in self.members:
             raise Dropped(f"node {node_id} is not a member of this round")
         if node_id in self.dropped:
@@ -313,8 +316,8 @@ class Barrier:
                 f" it {reason}"
             )
             raise Dropped(coded(code, text) if code else text)
-        if len(self._remaining()) < self._min_members:
-            left = len(self._remaining())
+        left = len(self._remaining())
+        if left < self._min_members:
             text = (
                 f"{left} clients are left for the synchronised step,"
                 f" {self._min_members} needed"
@@ -329,10 +332,8 @@ class Barrier:
                 " few clients"
             )
         if node_id in self._begun:
-            return (
-                f"did not send exchange '{next(iter(exchange.sent.values()))[0]}'"
-                f" within {self.timeout:g} s"
-            )
+            tag, _ = next(iter(exchange.sent.values()))
+            return f"did not send exchange '{tag}' within {self.timeout:g} s"
         if self._in_turns:
             return (
                 f"did not begin the step within {self.timeout:g} s of the client"
@@ -347,83 +348,87 @@ class Barrier:
 
     def _drop(self, reasons: Mapping[int, str]) -> None:
         """Drop members and abort the exchange; the others repeat the step."""
+        aborted = self._exchange
         self.dropped.update(reasons)
-        self._dropped_in.update(dict.fromkeys(reasons, self._exchange.attempt))
-        aborted, self._exchange = self._exchange, _Exchange(self._exchange.attempt + 1)
-        # nobody sends any more, and some may hang
+        self._dropped_in.update(dict.fromkeys(reasons, aborted.attempt))
+        self._exchange = _Exchange(aborted.attempt + 1)
+        # Nobody sends any more, so the deadline begins here: some members may hang.
         if len(self._remaining()) < self._min_members:
             self._set_deadline(self._exchange)
         self._end(aborted)
 
     def _answer_if_complete(self) -> None:
-        """Answer the exchange if every remaining member has sent; drop members whose
-        tensor does not fit the others.
-        """
+        """Answer the exchange if every remaining member has sent."""
         exchange, left = self._exchange, self._remaining()
-        if not exchange.sent or any(
-            i not in exchange.sent and i not in self._closed for i in left
-        ):
+        if not exchange.sent:
             return
-        # without a tensor: it is closed
+        for i in left:
+            if i not in exchange.sent and i not in self._closed:
+                return
+
+        # All must be at the same place of the step; one without a tensor has closed.
         odd = odd_ones({i: exchange.sent.get(i) for i in left})
         if odd:
             self._drop(odd)
             return
-        weights = [self.members[i].weight for i in left]
+
+        # Combine in the order of the members, so that the sum has the same bits
+        # whoever sent first.
         tag, _ = exchange.sent[left[0]]
+        tensors = [exchange.sent[i][1] for i in left]
+        weights = [self.members[i].weight for i in left]
         try:
-            exchange.answer = self._answer(
-                tag, [exchange.sent[i][1] for i in left], weights
-            )
+            exchange.answer = self._answer(tag, tensors, weights)
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
             return
         # perhaps once only: the member whose tensor came last pays, and no call hangs
         except Exception as error:
-            self._drop(
-                {
-                    next(
-                        reversed(exchange.sent)
-                    ): f"completed exchange '{tag}', whose answer failed: {error}"
-                }
-            )
+            last = next(reversed(exchange.sent))
+            reason = f"completed exchange '{tag}', whose answer failed: {error}"
+            self._drop({last: reason})
             return
+
+        # The next exchange begins before the members hear of this one.
         self.exchanges += 1
         size, apart = exchange_bytes(tag, exchange.answer)
-        self.bytes_down, self.apart_down = (
-            self.bytes_down + size,
-            self.apart_down + apart,
-        )
+        self.bytes_down += size
+        self.apart_down += apart
         self._exchange = _Exchange(exchange.attempt)
         self._end(exchange)
 
     def _end(self, exchange: _Exchange) -> None:
+        """End an exchange; ``_locked`` tells those who wait for it."""
         exchange.over = True
         self._ended.append(exchange)
 
 
 def odd_ones(sent: Mapping[int, TaggedTensor | None]) -> dict[int, str]:
-    """Return why to drop each client that does something else than most; of equally
-    many the first stay.
+    """Return why to drop each client that does something else than most.
+
+    Of two groups of the same size the first one stays.
 
     Args:
         sent: what each client sent, in the order of the members; None = it has finished
             the step.
     """
+    if not sent:
+        return {}
     kinds = {node_id: _kind(tensor) for node_id, tensor in sent.items()}
-    usual = Counter(kinds.values()).most_common(1)
-    return {
-        i: _difference(kind, usual[0][0])
-        for i, kind in kinds.items()
-        if kind != usual[0][0]
-    }
+    # of the same count, the one that was met first
+    usual, _ = Counter(kinds.values()).most_common(1)[0]
+    return {i: _difference(kind, usual) for i, kind in kinds.items() if kind != usual}
 
 
 _Kind = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def _kind(sent: TaggedTensor | None) -> _Kind | None:
-    return (sent[0], tuple(sent[1].shape), sent[1].dtype) if sent else None
+    """Return what must be the same for all clients of an exchange."""
+    if sent is None:
+        return None
+    tag, tensor = sent
+    return tag, tuple(tensor.shape), tensor.dtype
 
 
 def _difference(kind: _Kind | None, usual: _Kind | None) -> str:
@@ -445,16 +450,13 @@ def _place(kind: _Kind | None) -> str:
         return "had finished the step"
     name, _, call = kind[0].partition("/")
     number, _, path = call.partition("/")
-    layer = (
-        f"BatchNorm layer {path!r}"
-        if path
-        else f"the functional batch_norm of call {number}"
-    )
-    return (
-        f"was in the backward pass, at {layer}"
-        if name == "gradients"
-        else f"called {layer}"
-    )
+    if path:
+        layer = f"BatchNorm layer {path!r}"
+    else:
+        layer = f"the functional batch_norm of call {number}"
+    if name == "gradients":
+        return f"was in the backward pass, at {layer}"
+    return f"called {layer}"
 
 
 @runtime_checkable

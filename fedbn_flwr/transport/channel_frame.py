@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 SERVICE, METHOD = "fedbn.Channel", "Call"
-MAX_BYTES = 4 * 2**20  # far above three rows of any layer's channels
+# Far above three rows of any layer's channels, and little enough to read from anybody.
+MAX_BYTES = 4 * 2**20
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_BYTES),
     ("grpc.max_send_message_length", MAX_BYTES),
@@ -81,6 +82,7 @@ class Reply(_Header):
 def pack(header: Call | Reply, tensor: Tensor | None = None) -> bytes:
     """Return the frame of a header and a tensor."""
     body = b""
+    # The header describes the tensor: the bytes alone have no shape.
     if tensor is not None:
         array = tensor.detach().cpu().contiguous().numpy()
         about: Mapping[str, Any] = {"dtype": str(array.dtype), "shape": array.shape}
@@ -101,6 +103,7 @@ def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:
     """
     if not data:
         raise ValueError("it is empty")
+    # A length that is wrong gives a header that is no JSON.
     start = 4 + int.from_bytes(data[:4], "big")
     try:
         header = kind.model_validate_json(data[4:start])
@@ -114,16 +117,22 @@ def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:
         return header, None
     if header.shape is None:
         raise ValueError("the header names a dtype and no shape")
+    # numpy raises ValueError where bytes, dtype and shape do not fit each other. A
+    # copy, as the bytes of a message are read-only.
     array = np.frombuffer(data, dtype=header.dtype, offset=start)
     return header, torch.from_numpy(array.reshape(header.shape).copy())
 
 
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
+    """Return pydantic's first message, without the bytes of a stranger."""
     problem = error.errors(
         include_url=False, include_input=False, include_context=False
     )[0]
     name = str(problem["loc"][0]) if problem["loc"] else ""
-    return f"{name}: {problem['msg']}" if name in kind.model_fields else problem["msg"]
+    # The name of a key that is not ours was written by the stranger, too.
+    if name in kind.model_fields:
+        return f"{name}: {problem['msg']}"
+    return problem["msg"]
 
 
 def is_loopback(address: str) -> bool:

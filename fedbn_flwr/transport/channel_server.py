@@ -1,5 +1,4 @@
-"""The server's end of the gRPC channel: one port, at which the clients of a round
-reduce.
+"""The server's end of the gRPC channel: one port for the clients of a round.
 
 Every call has a token that belongs to one node for one round. A call without a valid
 token is refused by its metadata, before anything of its body is read. Calls wait in one
@@ -57,8 +56,7 @@ class ChannelServer:
 
     Args:
         bind: ``host:port``; port 0 takes a free port.
-        address: the address that clients connect to; "" = ``bind`` with the port in
-            use.
+        address: the address that clients connect to; "" = ``bind`` with its port.
         tls_dir: folder with ``ca.crt``, ``server.crt`` and ``server.key``; "" =
             plaintext, on loopback only.
 
@@ -79,10 +77,12 @@ class ChannelServer:
                 " Set fedtan-tls-dir to a folder with ca.crt, server.crt and"
                 " server.key."
             )
+        # by token. It is replaced, never changed: calls in the loop's thread read it.
         self._reducers: dict[str, tuple[Barrier, int]] = {}
         self._calling: set[str] = set()  # tokens that have a call open
         self._strangers: Counter[str] = Counter()
         self.certificate = b""
+        # gRPC's asyncio server lives in one loop. The ServerApp's thread has none.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="channel", daemon=True
@@ -109,13 +109,10 @@ class ChannelServer:
         if tls_dir:
             folder = Path(tls_dir)
             self.certificate = (folder / "ca.crt").read_bytes()
-            pair = (
-                (folder / "server.key").read_bytes(),
-                (folder / "server.crt").read_bytes(),
-            )
-            port = self._server.add_secure_port(
-                bind, grpc.ssl_server_credentials([pair])
-            )
+            key = (folder / "server.key").read_bytes()
+            own = (folder / "server.crt").read_bytes()
+            credentials = grpc.ssl_server_credentials([(key, own)])
+            port = self._server.add_secure_port(bind, credentials)
         else:
             port = self._server.add_insecure_port(bind)
         await self._server.start()
@@ -124,9 +121,8 @@ class ChannelServer:
     def admit(self, barrier: Barrier) -> Mapping[int, str]:
         """Return a fresh token for each member of a barrier, by node id."""
         tokens = {node_id: secrets.token_urlsafe(32) for node_id in barrier.members}
-        self._reducers = self._reducers | {
-            token: (barrier, node_id) for node_id, token in tokens.items()
-        }
+        admitted = {token: (barrier, node_id) for node_id, token in tokens.items()}
+        self._reducers = self._reducers | admitted
         return tokens
 
     def dismiss(self, barrier: Barrier) -> None:
@@ -153,6 +149,8 @@ class ChannelServer:
     async def _call(
         self, _: Any, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> bytes:
+        """Answer a call, or refuse it."""
+        # Whose call it is, by metadata alone: a stranger's body is never read.
         token = str(dict(context.invocation_metadata() or ()).get("token", ""))
         barrier, node_id = self._reducers.get(token, (None, 0))
         if barrier is None:
@@ -160,6 +158,8 @@ class ChannelServer:
             await _refuse(
                 context, grpc.StatusCode.UNAUTHENTICATED, "unknown or expired token"
             )
+
+        # A member waits for each answer, so a second call is a fault or a stolen token.
         if token in self._calling:
             barrier.leave(node_id, "sent a call while another of its calls was open")
             await _refuse(
@@ -167,12 +167,14 @@ class ChannelServer:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "another call with this token is open",
             )
+
+        # Whatever ends the call early drops the member, or the others would wait.
         self._calling.add(token)
         try:
             data = await asyncio.wait_for(context.read(), BODY_SECONDS)
-            return await answer(
-                barrier, node_id, data if isinstance(data, bytes) else b""
-            )
+            # gRPC has a constant of its own for the end of a call without a body
+            body = data if isinstance(data, bytes) else b""
+            return await answer(barrier, node_id, body)
         except asyncio.CancelledError:
             barrier.leave(node_id, "lost its connection in a call")
             raise
@@ -189,10 +191,9 @@ class ChannelServer:
             self._calling.discard(token)
 
     def _count(self, peer: str) -> None:
-        """Count a call without a valid token, and log the 1st, 10th, 100th, ... of each
-        host.
-        """
+        """Count a call without a valid token; log each host's 1st, 10th, 100th, ..."""
         host = peer.rpartition(":")[0]
+        # A stranger with many addresses shall not fill the memory.
         if host not in self._strangers and len(self._strangers) >= _MAX_HOSTS:
             host = "other hosts"
         self._strangers[host] += 1
@@ -227,9 +228,8 @@ async def answer(barrier: Barrier, node_id: int, data: bytes) -> bytes:
         raise ValueError(f"a call that cannot be read: {error}") from error
     try:
         if tensor is not None:
-            return pack(
-                Reply(status="ok"), await _reduce(barrier, node_id, call, tensor)
-            )
+            reduced = await _reduce(barrier, node_id, call, tensor)
+            return pack(Reply(status="ok"), reduced)
         if call.op == "begin":
             attempt, union = barrier.begin(node_id)
             return pack(Reply(status="ok", attempt=attempt, union=union))
@@ -254,6 +254,7 @@ async def _reduce(barrier: Barrier, node_id: int, call: Call, tensor: Tensor) ->
         if not over.done():
             over.set_result(outcome)
 
+    # called in another thread, maybe after the call has lost its connection
     def then(outcomes: Mapping[int, Outcome]) -> None:
         loop.call_soon_threadsafe(end, outcomes[node_id])
 

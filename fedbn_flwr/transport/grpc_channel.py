@@ -1,5 +1,4 @@
-"""The client's end of the gRPC channel: clients in other processes or on other machines
-reduce through one port.
+"""The client's end of the gRPC channel, for clients in other processes or machines.
 
 Clients only open outgoing connections. ``connect`` is a client's choice between the
 channel and a barrier in its process.
@@ -51,8 +50,7 @@ class ChannelReducer:
         address: ``host:port`` of the channel.
         token: this node's token for this round.
         certificate: PEM of the CA; b"" = plaintext, to loopback only.
-        timeout: seconds that the server waits in an exchange; a call may take a little
-            longer.
+        timeout: seconds that the server waits in an exchange.
 
     Raises:
         ConfigError: plaintext to another address than loopback.
@@ -73,7 +71,9 @@ class ChannelReducer:
                 " refused. Set the run's fedtan-tls-dir to a folder on the server with"
                 " ca.crt, server.crt and server.key, or use fedtan-transport=messages."
             )
-        self._address, self._token, self._deadline = address, token, timeout + 30
+        self._address, self._token = address, token
+        # The server ends an exchange that is late; a call outlasts that.
+        self._deadline = timeout + 30
         self._call = self._channel.unary_unary(f"/{SERVICE}/{METHOD}")
         self._attempt = 0
 
@@ -100,17 +100,17 @@ class ChannelReducer:
     def _ask(
         self, call: Call, tensor: Tensor | None = None
     ) -> tuple[Reply, Tensor | None]:
-        # The port is open before a client has its token: if the first call cannot
-        # connect, waiting does not help.
-        wait = call.op != "begin"
-        token = (("token", self._token),)
         try:
+            # Others in this process compute meanwhile: their tensors complete the
+            # exchange that this call waits for.
             with interrupted():
                 data = self._call(
                     pack(call, tensor),
-                    metadata=token,
+                    metadata=(("token", self._token),),
                     timeout=self._deadline,
-                    wait_for_ready=wait,
+                    # The port is open before a client has its token: if the first call
+                    # cannot connect, waiting does not help.
+                    wait_for_ready=call.op != "begin",
                 )
             reply, answer = unpack(Reply, data)
         except grpc.RpcError as error:
@@ -131,8 +131,7 @@ class ChannelReducer:
 
 
 def connect(config: Mapping[str, Any]) -> Reducer:
-    """Return this client's reducer: over the channel if the config has its address,
-    else at a barrier in this process.
+    """Return this client's reducer: over the channel, or at a barrier in this process.
 
     Args:
         config: the config of the training message.
@@ -142,10 +141,9 @@ def connect(config: Mapping[str, Any]) -> Reducer:
             them.
     """
     if CHANNEL_ADDRESS in config:
-        address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
         reducer: Reducer = ChannelReducer(
-            address,
-            token,
+            str(config[CHANNEL_ADDRESS]),
+            str(config[CHANNEL_TOKEN]),
             bytes(config.get(CHANNEL_CA, b"")),
             float(config[CHANNEL_TIMEOUT]),
         )

@@ -1,6 +1,4 @@
-"""Sending and receiving without Flower's pauses: a Grid that polls quickly and knows
-the sender of every reply.
-"""
+"""A Grid without Flower's pauses, which knows the sender of every reply."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ __all__ = [
     "in_simulation",
     "over_network",
     "polling",
+    "polls",
 ]
-__all__ += ["polls"]
 
 logger = logging.getLogger("flwr")
 
@@ -43,11 +41,14 @@ _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
 class Pauses(NamedTuple):
-    """Pauses between polls: a share of the time since the last reply, within limits in
-    seconds.
+    """Pauses between polls.
 
-    With ``whole`` it is a share of the time since the messages were sent. ``first`` is
-    the pause before the first poll.
+    Attributes:
+        share: a pause as a share of the time since the last reply.
+        shortest: its least seconds.
+        longest: its most seconds.
+        whole: whether it is a share of the time since the messages were sent.
+        first: seconds of the pause before the first poll.
     """
 
     share: float
@@ -72,8 +73,7 @@ class TellsProperties(Protocol):
     def node_properties(
         self, config: Mapping[str, Any], context: Context
     ) -> NodeProperties:
-        """Return what the node with this context would answer to the strategies' query
-        with this config.
+        """Return what the node would answer to the strategies' query.
 
         Raises:
             Exception: only the answer to a message can tell.
@@ -90,18 +90,17 @@ class ImmediateGrid(Grid):
         *,
         timeout: float,
     ) -> Iterable[Message]:
-        """Send all messages; return the replies as soon as ``enough(replies)`` is true,
-        at the latest at the timeout.
+        """Send all messages; return the replies when ``enough(replies)`` is true.
 
-        A grid that runs the clients itself returns all replies.
+        The timeout ends the wait, too. A grid that runs the clients itself returns all
+        replies.
         """
         return self.send_and_receive(messages, timeout=timeout)
 
     def receive(
         self, messages: Iterable[Message], *, timeout: float | None
     ) -> Sequence[Message]:
-        """Send all messages; return the replies that arrive within ``timeout`` seconds,
-        by default when all are there.
+        """Send all messages; return the replies that arrive within ``timeout`` seconds.
 
         A grid whose clients work beside this process returns at once, and its sequence
         waits for each reply that it is asked for.
@@ -111,8 +110,7 @@ class ImmediateGrid(Grid):
     def node_properties(
         self, config: Mapping[str, Any], node_ids: Sequence[int]
     ) -> Mapping[int, NodeProperties]:
-        """Return what these nodes would answer to the strategies' query with this
-        config, without a message to each.
+        """Return what nodes would answer to the strategies' query, without messages.
 
         Nodes that are not in the result must be asked.
         """
@@ -122,15 +120,15 @@ class ImmediateGrid(Grid):
         """Call the nodes in the log by the text of these objects, by node id."""
 
     def pack_for(self, node_ids: Iterable[int]) -> None:
-        """Note that the apps of these nodes read arrays in one piece
-        (``messages.packing``).
+        """Note that the apps of these nodes read arrays in one piece.
 
-        A grid that sends arrays without a cost for each one ignores it.
+        See ``messages.packing``. A grid that sends arrays without a cost for each one
+        ignores it.
         """
 
 
 def polling(grid: Grid) -> ImmediateGrid:
-    """Return ``grid`` if it is an ``ImmediateGrid``, else a ``PollingGrid`` around it."""
+    """Return ``grid`` if it is an ``ImmediateGrid``, else one around it."""
     return grid if isinstance(grid, ImmediateGrid) else PollingGrid(grid)
 
 
@@ -213,9 +211,9 @@ class PollingGrid(ImmediateGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See ``Grid.push_messages``."""
-        return self.inner.push_messages(
-            list(packed_for(messages, self._packing)) if self._packing else messages
-        )
+        if self._packing:
+            messages = list(packed_for(messages, self._packing))
+        return self.inner.push_messages(messages)
 
     def pull_messages(
         self,
@@ -223,9 +221,9 @@ class PollingGrid(ImmediateGrid):
         *,
         reply_to_message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
-        """See ``Grid.pull_messages``; Flower calls the argument
-        ``reply_to_message_ids`` from 1.43 on.
-        """
+        """See ``Grid.pull_messages``."""
+        # Flower calls the argument ``reply_to_message_ids`` from 1.43 on. By place it
+        # is the same in both.
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
         if wanted is None:
             pulled = self.inner.pull_messages()  # type: ignore[call-arg]
@@ -236,8 +234,7 @@ class PollingGrid(ImmediateGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send all messages and return the replies that arrive within ``timeout``
-        seconds, in any order.
+        """Send all messages; return the replies within ``timeout`` seconds, unordered.
 
         The log names nodes that do not answer in time, over a network now and then
         before that, too: a node answers nothing while its connection is up and its apps
@@ -255,10 +252,9 @@ class PollingGrid(ImmediateGrid):
         *,
         timeout: float,
     ) -> Iterable[Message]:
-        """Send all messages; return the replies as soon as ``enough(replies)`` is true,
-        at the latest at the timeout.
+        """Send all messages; return the replies when ``enough(replies)`` is true.
 
-        At the timeout the log names the nodes that have not answered.
+        The timeout ends the wait, too; then the log names the nodes without a reply.
         """
         return self._collected(messages, timeout, enough)
 
@@ -268,20 +264,26 @@ class PollingGrid(ImmediateGrid):
         timeout: float | None,
         enough: Callable[[Sequence[Message]], bool] = lambda replies: False,
     ) -> list[Message]:
-        network, messages = over_network(self), list(messages)
-        notice = _FIRST_NOTICE if network else math.inf
-        replies: list[Message] = []
+        """Return the replies to the messages that arrive in time."""
+        network = over_network(self)
+        messages = list(messages)
+        # In simulation nodes are always there, and nobody has to be told.
+        pauses, notice = _PAUSES, math.inf
+        if network:
+            pauses, notice = self._pauses(messages), _FIRST_NOTICE
         limit = math.inf if timeout is None else timeout
-        for arrived, waiting, seconds in polls(
-            self, messages, self._pauses(messages) if network else _PAUSES, limit
-        ):
+
+        replies: list[Message] = []
+        for arrived, waiting, seconds in polls(self, messages, pauses, limit):
             replies += arrived
+            # An error comes at once, and tells nothing of how long the work takes.
             for reply in arrived:
                 if network and reply.has_content():
                     kind = reply.metadata.message_type
-                    self._quickest[kind] = min(
-                        seconds, self._quickest.get(kind, seconds)
-                    )
+                    quickest = self._quickest.get(kind, seconds)
+                    self._quickest[kind] = min(seconds, quickest)
+
+            # End, by the answers or by the clock.
             if not waiting or enough(replies):
                 break
             if seconds >= limit:
@@ -291,6 +293,8 @@ class PollingGrid(ImmediateGrid):
                     self._listed(waiting.values()),
                 )
                 break
+
+            # A long wait names those that are waited for, and not too often.
             if seconds >= notice:
                 notice = seconds + _NEXT_NOTICES
                 logger.info(
@@ -303,17 +307,12 @@ class PollingGrid(ImmediateGrid):
         return replies
 
     def _pauses(self, messages: Sequence[Message]) -> Pauses:
-        """Return the pauses of a wait for the replies to these messages over a network."""
-        quickest = min(
-            (
-                self._quickest.get(message.metadata.message_type, 0.0)
-                for message in messages
-            ),
-            default=0.0,
-        )
-        return _PAUSES_OVER_NETWORK._replace(
-            first=max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest)
-        )
+        """Return the pauses over a network of a wait for replies to these messages."""
+        kinds = {message.metadata.message_type for message in messages}
+        # 0: a kind without a reply so far may be quicker than all others
+        quickest = min((self._quickest.get(kind, 0.0) for kind in kinds), default=0.0)
+        first = max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest)
+        return _PAUSES_OVER_NETWORK._replace(first=first)
 
     def _listed(self, node_ids: Iterable[int]) -> str:
         return ", ".join(
@@ -324,8 +323,9 @@ class PollingGrid(ImmediateGrid):
 def polls(
     grid: Grid, messages: Sequence[Message], pauses: Pauses, timeout: float = math.inf
 ) -> Iterator[tuple[list[Message], Mapping[str, int], float]]:
-    """Send all messages, and poll until each has a reply; the caller may stop earlier,
-    and does so at its timeout.
+    """Send all messages, and poll until each has a reply.
+
+    The caller may stop earlier, and does so at its timeout.
 
     Args:
         grid: sends and receives; Flower's own method would pause, and log.
@@ -348,44 +348,46 @@ def polls(
         # before the pull, whose own seconds are none of the wait
         now = time.monotonic()
         arrived = _pull(grid, waiting)
-        latest = now if arrived else latest
+        if arrived:
+            latest = now
         yield arrived, waiting, now - begun
-        pause = min(
-            max(
-                pauses.share * (now - (begun if pauses.whole else latest)),
-                pauses.shortest,
-            ),
-            pauses.longest,
-        )
+        # The longer nothing comes, the less a longer pause delays.
+        since = begun if pauses.whole else latest
+        pause = max(pauses.share * (now - since), pauses.shortest)
+        pause = min(pause, pauses.longest)
 
 
 def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
-    """Push the messages; return message id -> node id of the messages that were
-    accepted.
+    """Push the messages; return message id -> node id of those that were accepted.
 
     Raises:
         EngineError: the messages could not be pushed.
     """
     node_ids = [message.metadata.dst_node_id for message in messages]
     message_ids = list(grid.push_messages(messages))
-    if len(message_ids) != len(messages):  # Flower refused all messages
+    # Flower refuses all messages by a shorter list, and one by an empty id.
+    if len(message_ids) != len(messages):
         raise EngineError(
             f"only {len(message_ids)} of {len(messages)} messages could be sent;"
             " Flower's log gives the reason. A message may be too large."
         )
-    if lost := [
-        str(node_id) for i, node_id in zip(message_ids, node_ids, strict=True) if not i
-    ]:
+    waiting: dict[str, int] = {}
+    lost: list[str] = []
+    for message_id, node_id in zip(message_ids, node_ids, strict=True):
+        if message_id:
+            waiting[message_id] = node_id
+        else:
+            lost.append(str(node_id))
+    if lost:
         logger.warning(
             "Messages to node(s) %s could not be pushed; continuing without them.",
             ", ".join(lost),
         )
-    return {i: node_id for i, node_id in zip(message_ids, node_ids, strict=True) if i}
+    return waiting
 
 
 def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
-    """Return the replies that have arrived, and remove the answered messages from
-    ``waiting``.
+    """Return the replies that have arrived; remove their messages from ``waiting``.
 
     Each reply gets the id of the node that was asked: Flower's error reply for a lost
     node does not have it.
@@ -393,12 +395,11 @@ def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     replies = []
     for reply in grid.pull_messages(list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
+        # for example a second reply to one message
         if node_id is None:
-            what = (
-                f"error {reply.error.code}: {reply.error.reason}"
-                if reply.has_error()
-                else "no error"
-            )
+            what = "no error"
+            if reply.has_error():
+                what = f"error {reply.error.code}: {reply.error.reason}"
             logger.warning(
                 "A reply to none of the messages that are waited for is left out (%s).",
                 what,

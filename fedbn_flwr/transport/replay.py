@@ -59,6 +59,7 @@ class Replay:
         """
         if tag not in self._answers:
             raise StopStep(NextExchange({tag: tensor}))
+        # With another batch the answer, which has the first one in it, would be wrong.
         if tag in self._sent and not torch.allclose(
             tensor.cpu(), self._sent[tag], *_SAME
         ):
@@ -76,5 +77,7 @@ class Replay:
         Raises:
             StopStep: the training ends here.
         """
+        # No exchange is left to send: the client says that, and its next message
+        # trains.
         if self._step_only:
             raise StopStep(NextExchange({}))

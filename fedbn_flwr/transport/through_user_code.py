@@ -1,5 +1,4 @@
-"""A client's part in a synchronised step: a reducer, and what passes through a user's
-training code.
+"""A client's reducer, and what passes through a user's training code.
 
 A synchronised step waits inside a BatchNorm layer, in the middle of a forward or
 backward pass. Between that layer and the message that asks for the step lies code that
@@ -20,7 +19,7 @@ value. So is ``RetryStep``, which repeats the step at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -44,29 +43,29 @@ __all__ = [
 
 
 class Dropped(FedBNError):
-    """This client is out of the round: it was too late, sent an unusable tensor, or too
-    few clients remain.
+    """This client is out of the round.
+
+    It was too late, sent an unusable tensor, or too few clients remain.
     """
 
     code = "dropped"
 
 
 class Reducer(Protocol):
-    """Sends a client's tensors and returns the reduced tensors of all clients, by any
-    transport.
-    """
+    """Sends a client's tensors; returns those of all clients, reduced."""
 
     def begin(self) -> int:
-        """Begin the step, or repeat it after ``RetryStep``; return the number of
-        examples in all clients' batches.
+        """Begin the step, or repeat it after ``RetryStep``.
+
+        Returns:
+            Examples in all clients' batches.
 
         Raises:
             Dropped: this client is out of the round.
         """
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        """Send ``tensor`` and return the reduced tensor of all clients in exchange
-        ``tag``.
+        """Send ``tensor``, and return the reduced one of exchange ``tag``.
 
         Raises:
             RetryStep: the step must be repeated.
@@ -115,15 +114,17 @@ _NOTHING = _OfClient()
 
 
 def use_reducers(find: Callable[[str], Reducer]) -> AbstractContextManager[None]:
-    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block; an engine calls
-    it around a client's work.
+    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block.
+
+    An engine calls it around a client's work.
     """
     return _with(find=find)
 
 
 def wrap_reducers(wrap: Callable[[Reducer], Reducer]) -> AbstractContextManager[None]:
-    """Let ``wrapped`` return ``wrap(reducer)`` inside the block; a mod calls it around
-    a client's training.
+    """Let ``wrapped`` return ``wrap(reducer)`` inside the block.
+
+    A mod calls it around a client's training.
     """
     return _with(wrap=wrap)
 
@@ -144,11 +145,9 @@ def local_reducer(barrier_id: str) -> Reducer:
         EngineError: no engine of this process has such a barrier.
     """
     find = _OF_CLIENT.get(_NOTHING).find
-    try:
-        if find is not None:
+    if find is not None:
+        with suppress(KeyError):
             return find(barrier_id)
-    except KeyError:
-        pass
     raise EngineError(
         f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages"
         " or channel"
