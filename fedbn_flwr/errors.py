@@ -17,6 +17,7 @@ from typing import Any
 __all__ = [
     "ABOUT_THE_RUN",
     "MOD_ON_QUERIES",
+    "MOD_ORDER",
     "MOD_RAISED",
     "NOT_ALLOWED",
     "NOT_FINITE",
@@ -65,6 +66,12 @@ MOD_ON_QUERIES = (
     " 'query'."
 )
 """What to do with a mod that raises on a query."""
+MOD_ORDER = (
+    "A mod of the app refuses messages that it was not made for. Put local_bn first,"
+    " ClientApp(mods=[local_bn]), and give mods that act on training to the training"
+    " function alone, @app.train(mods=[...]) or client_app(..., train_mods=[...])"
+)
+"""What to do about a mod that refuses a message of this package."""
 _CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
 _IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, MOD_RAISED, _CLIENTS_CONFIG)
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")

@@ -737,7 +737,7 @@ class TrainConfig(MessageConfig):
         frozen: whether BN is frozen in this round, for the learning rate. The method
             writes it.
         attempt: attempt of a synchronised step by messages, of which this message is
-            part; None = it is part of none. ``server.rounds.step_by_messages`` writes
+            part; None = it is part of none. ``transport.step_by_messages`` writes
             it.
         fresh_batches: attempt of a round of masked sums, which draws batches of its
             own; 0 = the first. ``privacy.masked_sums`` writes it.

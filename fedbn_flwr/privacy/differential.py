@@ -48,13 +48,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, require_dp_accounting
@@ -67,12 +66,13 @@ from fedbn_flwr.privacy.coordinates import (
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
-from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.methods.travels import NONE, PartSet
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
 
@@ -136,6 +136,7 @@ class ClientLevelDP(Protection):
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, file)
         self.accountant.restore(())
+        self._local: PartSet = NONE
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
@@ -146,6 +147,7 @@ class ClientLevelDP(Protection):
             ConfigError: the method sends or uses more of a client than its update.
         """
         self._begin()
+        self._local = methods.local
         problems = beside_models(methods)
         if problems:
             subject = f"strategy {methods.name!r} with dp={self.settings.dp}"
@@ -165,19 +167,19 @@ class ClientLevelDP(Protection):
             return {}
         return {CLIP: self.clipping_norm}
 
-    def check(self, run: Run, reply: Reply, before: State) -> None:
+    def check(self, facts: Facts, reply: Reply) -> None:
         """Refuse an update that its client should have clipped, or that has changed a
         fixed entry.
         """
         for name in self._fixed & reply.state.keys():
-            if not np.array_equal(reply.state[name], before[name]):
+            if not np.array_equal(reply.state[name], facts.before[name]):
                 raise ReplyError(
                     f"entry '{name}' changed, and no client trains it: it is frozen"
                     " (train-only), or a buffer that is taken for a constant. If the"
                     " model changes it in training, leave it out of fixed="
                 )
         if self.settings.dp == "client":
-            coordinates = self._coordinates(run, before)
+            coordinates = self._coordinates(facts)
             length = norm(coordinates.update(reply.state))
             if not length <= self.clipping_norm + 2 * coordinates.rounding():
                 raise ClientPartError(
@@ -187,15 +189,22 @@ class ClientLevelDP(Protection):
                 )
 
     def pool(
-        self, run: Run, replies: Sequence[Reply], before: State
+        self,
+        facts: Facts,
+        report: RoundReport,
+        replies: Sequence[Reply],
+        check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
         """Return one reply: the state of the average of the clipped updates, with
         noise.
         """
-        self._release(run)
-        asked, coordinates = run.report.asked, self._coordinates(run, before)
+        self._release(report)
+        asked, coordinates = report.asked, self._coordinates(facts)
         total, fitting = (
-            {name: 0 * array for name, array in coordinates.update(before).items()},
+            {
+                name: 0 * array
+                for name, array in coordinates.update(facts.before).items()
+            },
             0,
         )
         for reply in replies:
@@ -210,7 +219,9 @@ class ClientLevelDP(Protection):
             for name, array in total.items()
         }
         state = coordinates.state(average, deviation)
-        state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
+        state |= {
+            name: state[name] + 1 for name in facts.parts.counters if name in state
+        }
         if self.settings.dp_clipping == "adaptive":
             self._adapt(fitting - len(replies) / 2, of_bits, asked)
         return [Reply(Node(0), 1.0, state, {})]
@@ -222,12 +233,14 @@ class ClientLevelDP(Protection):
         share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
         self.clipping_norm *= math.exp(-_RATE * (min(max(share, 0), 1) - _QUANTILE))
 
-    def _coordinates(self, run: Run, before: State) -> Coordinates:
-        part_of, local = run.parts.part_of, run.methods.local
+    def _coordinates(self, facts: Facts) -> Coordinates:
+        part_of = facts.parts.part_of
         shared = {
-            name: array for name, array in before.items() if part_of[name] not in local
+            name: array
+            for name, array in facts.before.items()
+            if part_of[name] not in self._local
         }
-        return Coordinates(shared, run.parts, self._fixed)
+        return Coordinates(shared, facts.parts, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
         """Return the deviation of the noise in the sum of bits, and z_u; without
@@ -240,13 +253,13 @@ class ClientLevelDP(Protection):
             1 - (noise_multiplier / (2 * of_bits)) ** 2
         )
 
-    def admits(self, run: Run, asked: int) -> bool:
+    def admits(self, facts: Facts, asked: int) -> bool:
         """Return whether a round keeps within the target epsilon, if there is one;
         choose the noise for it.
         """
-        self._choose_noise(run)
+        self._choose_noise(facts)
         if not self.accountant.releases:
-            self._warn(run, asked)
+            self._warn(facts, asked)
         self._spent = self._exceeds(self.noise_multiplier or 0.0)
         if self._spent:
             logger.warning(
@@ -267,35 +280,36 @@ class ClientLevelDP(Protection):
         # a target is met up to rounding
         return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
-    def _choose_noise(self, run: Run) -> None:
+    def _choose_noise(self, facts: Facts) -> None:
         """Choose z for a target epsilon, for rounds like this one to the end; not where
         the target is spent.
         """
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
-            self.noise_multiplier = self.accountant.noise_for(target, run.rounds_left)
+            rounds_left = facts.total_rounds("a target epsilon") - facts.number + 1
+            self.noise_multiplier = self.accountant.noise_for(target, rounds_left)
             logger.info(
                 "dp-target-epsilon=%g: noise multiplier %.4g",
                 target,
                 self.noise_multiplier,
             )
 
-    def _warn(self, run: Run, asked: int) -> None:
+    def _warn(self, facts: Facts, asked: int) -> None:
         own = self.settings
-        if self.noise_multiplier and own.dp_delta * run.num_able >= 1:
+        if self.noise_multiplier and own.dp_delta * facts.num_able >= 1:
             logger.warning(
                 "dp-delta=%g is not below 1 / %d, the number of clients: a mechanism"
                 " that publishes one client at random would have such a delta. Use a"
                 " smaller one.",
                 own.dp_delta,
-                run.num_able,
+                facts.num_able,
             )
         size = (
             (self.noise_multiplier or 0.0)
             * self.clipping_norm
             / (asked * STATISTICS_SCALE)
         )
-        if size > _NOISY and Part.STATISTICS not in run.methods.local:
+        if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
                 "in each round the noise in BN's running variances has %.2g times their"
                 " own size (z C / (m s)), which makes them useless. Use a smaller"
@@ -304,7 +318,7 @@ class ClientLevelDP(Protection):
                 size,
             )
 
-    def _release(self, run: Run) -> None:
+    def _release(self, report: RoundReport) -> None:
         """Note the release of this round, before its result exists; report what it
         costs.
         """
@@ -313,12 +327,12 @@ class ClientLevelDP(Protection):
                 "no noise was chosen for this round: admits() was not called"
             )
         self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
-        run.report.privacy = {
+        report.privacy = {
             "clipping-norm": self.clipping_norm,
             "noise-multiplier": self.noise_multiplier,
         }
         if self.guarantees:
-            run.report.privacy |= {
+            report.privacy |= {
                 "epsilon": self.accountant.epsilon(),
                 "delta": self.settings.dp_delta,
             }

@@ -48,8 +48,8 @@ from fedbn_flwr.privacy.masks import (
 )
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.methods.method import Reply
-from fedbn_flwr.server.runs.failures import error_text
-from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.rounds.replies import error_text
 from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = ["MaskedRound"]

@@ -53,7 +53,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,15 +71,14 @@ from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
-from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.rounds.replies import Terms
-from fedbn_flwr.server.rounds.synchronised_step import Limits, with_config
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.transport import Member
+from fedbn_flwr.transport.step import Limits, with_config
 
 __all__ = ["MaskSettings", "MaskedSums", "refusals"]
 
@@ -129,7 +128,6 @@ class MaskedSums(Protection):
     reads_each = False
     publishes_metrics = False  # they have no masks
 
-    _terms: Terms
     _masks: MaskedRound
 
     def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
@@ -156,6 +154,7 @@ class MaskedSums(Protection):
         if problems:
             raise ConfigError("\n".join(problems))
         self._begin()
+        self._cohort_rounds = methods.params.cohort_rounds
         self._inner.begin(methods, weighted_by_key)
 
     def _begin(self) -> None:
@@ -164,12 +163,13 @@ class MaskedSums(Protection):
         self._weights = self._known = ""
         self._fresh = 0
         self._resumed = self._warned = False
+        self._cohort_rounds = 1
 
-    def admits(self, run: Run, asked: int) -> bool:
+    def admits(self, facts: Facts, asked: int) -> bool:
         """Return whether differential privacy, if there is any, allows the round; masks
         allow each.
         """
-        return self._inner.admits(run, asked)
+        return self._inner.admits(facts, asked)
 
     def config(self) -> Mapping[str, Any]:
         """Return the config of differential privacy; in a resumed run also a number:
@@ -180,7 +180,8 @@ class MaskedSums(Protection):
 
     def open_round(
         self,
-        run: Run,
+        facts: Facts,
+        report: RoundReport,
         messages: Sequence[tuple[Node, Message]],
         grid: Grid,
         timeout: float,
@@ -192,14 +193,14 @@ class MaskedSums(Protection):
             ClientPartError: no client has the mod.
             ConfigError: all clients would repeat what they sent before.
         """
-        self._warn_of_changes(run, len(messages))
-        self._weights = _weights_sha256(run)
+        self._warn_of_changes(facts, len(messages))
+        self._weights = _weights_sha256(facts)
         if self._resumed:  # the killed run may have summed what comes next
             self._known, self._resumed = self._weights, False
         if not messages:
             return []
         masks = self._masks = MaskedRound(
-            run.report, [node for node, _ in messages], grid, timeout, bool(self._dp)
+            report, [node for node, _ in messages], grid, timeout, bool(self._dp)
         )
         able = _able(masks, repeats=self._weights == self._known)
         if not masks.prepare(able, self.settings.masked_threshold):
@@ -209,13 +210,13 @@ class MaskedSums(Protection):
             for number in sorted(masks.present)
         ]
 
-    def _warn_of_changes(self, run: Run, asked: int) -> None:
+    def _warn_of_changes(self, facts: Facts, asked: int) -> None:
         """Warn once if the clients of the sums change: sums then tell of single
         clients.
         """
-        rounds, cohort_rounds = run.num_rounds, run.methods.params.cohort_rounds
-        same = asked >= run.num_able or (rounds is not None and rounds <= cohort_rounds)
-        if same or self._warned:
+        rounds = facts.num_rounds
+        one_cohort = rounds is not None and rounds <= self._cohort_rounds
+        if asked >= facts.num_able or one_cohort or self._warned:
             return
         self._warned = True
         logger.warning(
@@ -225,7 +226,7 @@ class MaskedSums(Protection):
             " fraction-train=1, cohort-rounds=%s (the same clients in all rounds), or"
             " noise (dp=client).",
             asked,
-            run.num_able,
+            facts.num_able,
             rounds or "ROUNDS",
         )
 
@@ -253,16 +254,17 @@ class MaskedSums(Protection):
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
 
-    def terms(self, terms: Terms) -> Terms:
+    def expected(self, facts: Facts) -> State:
         """Ask for a masked vector in place of the entries."""
-        self._terms = terms
-        size = sum(array.size for array in _like(terms).values())
-        return dataclasses.replace(
-            terms, expected={MASKED: np.broadcast_to(np.int64(0), size)}
-        )
+        size = sum(array.size for array in _like(facts).values())
+        return {MASKED: np.broadcast_to(np.int64(0), size)}
 
     def pool(
-        self, run: Run, replies: Sequence[Reply], before: State
+        self,
+        facts: Facts,
+        report: RoundReport,
+        replies: Sequence[Reply],
+        check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
         """Return one reply with the average (step 4), or none if the masks cannot be
         removed.
@@ -270,25 +272,30 @@ class MaskedSums(Protection):
         With differential privacy such a round has a result, too: noise alone.
         """
         if not replies:
-            return self._inner.pool(run, replies, before)
+            return self._inner.pool(facts, report, replies, check)
         moved, floats = (
-            run.report.train,
+            report.train,
             sum(reply.state[MASKED].nbytes for reply in replies),
         )
         moved.up, moved.counters_up = moved.up + floats, moved.counters_up - floats
         try:
-            average = self._average(run, replies)
+            average = self._average(facts, replies, check)
         # one client can spoil a sum, and nobody knows which
         except (MaskingError, ReplyError) as error:
             self._masks.give_up(str(error))
-            return self._inner.pool(run, [], before)
+            return self._inner.pool(facts, report, [], check)
         return (
-            self._inner.pool(run, [average] * len(replies), before)
+            self._inner.pool(facts, report, [average] * len(replies), check)
             if self._dp
             else [average]
         )
 
-    def _average(self, run: Run, replies: Sequence[Reply]) -> Reply:
+    def _average(
+        self,
+        facts: Facts,
+        replies: Sequence[Reply],
+        check: Callable[[Reply], None],
+    ) -> Reply:
         """Return a reply with the average of the masked updates, which the method
         accepts; it counts the round.
 
@@ -296,7 +303,7 @@ class MaskedSums(Protection):
             MaskingError: the masks cannot be removed.
             ReplyError: the sum is out of range, or the method refuses the average.
         """
-        masks, terms = self._masks, self._terms
+        masks = self._masks
         vectors = masks.by_number(replies)
         try:
             mean = masks.mean(vectors)
@@ -304,13 +311,13 @@ class MaskedSums(Protection):
             # the sum may be known, also if shares come late or it is out of range
             if masks.revealing:
                 self._known = self._weights
-        state = Coordinates(terms.expected, run.parts, scale=1.0).state(
-            split(mean, _like(terms)), 0.0
+        state = Coordinates(facts.shared, facts.parts, scale=1.0).state(
+            split(mean, _like(facts)), 0.0
         )
         average = Reply(Node(0), masks.weight(vectors.keys()), state, {})
-        terms.check(average)
+        check(average)
         state.update(
-            {name: state[name] + 1 for name in run.parts.counters if name in state}
+            {name: state[name] + 1 for name in facts.parts.counters if name in state}
         )
         return average
 
@@ -346,20 +353,19 @@ class MaskedSums(Protection):
         self._inner.load_state_dict(state)
 
 
-def _like(terms: Terms) -> dict[str, Array]:
+def _like(facts: Facts) -> dict[str, Array]:
     """Return arrays like the values of a client."""
-    return Coordinates(terms.expected, terms.facts.parts, scale=1.0).update(
-        terms.expected
-    )
+    shared = facts.shared
+    return Coordinates(shared, facts.parts, scale=1.0).update(shared)
 
 
-def _weights_sha256(run: Run) -> str:
+def _weights_sha256(facts: Facts) -> str:
     """Return a hash of what decides what clients send, if their batches are the same:
     not what BN has measured.
     """
-    measured = {*run.parts.statistics, *run.parts.counters}
+    measured = {*facts.parts.statistics, *facts.parts.counters}
     return state_sha256(
-        {name: array for name, array in run.before.items() if name not in measured}
+        {name: array for name, array in facts.before.items() if name not in measured}
     )
 
 

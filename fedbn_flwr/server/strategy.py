@@ -8,7 +8,7 @@ refers to the strategy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.compat.flower import is_default_aggregation
+from fedbn_flwr.compat.flower import is_default_aggregation, log_start
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.server.methods.method import Method, RunSettings
@@ -30,24 +30,25 @@ from fedbn_flwr.server.rounds import testing
 from fedbn_flwr.server.rounds.reestimation import reestimate_before_tests
 from fedbn_flwr.server.rounds.round import (
     Played,
-    ShouldStop,
-    TestModel,
     close_round,
     play_tests,
     play_training,
-    run_rounds,
 )
+from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.recording import Recording
-from fedbn_flwr.server.runs.report import RoundReport, average_metrics
+from fedbn_flwr.server.runs.report import AVERAGED, RoundReport, average_metrics
 from fedbn_flwr.server.runs.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["Combination", "Strategy"]
 
 logger = logging.getLogger("flwr")
+
+TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
+ShouldStop = Callable[[int, Result], bool]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ class Combination:
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
         return Methods(self.kinds, params)
+
+
+def _aggregation_note(aggregate: object) -> str:
+    """Return, for the log, that metrics are averages; "" for those of the user's own
+    function.
+    """
+    return f" ({AVERAGED})" if aggregate is average_metrics else ""
 
 
 def _drop_ignored(combination: Combination, arguments: dict[str, Any]) -> None:
@@ -322,12 +330,11 @@ class Strategy(FlowerFedAvg):
             grid = polling(grid)
             if recording is not None:
                 recording.begin(after)
-            result = run_rounds(
-                self,
+            result = self._run_rounds(
                 grid,
                 num_rounds,
-                train_config,
-                evaluate_config,
+                train_config or ConfigRecord(),
+                evaluate_config or ConfigRecord(),
                 evaluate_fn,
                 should_stop,
             )
@@ -335,7 +342,7 @@ class Strategy(FlowerFedAvg):
             self._follow_recording()  # the last checkpoint is known to it alone
             self._in_start, self._recording = False, None
             self.run.options = self._options()
-            self.run.link.close()
+            self.run.close()
             self.stopped = False  # of this run, not of a next one
         last = self.reports[-1].server_round if self.reports else num_rounds
         if (
@@ -349,6 +356,76 @@ class Strategy(FlowerFedAvg):
         if self.completes_tests:
             testing.warn_of_nothing_shared(self.run)
         failures.raise_if_failed(self.run, result)
+        return result
+
+    def _run_rounds(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        test_model: TestModel | None,
+        should_stop: ShouldStop | None,
+    ) -> Result:
+        """Run the rounds, as the loop of Flower's ``Strategy.start`` does; here they may
+        begin at any round.
+        """
+        arrays, after = self.run.arrays, self.run.after
+        logger.info("Starting %s strategy:", self.name)
+        log_start(num_rounds, arrays, train_config, evaluate_config)
+        self.summary()
+        if after:
+            logger.info("Continuing after round %d", after)
+        result = Result(arrays=arrays)
+
+        def test(server_round: int) -> MetricRecord | None:
+            if test_model is None:
+                return None
+            model = self.for_evaluate_fn(server_round, arrays)
+            metrics = test_model(server_round, model)
+            if metrics is not None:
+                logger.info(
+                    "Evaluation of the global model, round %d: %s",
+                    server_round,
+                    metrics,
+                )
+                result.evaluate_metrics_serverapp[server_round] = metrics
+            return metrics
+
+        if not after:
+            test(0)
+        for server_round in range(after + 1, num_rounds + 1):
+            if self.stops_after(server_round - 1):
+                break
+            logger.info("[ROUND %d/%d]", server_round, num_rounds)
+
+            # Training; below ``min_replies`` it gives no model, and the last one stays.
+            messages = self.configure_train(server_round, arrays, train_config, grid)
+            replies = self.send_training(messages, grid)
+            averaged, metrics = self.aggregate_train(server_round, replies)
+            if averaged is not None:
+                result.arrays = arrays = averaged
+            if metrics is not None:
+                note = _aggregation_note(self.train_metrics_aggr_fn)
+                logger.info("Training%s: %s", note, metrics)
+                result.train_metrics_clientapp[server_round] = metrics
+
+            # The clients' tests.
+            messages = self.configure_evaluate(
+                server_round, arrays, evaluate_config, grid
+            )
+            replies = self.send_tests(messages, grid)
+            metrics = self.aggregate_evaluate(server_round, replies)
+            if metrics is not None:
+                note = _aggregation_note(self.evaluate_metrics_aggr_fn)
+                logger.info("Evaluation%s: %s", note, metrics)
+                result.evaluate_metrics_clientapp[server_round] = metrics
+
+            # The server's own test, which may stop the run; the round ends all the same.
+            tested = test(server_round)
+            if should_stop is not None and should_stop(server_round, result):
+                self.stopped = True
+            self.end_round(server_round, tested)
         return result
 
     def stops_after(self, server_round: int) -> bool:
@@ -398,7 +475,7 @@ class Strategy(FlowerFedAvg):
         earlier one.
         """
         # a loop of Flower's does not: its address must be free again
-        self.run.link.close()
+        self.run.close()
         self.run = self._new_run(
             num_rounds, timeout, self.run.parts_or_none, self.run.continuity
         )
@@ -532,7 +609,7 @@ class Strategy(FlowerFedAvg):
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
         return self._note_travelled(
-            messages, self.run.link.train(self.run, messages, grid)
+            messages, train_synchronised(self.run, messages, grid)
         )
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:

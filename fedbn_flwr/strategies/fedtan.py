@@ -45,9 +45,7 @@ everything is averaged, eq. (7).
 `fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in
 fewer exchanges, $\sigma^2 = \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$.
 `union_batch_size` is the sum of the first batches. The arithmetic of a synchronised
-layer is in `batchnorm/sync`; how the exchanges travel is in `transport`,
-`server/rounds/synchronised_training.py`, `server/rounds/synchronised_step.py` and
-`server/rounds/step_by_messages.py`.
+layer is in `batchnorm/sync`; how the exchanges travel is in `transport`.
 
 A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot
 be synchronised. A `TorchClient` tries a step before the first round and says so; the
@@ -109,10 +107,12 @@ from fedbn_flwr.server.methods.method import (
     RunSettings,
 )
 from fedbn_flwr.server.methods.method_params import FedTANParams
-from fedbn_flwr.server.methods.travels import Exchanges, LinkSettings, Travels
+from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
+from fedbn_flwr.transport.step import LinkSettings
+from fedbn_flwr.transport.transports import TRANSPORTS, connect
 
 __all__ = ["FedTAN", "FedTANMethod", "SynchroniseFirstStep"]
 
@@ -185,9 +185,6 @@ def _make_hook(context: HookContext) -> ClientHook:
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
     reducer = context.reducer
     if reducer is None:
-        # only where a channel is used
-        from fedbn_flwr.transport.grpc_channel import connect
-
         reducer = connect(config)
     return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
 
@@ -241,7 +238,7 @@ class FedTANMethod(Method[FedTANParams]):
                 " locally"
             )
             yield Problem("batch-renorm", text)
-        if self.params.fedtan_transport != "channel":
+        if not TRANSPORTS[self.params.fedtan_transport].has_port:
             for key in ("fedtan_bind", "fedtan_address", "fedtan_tls_dir"):
                 yield Problem(
                     "no-channel", "it is for fedtan-transport=channel", "unused", key

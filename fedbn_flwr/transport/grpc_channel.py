@@ -1,26 +1,14 @@
 """The client's end of the gRPC channel, for clients in other processes or machines.
 
-Clients only open outgoing connections. ``connect`` is a client's choice between the
-channel and a barrier in its process.
+Clients only open outgoing connections.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import grpc
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.messages.protocol import (
-    BARRIER,
-    CHANNEL_ADDRESS,
-    CHANNEL_CA,
-    CHANNEL_TIMEOUT,
-    CHANNEL_TOKEN,
-    MASK_PRESENT,
-)
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport.channel_frame import (
     METHOD,
@@ -32,15 +20,9 @@ from fedbn_flwr.transport.channel_frame import (
     pack,
     unpack,
 )
-from fedbn_flwr.transport.through_user_code import (
-    Dropped,
-    Reducer,
-    RetryStep,
-    local_reducer,
-    wrapped,
-)
+from fedbn_flwr.transport.through_user_code import Dropped, RetryStep
 
-__all__ = ["ChannelReducer", "connect"]
+__all__ = ["ChannelReducer"]
 
 
 class ChannelReducer:
@@ -128,25 +110,3 @@ class ChannelReducer:
         if reply.status == "dropped":
             raise Dropped(reply.message)
         return reply, answer
-
-
-def connect(config: Mapping[str, Any]) -> Reducer:
-    """Return this client's reducer: over the channel, or at a barrier in this process.
-
-    Args:
-        config: the config of the training message.
-
-    Raises:
-        EngineError: there is no such barrier, or masks are required and no mod makes
-            them.
-    """
-    if CHANNEL_ADDRESS in config:
-        reducer: Reducer = ChannelReducer(
-            str(config[CHANNEL_ADDRESS]),
-            str(config[CHANNEL_TOKEN]),
-            bytes(config.get(CHANNEL_CA, b"")),
-            float(config[CHANNEL_TIMEOUT]),
-        )
-    else:
-        reducer = local_reducer(str(config[BARRIER]))
-    return wrapped(reducer, required=MASK_PRESENT in config)

@@ -43,11 +43,6 @@ from fedbn_flwr.engines.link import Packed
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import use_feature_norm
-from fedbn_flwr.server.rounds.synchronised_step import (
-    Limits,
-    StepResult,
-    step_by_barrier,
-)
 from fedbn_flwr.strategies import (
     FBN,
     HBN,
@@ -62,6 +57,8 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import turn
 from fedbn_flwr.transport import Member, RetryStep, local_reducer
+from fedbn_flwr.transport.step import Limits, StepResult
+from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from tests.support.federation import Outcome
 
 SIZES = (6, 13, 9, 21, 8)

@@ -32,11 +32,10 @@ from fedbn_flwr.privacy.accounting import PrivacyAccountant
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
-from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.server.runs.report import RoundReport
-from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,
@@ -93,12 +92,11 @@ def pooled(
     asked: int = 0,
 ) -> dict[str, Any]:
     """What the method gets in place of the replies."""
-    state = FedAvg(parts=split_state(before)).run
-    state.reports.append(RoundReport(1, "train", asked=asked or len(states)))
-    state.num_able = asked or len(states)
-    (reply,) = privacy.pool(
-        state, [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)], before
-    )
+    asked = asked or len(states)
+    facts = Facts(1, None, split_state(before), before, num_able=asked)
+    replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
+    report = RoundReport(1, "train", asked=asked)
+    (reply,) = privacy.pool(facts, report, replies, lambda reply: None)
     return dict(reply.state)
 
 
@@ -386,9 +384,8 @@ def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
         ReplyError, match=r"entry '0\.weight' changed, and no client trains it"
     ):
         privacy.check(
-            FedAvg().run,
+            Facts(1, None, split_state(before), before),
             Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}),
-            before,
         )
 
 
@@ -479,17 +476,8 @@ def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> Non
     assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
 
 
-def of_round(server_round: int, able: int, num_rounds: int = 10, after: int = 0) -> Run:
-    state = replace(
-        FedAvg(parts=split_state({})).run,
-        num_rounds=num_rounds,
-        after=after,
-        num_able=able,
-    )
-    state.reports = [
-        RoundReport(r, "train") for r in range(after + 1, server_round + 1)
-    ]
-    return state
+def of_round(server_round: int, able: int, num_rounds: int = 10) -> Facts:
+    return Facts(server_round, num_rounds, split_state({}), {}, num_able=able)
 
 
 def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(
@@ -499,10 +487,10 @@ def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(
     wrapper = DPWrapper(strategy, clipping_norm=1.0, target_epsilon=100.0)
     admits = wrapper.privacy.admits
 
-    def second_costs_too_much(state: Run, asked: int) -> bool:
-        if state.report.server_round == 2:
+    def second_costs_too_much(facts: Facts, asked: int) -> bool:
+        if facts.number == 2:
             wrapper.privacy.accountant.releases += [0.05]
-        return admits(state, asked)
+        return admits(facts, asked)
 
     wrapper.privacy.admits = second_costs_too_much  # type: ignore[method-assign]
     got = federate(strategy, mlp, datasets, rounds=5)
@@ -525,7 +513,7 @@ def test_a_resumed_run_chooses_the_noise_for_what_the_target_has_left() -> None:
     first.accountant.releases = [planned] * 5
     resumed = ClientLevelDP(settings)
     resumed.load_state_dict(first.state_dict())
-    assert resumed.admits(of_round(5, 4, after=4), 4)
+    assert resumed.admits(of_round(5, 4), 4)
     assert resumed.noise_multiplier is not None
     assert resumed.noise_multiplier > 1.01 * planned
     left = [resumed.noise_multiplier] * 6

@@ -10,8 +10,8 @@ from flwr.app import Error, Message, MessageType, RecordDict
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.server.rounds.synchronised_step import send_until
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from fedbn_flwr.transport.step import send_until
 
 
 class Slow(PollingGrid):

@@ -15,10 +15,10 @@ from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import encode, to_record
 from fedbn_flwr.server.methods.method import Facts
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.rounds.replies import Terms, read_arrays
-from fedbn_flwr.server.runs.nodes import Node
 
 STATE: dict[str, Array] = {
     **{f"{i}.weight": np.ones((256, 512), np.float32) for i in range(3)},

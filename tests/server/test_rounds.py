@@ -26,13 +26,13 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server import strategy as strategy_module
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.server.runs.recording import Recording
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.checkpoints import bits, through_a_file
@@ -79,7 +79,7 @@ def test_our_loop_over_rounds_equals_flowers(
             strategy, grid, run.arrays, num_rounds, run.timeout, *configs, test_model
         )
 
-    monkeypatch.setattr(strategy_module, "run_rounds", flowers)
+    monkeypatch.setattr(Strategy, "_run_rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)

@@ -20,11 +20,18 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
-from fedbn_flwr.server.rounds import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training.turns import interrupted
-from fedbn_flwr.transport import Barrier, Dropped, Member, RetryStep
+from fedbn_flwr.transport import (
+    Barrier,
+    Dropped,
+    Member,
+    RetryStep,
+    step_by_barrier,
+    step_by_channel,
+)
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from fedbn_flwr.transport.step import Limits
 from tests.support.federation import Outcome
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 from tests.support.versioned import Versioned
@@ -241,12 +248,10 @@ def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
         raise KeyboardInterrupt
 
     barriers, waiting = Barriers(), threading.Thread(target=client, daemon=True)
-    monkeypatch.setattr(synchronised_step, "send_until", interrupt)
+    monkeypatch.setattr(step_by_barrier, "send_until", interrupt)
     members = {node_id: Member(1, 2, f"node {node_id}") for node_id in (1, 2)}
     with pytest.raises(KeyboardInterrupt):
-        synchronised_step.step_by_barrier(
-            None, barriers, [], members, synchronised_step.Limits(60, 60, 1)
-        )
+        step_by_barrier.step_by_barrier(None, barriers, [], members, Limits(60, 60, 1))
     waiting.join(10)
     assert len(ended) == 1
 
@@ -274,7 +279,7 @@ def test_a_round_equals_one_without_the_lost_clients(
     if simulated and lost.timeout < 20:
         pytest.skip("it ends the run")
     if simulated:
-        monkeypatch.setattr(synchronised_step, "in_simulation", lambda grid: True)
+        monkeypatch.setattr(step_by_channel, "in_simulation", lambda grid: True)
     made = synchronised(
         FedTAN,
         transport,

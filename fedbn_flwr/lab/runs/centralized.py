@@ -36,7 +36,8 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.runs.failures import TOO_LARGE_STEPS, losses_not_finite
+from fedbn_flwr.server.methods.together import TOO_LARGE_STEPS
+from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.loop import TrainResult

@@ -35,9 +35,9 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import ReplyInfo
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 

@@ -34,13 +34,24 @@ from fedbn_flwr.server.methods.travels import (
     single_decisions,
     together,
 )
-from fedbn_flwr.server.runs.failures import TOO_LARGE_STEPS
 
-__all__ = ["Methods", "States", "declared", "reads_unsaid", "why_not_combined"]
+__all__ = [
+    "TOO_LARGE_STEPS",
+    "Methods",
+    "States",
+    "declared",
+    "reads_unsaid",
+    "why_not_combined",
+]
 
 States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
 
+TOO_LARGE_STEPS = (
+    "Likely cause: the training steps are too large for the model. What helped in small"
+    " runs: a lower learning-rate, a tenth or less; for a deep model without"
+    " normalisation also norm=batch."
+)
 _WORDS = {
     Part.AFFINE: ("gamma and beta", "affine=False"),
     Part.STATISTICS: ("running statistics", "track_running_stats=False"),

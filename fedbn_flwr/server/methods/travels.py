@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.transport.step import LinkSettings
+from fedbn_flwr.transport.transports import TRANSPORTS
 
 __all__ = [
     "ALL",
@@ -24,7 +26,6 @@ __all__ = [
     "TRACKED",
     "Beside",
     "Exchanges",
-    "LinkSettings",
     "PartSet",
     "Travels",
 ]
@@ -70,27 +71,6 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class LinkSettings:
-    """How the exchanges of a synchronised step travel between processes; in one process
-    clients wait at a barrier.
-
-    Attributes:
-        transport: "messages", or "channel": then all clients of a round run at the same
-            time.
-        timeout: seconds that an exchange waits for its last client.
-        bind: address of the channel on the server, host:port.
-        address: address that clients connect to; "" = ``bind`` with the port in use.
-        tls_dir: folder of the channel's certificates; "" = loopback only.
-    """
-
-    transport: str = "messages"
-    timeout: float = 120.0
-    bind: str = "127.0.0.1:0"
-    address: str = ""
-    tls_dir: str = ""
-
-
-@dataclass(frozen=True)
 class Exchanges:
     """The exchanges of statistics in the first local step.
 
@@ -106,7 +86,7 @@ class Exchanges:
     forward: tuple[int, int]
     backward: tuple[int, int] = (0, 0)
     read: Literal["mean", "each"] = "mean"
-    link: LinkSettings = LinkSettings()
+    link: LinkSettings = field(default_factory=LinkSettings)
     apart: int = 0
 
     def cost(self, gradient: bool = True) -> tuple[int, int]:
@@ -190,7 +170,9 @@ class Travels:
         """Whether all clients of a round must run at the same time, each in a process
         of its own.
         """
-        return self.exchanges is not None and self.exchanges.link.transport == "channel"
+        if self.exchanges is None:
+            return False
+        return TRANSPORTS[self.exchanges.link.transport].all_at_once
 
 
 def together(declarations: Iterable[Travels]) -> Travels:

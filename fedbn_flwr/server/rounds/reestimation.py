@@ -40,11 +40,15 @@ from fedbn_flwr.errors import ClientPartError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
-from fedbn_flwr.server.rounds.replies import read_arrays, read_metrics, read_replies
-from fedbn_flwr.server.runs.failures import error_text
-from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.rounds.replies import (
+    error_text,
+    read_arrays,
+    read_metrics,
+    read_replies,
+)
 from fedbn_flwr.server.runs.run import Run
 
 __all__ = [

@@ -14,23 +14,22 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import ClientPartError, ReplyError, split_code
+from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
 from fedbn_flwr.server.methods.method import Facts, Reply, Size
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.travels import Beside
-from fedbn_flwr.server.runs.failures import error_text
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = [
-    "NodeReplies",
     "Refused",
     "Terms",
     "Usable",
     "channel_shapes",
+    "error_text",
     "no_batchnorm_hint",
     "read_arrays",
     "read_metrics",
@@ -43,8 +42,6 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 Read = TypeVar("Read")
-NodeReplies = Sequence[tuple[Node, Message]]
-"""Replies with their senders."""
 Usable = Sequence[tuple[Node, Message, Reply]]
 """Usable replies: sender, message, and what was read of it."""
 Refused = Sequence[tuple[Node, Message, ReplyError]]
@@ -276,6 +273,20 @@ def read_replies(
             )
             refused.append((node, message, error))
     return usable, refused
+
+
+def error_text(reply: Message) -> str:
+    """Return the error of an error reply, with advice where its cause is known."""
+    reason = str(reply.error.reason)
+    advice = ""
+    if is_mod_refusal(reply):
+        advice = f"{'' if reason.endswith('.') else '.'} {MOD_ORDER}."
+    elif "fitins.parameters" in reason:
+        advice = (
+            ". This ClientApp is built from a NumPyClient: make it with"
+            " fedbn_flwr.client_app(client_fn)"
+        )
+    return f"error {reply.error.code}: {reason}{advice}"
 
 
 def read_metrics(message: Message, count_key: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A round of training whose first step is synchronised: who takes part, which
+"""A round of training whose first step is synchronised: who takes part, by which
 transport, whom the step lost.
 """
 
@@ -6,30 +6,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import ConfigError, split_code
+from fedbn_flwr.errors import MOD_ORDER, ConfigError, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
-from fedbn_flwr.server.methods.travels import LinkSettings
-from fedbn_flwr.server.rounds.step_by_messages import step_by_messages
-from fedbn_flwr.server.rounds.synchronised_step import (
-    Limits,
-    StepResult,
-    step_by_barrier,
-    step_by_channel,
-    with_config,
-)
-from fedbn_flwr.server.runs.failures import MOD_ORDER
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.transport import BarrierGrid, Member
+from fedbn_flwr.transport.step import Limits, LinkSettings, StepResult, with_config
+from fedbn_flwr.transport.step_by_barrier import step_by_barrier
+from fedbn_flwr.transport.transports import TRANSPORTS
 
-if TYPE_CHECKING:  # a run has its link
-    from fedbn_flwr.server.runs.run import Run
-    from fedbn_flwr.transport.channel_server import ChannelServer
-
-__all__ = ["Link"]
+__all__ = ["train_synchronised"]
 
 logger = logging.getLogger("flwr")
 
@@ -42,85 +31,72 @@ _AFTER_THE_STEP = "sent all its exchanges, but no model"
 _KEPT = "the synchronised step keeps its batch; the average of the models leaves it out"
 
 
-class Link:
-    """The way of a synchronised step between the server and the clients of a run: a
-    channel, or messages.
+def train_synchronised(
+    run: Run, messages: Sequence[Message], grid: Grid
+) -> list[Message]:
+    """Send the training messages, answer the exchanges of the first step, and return
+    the replies.
 
-    A grid with barriers, as in process, needs neither.
+    Clients that were lost are named in the report and in the log.
+
+    Raises:
+        ConfigError: no node has reported what the step needs.
     """
-
-    def __init__(self) -> None:
-        self._channel: ChannelServer | None = None
-        # nodes whose app has no function for exchanges
-        self._without_query: set[int] = set()
-
-    def close(self) -> None:
-        """Close the channel, if one is open."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
-    def train(self, run: Run, messages: Sequence[Message], grid: Grid) -> list[Message]:
-        """Send the training messages, answer the exchanges of the first step, and
-        return the replies.
-
-        Clients that were lost are named in the report and in the log.
-
-        Raises:
-            ConfigError: no node has reported what the step needs.
-        """
-        step = self._step(run, messages, grid)
-        run.report.train = run.report.train.plus(step.traffic)
-        trained = {
-            reply.metadata.src_node_id for reply in step.replies if reply.has_content()
-        }
-        lost = {
-            node_id: _AFTER_THE_STEP
-            for node_id in step.members
-            if node_id not in trained
-        } | dict(step.dropped)
-        redone = (
-            "the step was redone without it"
-            if step.members
-            else "the step was not finished"
+    step = _step(run, messages, grid)
+    run.report.train = run.report.train.plus(step.traffic)
+    for node_id, why in _lost(step).items():
+        node = run.nodes.node(node_id)
+        run.report.reject(node_id, f"{node}: {why}")
+        logger.warning(
+            "round %d: %s %s", run.report.server_round, node, split_code(why)[1]
         )
-        for node_id, why in lost.items():
-            reason = (
-                f"{why}: {_KEPT}" if node_id in step.members else f"{why}; {redone}"
-            )
-            node = run.nodes.node(node_id)
-            run.report.reject(node_id, f"{node}: {reason}")
-            logger.warning(
-                "round %d: %s %s", run.report.server_round, node, split_code(reason)[1]
-            )
-        return [reply for reply in step.replies if _is_read(reply, step)]
+    return [reply for reply in step.replies if _is_read(reply, step)]
 
-    def _step(self, run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
-        exchanges = run.travels.exchanges
-        link = exchanges.link if exchanges else LinkSettings()
-        members = _members(run, messages)
-        messages = [
-            with_config(
-                message, {FIRST_BATCH: members[message.metadata.dst_node_id].batch_size}
-            )
-            for message in messages
-            if message.metadata.dst_node_id in members
-        ]
-        limits = Limits(
-            link.timeout, max(link.timeout, run.timeout), run.methods.params.min_replies
-        )
-        limits = run.protection.limits(limits, members)
-        if isinstance(grid, BarrierGrid):
-            return step_by_barrier(grid, grid, messages, members, limits)
-        if link.transport == "messages":
-            return step_by_messages(
-                grid, messages, members, limits, self._without_query
-            )
-        if self._channel is None:
-            from fedbn_flwr.transport.channel_server import ChannelServer
 
-            self._channel = ChannelServer(link.bind, link.address, link.tls_dir)
-        return step_by_channel(grid, self._channel, messages, members, limits)
+def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
+    """Play the step: at a barrier where the grid has one, else by the transport of the
+    settings.
+    """
+    exchanges = run.travels.exchanges
+    link = exchanges.link if exchanges else LinkSettings()
+    members = _members(run, messages)
+    # The server has told the others of this batch size: the client must keep to it.
+    own = []
+    for message in messages:
+        member = members.get(message.metadata.dst_node_id)
+        if member is not None:
+            own.append(with_config(message, {FIRST_BATCH: member.batch_size}))
+    limits = Limits(
+        link.timeout, max(link.timeout, run.timeout), run.methods.params.min_replies
+    )
+    limits = run.protection.limits(limits, members)
+    if isinstance(grid, BarrierGrid):
+        return step_by_barrier(grid, grid, own, members, limits)
+    # One for all rounds: a channel stays open, and what was found out of the nodes'
+    # apps is remembered.
+    if run.transport is None:
+        run.transport = TRANSPORTS[link.transport](link)
+    return run.transport.step(grid, own, members, limits)
+
+
+def _lost(step: StepResult) -> dict[int, str]:
+    """Return node id to the reason of the clients that the step lost, and whether their
+    batch is in it.
+    """
+    trained = {
+        reply.metadata.src_node_id for reply in step.replies if reply.has_content()
+    }
+    silent = [node_id for node_id in step.members if node_id not in trained]
+    reasons = dict.fromkeys(silent, _AFTER_THE_STEP) | dict(step.dropped)
+    lost = {}
+    for node_id, reason in reasons.items():
+        if node_id in step.members:
+            lost[node_id] = f"{reason}: {_KEPT}"
+        elif step.members:
+            lost[node_id] = f"{reason}; the step was redone without it"
+        else:
+            lost[node_id] = f"{reason}; the step was not finished"
+    return lost
 
 
 def _is_read(reply: Message, step: StepResult) -> bool:

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.dispatch import (
@@ -29,7 +30,6 @@ from fedbn_flwr.server.rounds.dispatch import (
 )
 from fedbn_flwr.server.rounds.replies import read_metrics, read_replies, tested_nothing
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.training.settings import share_of
 

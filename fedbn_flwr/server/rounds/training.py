@@ -12,10 +12,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import SumAhead, average
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, TrainConfig
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies, Reply
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
 from fedbn_flwr.server.rounds.replies import (
     Refused,
@@ -25,13 +26,11 @@ from fedbn_flwr.server.rounds.replies import (
     warn_of_other_counts,
 )
 from fedbn_flwr.server.runs.failures import (
-    MOD_ORDER,
     losses_not_finite,
     note_losses,
     note_too_few,
     training_losses,
 )
-from fedbn_flwr.server.runs.nodes import Node
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.training.settings import share_of
@@ -61,7 +60,8 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     able = _able_to_train(run, present)
     run.num_able = len(able)
     nodes = _drawn(run, able, number)
-    if nodes and not run.protection.admits(run, len(nodes)):
+    facts = run.facts(number, run.travels)
+    if nodes and not run.protection.admits(facts, len(nodes)):
         return []
     logger.info(
         "configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able
@@ -125,7 +125,7 @@ def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
     return Terms(
         strategy=run.methods.name,
         facts=facts,
-        expected=facts.shared,
+        expected=run.protection.expected(facts),
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
         arrays_key=run.options.arrays_key,
         count_key=run.options.weighted_by_key,
@@ -227,7 +227,7 @@ def read_training(
         reply = terms.read(node, message)
         if run.protection.reads_each:
             terms.check(reply)
-        run.protection.check(run, reply, terms.facts.before)
+        run.protection.check(terms.facts, reply)
         if ahead:
             ahead.add(reply.state)
         return reply
@@ -268,7 +268,7 @@ def _refuse_useless_apps(
     raise_shared_error(run, sent, refused, bool(run.trained))
 
 
-def release(run: Run, facts: Facts, usable: Usable) -> Replies:
+def release(run: Run, terms: Terms, usable: Usable) -> Replies:
     """Return what the methods see of the replies; nothing if too few are usable, or the
     protection releases nothing.
     """
@@ -279,7 +279,8 @@ def release(run: Run, facts: Facts, usable: Usable) -> Replies:
         return Replies([])
     run.not_finite_since = 0
     note_losses(run, losses_not_finite(training_losses(run.report.clients)))
-    released = run.protection.pool(run, replies, facts.before)
+    facts = terms.facts
+    released = run.protection.pool(facts, run.report, replies, terms.check)
     run.report.kept_previous = run.report.kept_previous or not released
     return Replies(released, facts.travels.weights)
 

@@ -9,12 +9,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flwr.app import Message
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import (
     NOT_FINITE,
     TOO_FEW_LEFT,
@@ -23,18 +21,13 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.runs.report import RoundReport
-
-if TYPE_CHECKING:  # a run imports this module
-    from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run import Run
 
 __all__ = [
-    "MOD_ORDER",
-    "TOO_LARGE_STEPS",
     "account",
     "all_not_finite",
     "divergence",
     "ends_run",
-    "error_text",
 ]
 __all__ += [
     "losses_not_finite",
@@ -48,35 +41,11 @@ __all__ += ["raise_if_nothing_trains", "training_losses"]
 
 logger = logging.getLogger("flwr")
 
-MOD_ORDER = (
-    "A mod of the app refuses messages that it was not made for. Put local_bn first,"
-    " ClientApp(mods=[local_bn]), and give mods that act on training to the training"
-    " function alone, @app.train(mods=[...]) or client_app(..., train_mods=[...])"
-)
-TOO_LARGE_STEPS = (
-    "Likely cause: the training steps are too large for the model. What helped in small"
-    " runs: a lower learning-rate, a tenth or less; for a deep model without"
-    " normalisation also norm=batch."
-)
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
 # rounds without a usable reply from the start on, where the number of rounds is not
 # known
 _PATIENCE = 2
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
-
-
-def error_text(reply: Message) -> str:
-    """Return the error of an error reply, with advice where its cause is known."""
-    reason = str(reply.error.reason)
-    advice = ""
-    if is_mod_refusal(reply):
-        advice = f"{'' if reason.endswith('.') else '.'} {MOD_ORDER}."
-    elif "fitins.parameters" in reason:
-        advice = (
-            ". This ClientApp is built from a NumPyClient: make it with"
-            " fedbn_flwr.client_app(client_fn)"
-        )
-    return f"error {reply.error.code}: {reason}{advice}"
 
 
 def all_not_finite(report: RoundReport) -> bool:

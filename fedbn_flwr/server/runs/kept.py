@@ -5,9 +5,11 @@ round gets and hands on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from flwr.app import Message
 
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import (
@@ -16,9 +18,9 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
     named_state,
 )
+from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, LatestBN
-from fedbn_flwr.server.rounds.replies import NodeReplies, Usable
-from fedbn_flwr.server.runs.nodes import Node
 
 __all__ = ["Kept"]
 
@@ -64,7 +66,7 @@ class Kept:
             entries[USED_SHA256] = named_state(self.hashes.get(node.label, ""))
         return entries
 
-    def with_answers(self, replies: NodeReplies) -> Kept:
+    def with_answers(self, replies: Sequence[tuple[Node, Message]]) -> Kept:
         """Note which clients have answered: they hold the state that they go on from."""
         labels = {
             node.label
@@ -73,7 +75,11 @@ class Kept:
         }
         return replace(self, answered=self.answered | labels)
 
-    def noted(self, received: NodeReplies, usable: Usable) -> Kept:
+    def noted(
+        self,
+        received: Sequence[tuple[Node, Message]],
+        usable: Sequence[tuple[Node, Message, Reply]],
+    ) -> Kept:
         """Note what the senders of the received replies keep, and the BN parts that the
         usable ones share.
         """

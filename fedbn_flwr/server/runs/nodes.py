@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal, lacks_function
 from fedbn_flwr.errors import (
     MOD_ON_QUERIES,
+    MOD_ORDER,
     MOD_RAISED,
     ConfigError,
     EngineError,
@@ -29,62 +30,12 @@ from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.seeds import derive_seed, numpy_generator
-from fedbn_flwr.server.runs.failures import MOD_ORDER
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
-__all__ = ["Node", "NodeRegistry"]
+__all__ = ["NodeRegistry"]
 
 logger = logging.getLogger("flwr")
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node of the run; None for what its app did not say.
-
-    Attributes:
-        node_id: Flower's id.
-        partition_id: the part of the data that it holds.
-        num_examples: number of its training examples.
-        batch_size: examples in its first local step.
-        unusable: why it cannot take part; "" if it can.
-        refusal: why a mod of its app has refused the query; "" if none has.
-        behind_mod: whether that mod comes before ``local_bn``, which would have
-            answered all the same.
-        num_partitions: number of the parts into which the data are split, if it holds
-            one of them.
-        failure: the error that its app, or a mod of it, raised in answer to the query;
-            "" if none.
-        packs: whether its app reads arrays in one piece.
-    """
-
-    node_id: int
-    partition_id: int | None = None
-    num_examples: int | None = None
-    batch_size: int | None = None
-    unusable: str = ""
-    refusal: str = ""
-    behind_mod: bool = False
-    num_partitions: int | None = None
-    failure: str = ""
-    packs: bool = False
-
-    @property
-    def label(self) -> str:
-        """The partition id; the node id if the partition id is unknown."""
-        return str(self.node_id if self.partition_id is None else self.partition_id)
-
-    @property
-    def order(self) -> tuple[bool, int, int]:
-        """Sorting key: nodes by partition id first, then nodes without partition id by
-        node id.
-        """
-        return self.partition_id is None, self.partition_id or 0, self.node_id
-
-    def __str__(self) -> str:
-        """Return the name of the node in messages."""
-        return f"node {self.node_id}" + (
-            "" if self.partition_id is None else f" (partition {self.partition_id})"
-        )
 
 
 class NodeRegistry:

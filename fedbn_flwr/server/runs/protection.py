@@ -7,22 +7,19 @@ with noise, or one masked sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.server.methods.method import Reply
+from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.rounds.replies import Terms
-from fedbn_flwr.server.rounds.synchronised_step import Limits
-from fedbn_flwr.server.runs.nodes import Node
+from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.transport import Member
-
-if TYPE_CHECKING:  # a run has its protection
-    from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.transport.step import Limits
 
 __all__ = ["Protection"]
 
@@ -51,7 +48,7 @@ class Protection:
             ConfigError: the method, or a setting of it, does not fit.
         """
 
-    def admits(self, run: Run, asked: int) -> bool:
+    def admits(self, facts: Facts, asked: int) -> bool:
         """Return whether so many clients may be asked to train in this round; if not,
         the round does nothing.
         """
@@ -63,7 +60,8 @@ class Protection:
 
     def open_round(
         self,
-        run: Run,
+        facts: Facts,
+        report: RoundReport,
         messages: Sequence[tuple[Node, Message]],
         grid: Grid,
         timeout: float,
@@ -72,7 +70,8 @@ class Protection:
         the report names lost nodes.
 
         Args:
-            run: the run.
+            facts: the round.
+            report: its report.
             messages: a training message for each sampled node.
             grid: the nodes.
             timeout: seconds to wait for replies.
@@ -85,26 +84,31 @@ class Protection:
         """
         return limits
 
-    def terms(self, terms: Terms) -> Terms:
-        """Return what a reply to a training message must hold."""
-        return terms
+    def expected(self, facts: Facts) -> State:
+        """Return arrays like those that a reply to a training message must hold."""
+        return facts.shared
 
-    def check(self, run: Run, reply: Reply, before: State) -> None:
+    def check(self, facts: Facts, reply: Reply) -> None:
         """Raise ReplyError for a reply that breaks a rule of the protection."""
 
     def pool(
-        self, run: Run, replies: Sequence[Reply], before: State
+        self,
+        facts: Facts,
+        report: RoundReport,
+        replies: Sequence[Reply],
+        check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
-        """Return the replies that the method combines; the report of the round is
-        ``run.report``.
+        """Return the replies that the method combines.
 
         No reply means that the round ends without a result, and the previous model is
         kept.
 
         Args:
-            run: the run.
+            facts: the round.
+            report: its report.
             replies: the usable replies, in the order of partition ids.
-            before: the global state that was sent.
+            check: raises ReplyError for a reply that the methods cannot use; where
+                ``reads_each`` is False, nobody else checks.
         """
         return replies
 

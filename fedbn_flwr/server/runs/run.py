@@ -21,11 +21,11 @@ from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Facts, Reply
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.rounds.synchronised_training import Link
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.transport.step import Transport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
@@ -90,7 +90,7 @@ class Run:
             ``Result``.
         before: the global state that was sent in this round.
         travels: the phase of this round: what travels in it.
-        link: the way of a synchronised step.
+        transport: the way of synchronised steps; made in the first round that has one.
         num_able: number of nodes with training data, N of the papers.
         most_able: the largest ``num_able`` of a round so far; counted where
             ``cohort_rounds`` is above 1.
@@ -126,7 +126,7 @@ class Run:
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     before: State = field(default_factory=dict)
     travels: Travels = field(default_factory=Travels)
-    link: Link = field(default_factory=Link)
+    transport: Transport | None = None
     num_able: int = 0
     most_able: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
@@ -162,18 +162,6 @@ class Run:
     def local_entries(self) -> tuple[str, ...]:
         """The entries that stay with the clients."""
         return self.parts.select(self.methods.local)
-
-    @property
-    def rounds_left(self) -> int:
-        """The number of rounds from this one to the last; ConfigError if Flower's loop
-        does not say.
-        """
-        return (
-            self.facts(0).total_rounds("a target epsilon")
-            - self.after
-            - len(self.reports)
-            + 1
-        )
 
     @property
     def known_statistics(self) -> dict[str, Any]:
@@ -214,6 +202,12 @@ class Run:
         self.begun = True
         self.states = self.methods.begin(self.facts(0))
         self.protection.begin(self.methods, self.options.weighted_by_key)
+
+    def close(self) -> None:
+        """Close what is open between rounds."""
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
     def open_round(self, number: int) -> None:
         """Begin a round with the model of ``set_model``.

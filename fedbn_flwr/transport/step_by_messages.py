@@ -1,5 +1,7 @@
-"""A synchronised step whose exchanges travel in Flower's messages: no port, no barrier,
-one round trip each.
+"""The transport "messages": the exchanges travel in Flower's messages. No port, no
+barrier, a round trip each.
+
+The client's half is its log of answers, in ``client.replay_log``.
 """
 
 from __future__ import annotations
@@ -24,43 +26,60 @@ from fedbn_flwr.messages.protocol import (
     UNION,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.server.rounds.synchronised_step import (
+from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.transport.barrier import Member, TaggedTensor, odd_ones
+from fedbn_flwr.transport.step import (
     Enough,
     Limits,
+    LinkSettings,
     StepResult,
+    Transport,
     send_until,
     with_config,
 )
-from fedbn_flwr.server.runs.report import Traffic
-from fedbn_flwr.transport import Member
-from fedbn_flwr.transport.barrier import TaggedTensor, odd_ones
 
-__all__ = ["step_by_messages"]
+__all__ = ["ByMessages"]
 
 logger = logging.getLogger("flwr")
 
 
-def step_by_messages(
+class ByMessages(Transport):
+    """The server sends the exchanges as queries, then the training messages."""
+
+    def __init__(self, settings: LinkSettings) -> None:
+        super().__init__(settings)
+        # Nodes whose app has no function for such queries: they are sent training
+        # messages in their place, the last of which is answered with the model.
+        self._without_query: set[int] = set()
+
+    def step(
+        self,
+        grid: Grid,
+        messages: Sequence[Message],
+        members: Mapping[int, Member],
+        limits: Limits,
+    ) -> StepResult:
+        """Send the exchanges as queries and then the training messages, whose replies
+        hold the models.
+
+        Messages after the first hold only the newest answer: model, batch and earlier
+        answers stay in the client's ``Context.state``. A client that fails, stalls or
+        sends an unusable tensor is dropped, and the others repeat the step. Clients
+        that have finished the step do the whole round (the step again, with its
+        answers, and local steps 2..E) and reply with the model within
+        ``limits.reply_timeout``. If no client finishes, the replies are the clients'
+        errors.
+        """
+        return _step(grid, messages, members, limits, self._without_query)
+
+
+def _step(
     grid: Grid,
     messages: Sequence[Message],
     members: Mapping[int, Member],
     limits: Limits,
     without_query: set[int],
 ) -> StepResult:
-    """Send the exchanges as queries and then the training messages, whose replies hold
-    the models.
-
-    Messages after the first hold only the newest answer: model, batch and earlier
-    answers stay in the client's ``Context.state``. A client that fails, stalls or sends
-    an unusable tensor is dropped, and the others repeat the step. Clients that have
-    finished the step do the whole round (the step again, with its answers, and local
-    steps 2..E) and reply with the model within ``limits.reply_timeout``. If no client
-    finishes, the replies are the clients' errors.
-
-    ``without_query`` holds the ids of nodes whose app has no function for such queries,
-    and gets those found here. They are sent training messages in their place, the last
-    of which is answered with the model.
-    """
     post = _Post(
         grid,
         {message.metadata.dst_node_id: message for message in messages},
@@ -128,7 +147,8 @@ class _Post:
         grid: the nodes.
         first: the training message of each node.
         limits: the limits of a wait.
-        without_query: see ``step_by_messages``.
+        without_query: ids of nodes whose app has no function for such queries; gets those
+            that are found here.
     """
 
     def __init__(

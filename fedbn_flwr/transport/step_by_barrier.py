@@ -1,0 +1,92 @@
+"""A synchronised step whose clients meet at a barrier in this process: in the engine's
+process, or through the server's port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from uuid import uuid4
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedbn_flwr.messages.protocol import BARRIER
+from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
+from fedbn_flwr.transport.step import Limits, StepResult, send_until, with_config
+
+__all__ = ["play_step", "release", "step_by_barrier"]
+
+_ENDED = "ended its work before the step was done"
+
+
+def step_by_barrier(
+    grid: Grid,
+    barriers: BarrierGrid,
+    messages: Sequence[Message],
+    members: Mapping[int, Member],
+    limits: Limits,
+) -> StepResult:
+    """Send each client one training message; the clients wait for each other at a
+    barrier in this process.
+
+    ``barriers`` is the same object as ``grid``.
+    """
+    barrier_id = str(uuid4())
+    barrier = Barrier(
+        members,
+        limits.exchange_timeout,
+        limits.min_members,
+        limits.answer,
+        in_turns=True,
+    )
+    barriers.open_barrier(barrier_id, barrier)
+    try:
+        own = [with_config(message, {BARRIER: barrier_id}) for message in messages]
+        return play_step(grid, own, barrier, limits)
+    finally:
+        release(barrier)
+        barriers.close_barrier(barrier_id)
+
+
+def play_step(
+    grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limits
+) -> StepResult:
+    """Send the messages; wait until all clients that were not dropped have replied, at
+    most ``reply_timeout``.
+    """
+
+    def enough(replies: Mapping[int, Message], seconds: float) -> bool:
+        # A reply ends a client's part: the others must not wait for it. One that has
+        # finished the step is not dropped by this.
+        for node_id in replies:
+            barrier.leave(node_id, _ENDED)
+        barrier.drop_late()
+        if seconds > limits.reply_timeout:
+            return True
+        return all(i in replies or i in barrier.dropped for i in barrier.members)
+
+    replies = send_until(grid, messages, enough)
+    traffic = Traffic(
+        barrier.exchanges,
+        barrier.bytes_down,
+        barrier.bytes_up,
+        barrier.apart_down,
+        barrier.apart_up,
+    )
+    members = barrier.finished_with()
+    # A member that ended after its last exchange has a reply that says why.
+    dropped = {
+        node_id: reason
+        for node_id, reason in barrier.dropped.items()
+        if node_id not in members or reason != _ENDED
+    }
+    return StepResult(list(replies.values()), traffic, members, dropped)
+
+
+def release(barrier: Barrier) -> None:
+    """Drop the members that still wait, for example after Ctrl-C: else the command ends
+    only after their timeout.
+    """
+    for node_id in barrier.members:
+        barrier.leave(node_id, _ENDED)
