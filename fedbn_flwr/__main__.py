@@ -1,6 +1,4 @@
-"""The command ``fedbn-flwr``. It is there without the extra ``lab`` as well, and then
-says what to install.
-"""
+"""The command ``fedbn-flwr``; without the extra ``lab`` it says what to install."""
 
 from __future__ import annotations
 

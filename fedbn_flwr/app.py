@@ -1,6 +1,4 @@
-"""The default Flower app: a ServerApp and a ClientApp with all settings from the run
-config.
-"""
+"""The default Flower app: all settings are those of the run config."""
 
 from __future__ import annotations
 

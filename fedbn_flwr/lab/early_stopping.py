@@ -1,5 +1,4 @@
-"""Early stopping: which round has the best score on the validation examples, and
-whether the run ends.
+"""Early stopping: which round has the best validation score, and whether a run ends.
 
 The scores are those of ``metrics.jsonl``, so a resumed run decides as an uninterrupted
 one. The result of the run is the state after the best round, also if the run is not
@@ -21,11 +20,12 @@ __all__ = ["EarlyStopping", "validation_metric"]
 
 
 def validation_metric(config: Config) -> str:
-    """Return the name of the main score on the validation examples, in
-    ``metrics.jsonl``.
-    """
-    personal = method_of(config).tests[0].startswith("personal")
-    return f"{'personal-' if personal else ''}{VALIDATION}-{data_of(config).task.score}"
+    """Return the name of the validation score in ``metrics.jsonl``."""
+    score = f"{VALIDATION}-{data_of(config).task.score}"
+    # The first test decides whose model it is: the clients' own, or the global one.
+    if method_of(config).tests[0].startswith("personal"):
+        return f"personal-{score}"
+    return score
 
 
 class EarlyStopping:
@@ -45,42 +45,39 @@ class EarlyStopping:
 
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
         self.metric = validation_metric(config)
-        self._patience, self._sign = (
-            config.early_stopping,
-            1 if data_of(config).task.higher_is_better else -1,
-        )
-        # the rounds with a better score than all before: its last one is the best
+        self._patience = config.early_stopping
+        # of a loss or an error the lowest score is the best
+        self._sign = 1 if data_of(config).task.higher_is_better else -1
+        # the rounds with a better score than all before: the last one is the best
         self._better: list[int] = []
-        # the score of that round, and the tested rounds after it
-        self._best, self._since = -math.inf, 0
+        # the score of that round, and the number of tested rounds after it
+        self._best = -math.inf
+        self._since = 0
         for line in lines:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Note the score in the line of the next round; a score that is not finite
-        improves nothing.
-        """
+        """Note the score in the line of the next round."""
         if self.metric not in line:
             return
-        score, self._since = line[self.metric], self._since + 1
-        if (
-            score is not None
-            and math.isfinite(score)
-            and self._sign * score > self._best
-        ):
-            self._best, self._since = self._sign * score, 0
+        self._since += 1
+        score = line[self.metric]
+        # A score that is not finite, None in a file, improves nothing.
+        if score is None or not math.isfinite(score):
+            return
+        if self._sign * score > self._best:
+            self._best = self._sign * score
+            self._since = 0
             self._better.append(line["round"])
 
     def best(self, upto: float = math.inf) -> int | None:
-        """Return the first round with the best score, among the rounds up to ``upto``;
-        None without a score.
-        """
+        """Return the first round with the best score up to ``upto``; None without one."""
         at = bisect_right(self._better, upto)
-        return self._better[at - 1] if at else None
+        if at == 0:
+            return None
+        return self._better[at - 1]
 
     @property
     def stops(self) -> bool:
-        """Whether the score has not improved for as many tested rounds as
-        ``early-stopping`` says.
-        """
+        """Whether the score has not improved for ``early-stopping`` tested rounds."""
         return bool(self._better) and self._since >= self._patience

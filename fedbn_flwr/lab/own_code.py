@@ -19,14 +19,14 @@ __all__ = ["is_function", "own_function", "own_module", "sha256_of_code"]
 
 
 def is_function(name: str, prefixes: Collection[str] = ()) -> bool:
-    """Return whether a name has the form ``module:function``; what begins with a prefix
-    has another meaning.
+    """Return whether a name has the form ``module:function``.
+
+    What begins with one of the prefixes has another meaning.
     """
     module, separator, function = name.partition(":")
-    named = bool(separator) and all(
-        part.isidentifier() for part in (*module.split("."), function)
-    )
-    return named and module not in prefixes
+    if not separator or module in prefixes:
+        return False
+    return all(part.isidentifier() for part in (*module.split("."), function))
 
 
 def own_function(
@@ -42,20 +42,17 @@ def own_function(
     Raises:
         ConfigError: the module cannot be imported, or has no such function.
     """
-    module, attribute = own_module(kind, name, prefixes), name.partition(":")[2]
+    module = own_module(kind, name, prefixes)
+    attribute = name.partition(":")[2]
     function: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(function):
-        names = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
-        raise unknown_name(
-            f"function of {getattr(module, '__file__', None) or module.__name__}:",
-            attribute,
-            names,
-        )
-    return function
+    if callable(function):
+        return function
+    names = []
+    for key, value in vars(module).items():
+        if callable(value) and not key.startswith("_"):
+            names.append(key)
+    where = getattr(module, "__file__", None) or module.__name__
+    raise unknown_name(f"function of {where}:", attribute, names)
 
 
 def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleType:
@@ -65,15 +62,16 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         ConfigError: it cannot be imported.
     """
     module = name.partition(":")[0]
-    # the working directory comes after Python's own path, so that it hides nothing
+    # The working directory comes after Python's own path, so that it hides nothing.
     for _ in range(2):
         try:
             return importlib.import_module(module)
-        except Exception as error:  # the user's code
+        except Exception as error:  # the user's code may raise anything
+            # a module that this one imports may be absent, too
             absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
                 f"{error.name}."
             )
-            if not absent:  # also where a module that this one imports is absent
+            if not absent:
                 raise ConfigError(
                     f"{kind} {name!r}: importing {module} raised"
                     f" {type(error).__name__}: {error}"
@@ -82,17 +80,19 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
             break
         sys.path.append(os.getcwd())
         importlib.invalidate_caches()
-    here = [
-        path.stem
-        for path in Path.cwd().iterdir()
-        if path.suffix == ".py" or path.is_dir()
-    ]
-    near = [
-        other
-        for other in difflib.get_close_matches(module, [*here, *prefixes], n=2)
-        if other != module
-    ]
-    hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?" if near else ""
+
+    # a name that is nearly this one
+    known = list(prefixes)
+    for path in Path.cwd().iterdir():
+        if path.suffix == ".py" or path.is_dir():
+            known.append(path.stem)
+    near = difflib.get_close_matches(module, known, n=2)
+    # a folder of this name without Python files
+    if module in near:
+        near.remove(module)
+    hint = ""
+    if near:
+        hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?"
     raise ConfigError(
         f"unknown {kind} {name!r}: there is no module {module!r} in the working"
         f" directory {os.getcwd()} or on Python's path.{hint} Under `flwr run` it"
@@ -100,16 +100,14 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
     )
 
 
-# a file that changes during a run does not change the module that runs
+# Kept: a file that changes during a run does not change the module that runs.
 @lru_cache(maxsize=8)
 def sha256_of_code(module: ModuleType) -> str:
-    """Return the SHA-256 of a module's file; "" without one. Files that it imports do
-    not count.
+    """Return the SHA-256 of a module's file; files that it imports do not count.
+
+    It is "" without a file: in a console, a notebook, or read from standard input.
     """
-    # none of a console or a notebook; that of standard input is no file
     file = getattr(module, "__file__", None)
-    return (
-        hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        if file and Path(file).is_file()
-        else ""
-    )
+    if not file or not Path(file).is_file():
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

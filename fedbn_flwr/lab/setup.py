@@ -243,12 +243,9 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS
-    fraction_evaluate = config.fraction_evaluate
-    if not client_tests(config):
-        fraction_evaluate = 0.0
-    return method.strategy(
+    strategy = method.strategy(
         fraction_train=config.fraction_train,
-        fraction_evaluate=fraction_evaluate,
+        fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
         min_evaluate_nodes=1,
         # All nodes were there at the start (``serve`` counts them); a round does not
@@ -262,6 +259,10 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         completes_tests=False,
         **settings,
     )
+    if not client_tests(config):
+        # As an argument it makes Flower warn that clients will not evaluate.
+        strategy.fraction_evaluate = 0.0
+    return strategy
 
 
 def _keeps_bn(method: RunMethod) -> bool:

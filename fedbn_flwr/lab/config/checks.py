@@ -1,7 +1,7 @@
-"""What is told of a config without torch: each key by itself, names, keys together,
-keys without effect.
+"""The half of the check that needs no torch.
 
-What needs the registries, own data or the methods is in ``run_checks.py``.
+Each key by itself, names, keys together, keys without effect. What needs the registries,
+own data or the methods is in ``run_checks.py``.
 """
 
 from __future__ import annotations
@@ -45,30 +45,28 @@ def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem
         kind: the class to return.
         settings: under their new names, see ``reading.new_names``.
     """
-    valid = dict(settings)
-    problems: list[Problem] = []
     try:
-        return kind.model_validate(valid), problems
+        return kind.model_validate(dict(settings)), []
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    # a union gives several for one key
-    first = {str(one["loc"][0]): one for one in reversed(errors)}
+    # A union gives several errors for one key, of which the first is told.
+    wrong: dict[str, Any] = {}
+    for one in errors:
+        wrong.setdefault(str(one["loc"][0]), one)
     keys = list(defaults_of(kind))
-    for key, one in reversed(first.items()):
-        problems.append(of_pydantic(one, keys))
-        valid = {name: value for name, value in valid.items() if str(name) != key}
+    problems = [of_pydantic(one, keys) for one in wrong.values()]
+    valid = {name: value for name, value in settings.items() if str(name) not in wrong}
     return kind.model_validate(valid), problems
 
 
 def defaults_of(kind: type[Fields]) -> dict[str, Any]:
     """Return the default of each key."""
-    return {
-        field.alias or name: field.default for name, field in kind.model_fields.items()
-    }
+    fields = kind.model_fields.items()
+    return {field.alias or name: field.default for name, field in fields}
 
 
 def problems_together(config: Fields) -> list[Problem]:
-    """Return what is wrong with the keys together, as far as it is told without torch."""
+    """Return what is wrong with the keys together."""
     problems = [*_of_names(config), *_of_rounds(config), *_of_tests(config)]
     return [*problems, *_of_privacy(config)]
 
@@ -80,13 +78,15 @@ def _of_names(config: Fields) -> Iterator[Problem]:
         for name in split(getattr(config, role.replace("-", "_"))):
             yield from of_name(role, name, allowed(role))
     names = config.method_names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
         text = (
             f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and"
             " server-step"
         )
         yield Problem("conflict", "strategy", text)
     yield from of_name("norm", config.norm, allowed("norm"))
+    # a prefix is that of own data
     if ":" not in config.dataset:
         yield from of_name("dataset", config.dataset, allowed("dataset"))
     if config.partition:
@@ -187,14 +187,17 @@ def has_no_effect(config: Fields) -> dict[str, str]:
     needs.
     """
     unused: dict[str, str] = {}
-    defaults, methods = defaults_of(type(config)), config.method_names
-    of_run = {
-        name
-        for method in methods
-        if method in PARAMS
-        for name in config_fields(PARAMS[method])
-    }
-    misspelt = any(method not in PARAMS and method != CENTRALIZED for method in methods)
+    defaults = defaults_of(type(config))
+
+    # the settings of this run's methods; a misspelt method has unknown ones
+    of_run: set[str] = set()
+    misspelt = False
+    for method in config.method_names:
+        if method in PARAMS:
+            of_run |= config_fields(PARAMS[method]).keys()
+        elif method != CENTRALIZED:
+            misspelt = True
+
     for key, value in values_of(config).items():
         if value == defaults[key]:
             continue
@@ -204,17 +207,17 @@ def has_no_effect(config: Fields) -> dict[str, str]:
             unused[key] = "strategy=centralized has no clients"
         elif users and name not in of_run and not misspelt:
             unused[key] = f"it is for {', '.join(users)}"
-        elif needs := _unmet(config, key, defaults):
-            unused[key] = needs
+        else:
+            needs = _unmet(config, key, defaults)
+            if needs:
+                unused[key] = needs
     return unused
 
 
 def values_of(config: Fields) -> dict[str, Any]:
     """Return the value of each key."""
-    return {
-        field.alias or name: getattr(config, name)
-        for name, field in type(config).model_fields.items()
-    }
+    fields = type(config).model_fields.items()
+    return {field.alias or name: getattr(config, name) for name, field in fields}
 
 
 def _unmet(config: Fields, key: str, defaults: Mapping[str, Any]) -> str:
@@ -222,17 +225,23 @@ def _unmet(config: Fields, key: str, defaults: Mapping[str, Any]) -> str:
     conditions = only_if_of(type(config), key)
     for other, values in conditions.items():
         value = getattr(config, other.replace("-", "_"))
-        met = value != defaults[other] if values == SET else _is_one_of(value, values)
+        if values == SET:
+            met = value != defaults[other]
+        else:
+            met = _is_one_of(value, values)
         if not met:
             return f"it is for {in_words(conditions)}"
     return ""
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    return any(
-        value == one or (str(one).endswith(":") and str(value).startswith(one))
-        for one in values
-    )
+    for one in values:
+        if value == one:
+            return True
+        # "npz:" is the begin of "npz:/data"
+        if str(one).endswith(":") and str(value).startswith(one):
+            return True
+    return False
 
 
 def in_words(conditions: Mapping[str, Any]) -> str:
@@ -242,10 +251,11 @@ def in_words(conditions: Mapping[str, Any]) -> str:
         if values == SET:
             words.append(key)
             continue
-        shown = [
-            str(value).lower() if isinstance(value, bool) else value
-            for value in values
-            if value != ""
-        ]
+        shown = []
+        for value in values:
+            if isinstance(value, bool):
+                shown.append(str(value).lower())  # as YAML has it
+            elif value != "":
+                shown.append(value)
         words.append(f"{key}={' and '.join(shown)}")
     return ", with ".join(words)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from fedbn_flwr.lab.config.texts import number, split
 __all__ = ["Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-# The service `cli` of docker-compose.yml sets these in every run config; a run that
-# cannot use them goes without.
+# The service `cli` of docker-compose.yml sets these in every run config. A user cannot
+# leave them out there, so a run that cannot use them goes without.
 _OF_THE_COMPOSE_FILE = (
     "fedtan-transport",
     "fedtan-bind",
@@ -59,10 +58,13 @@ class Config(Fields):
                 key, wrong types, values out of range, settings that contradict each
                 other or have no effect. If some are told without torch, these.
         """
+        # a typing mistake is told in a third of a second, without torch
         config, problems = cls._first_half(values, complete)
         unused = has_no_effect(config)
         problems += _no_effect(config, unused, complete)
         _refuse(problems)
+
+        # the registries, the data and the methods, which need torch
         from fedbn_flwr.lab.config.run_checks import (
             has_no_effect_in_run,
             problems_of_run,
@@ -72,11 +74,11 @@ class Config(Fields):
         config = _with_nobody_held_out(config)
         unused |= has_no_effect_in_run(config)
         _refuse(_no_effect(config, unused, complete))
-        defaults = defaults_of(cls)
-        preset = {key for key in _OF_THE_COMPOSE_FILE if complete and key in unused}
-        return config._resolved(
-            {key.replace("-", "_"): defaults[key] for key in preset}
-        )
+
+        # what remains of the compose file's settings counts as not set
+        preset = _OF_THE_COMPOSE_FILE if complete else ()
+        dropped = [key for key in preset if key in unused]
+        return config._resolved(_defaults_for(cls, dropped))
 
     @classmethod
     def check_keys(cls, values: Mapping[str, Any]) -> None:
@@ -96,7 +98,9 @@ class Config(Fields):
         settings, twice = new_names(values)
         problems = [Problem("conflict", "", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-        if steps and epochs and epochs != (1 if complete else 0):
+        # Flower's run config always has local-epochs, whose default is 1.
+        not_set = 1 if complete else 0
+        if steps and epochs and epochs != not_set:
             text = (
                 f"local-steps={steps} and local-epochs={epochs} are both set; set one"
                 " of them"
@@ -114,10 +118,8 @@ class Config(Fields):
         update: dict[str, Any] = {"partition": data_of(config).split_name}
         if config.strategy != CENTRALIZED:
             params = method_of(config).params
-            update |= {
-                name: getattr(params, setting)
-                for name, setting in config_fields(type(params)).items()
-            }
+            for name, setting in config_fields(type(params)).items():
+                update[name] = getattr(params, setting)
         if config.local_steps:
             update["local_epochs"] = 0
         return config.model_copy(update=update)
@@ -126,8 +128,9 @@ class Config(Fields):
     def make_of_shared(
         cls, shared: Mapping[str, Any], own: Mapping[str, Any]
     ) -> tuple[Config, dict[str, str]]:
-        """Return the config of settings that several runs share and of a run's own,
-        which take precedence.
+        """Return the config of settings that runs share, and of a run's own.
+
+        Those of the run's own take precedence.
 
         Returns:
             The config, and the shared keys that were left out because they have no
@@ -139,23 +142,21 @@ class Config(Fields):
         settings = merged([shared, own])
         stay = {RENAMED.get(key, key) for key in own}
         dropped: dict[str, str] = {}
-        while True:  # without one key another may have no effect
-            drop = {
-                key: use
-                for key, use in cls._unused(settings).items()
-                if key not in stay
-            }
+        # Again and again: without one key another may have no effect either.
+        while True:
+            unused = cls._unused(settings)
+            drop = {key: why for key, why in unused.items() if key not in stay}
             if not drop:
                 return cls.make(settings), dropped
             dropped |= drop
-            settings = {
-                key: value for key, value in settings.items() if key not in drop
-            }
+            for key in drop:
+                del settings[key]
 
     @classmethod
     def _unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the keys that are set and have no effect; none if the settings have
-        other problems.
+        """Return the keys that are set and have no effect, with the reason.
+
+        None if the settings have other problems, which ``make`` tells.
         """
         config, problems = cls._first_half(settings)
         if problems:
@@ -166,17 +167,18 @@ class Config(Fields):
         )
 
         unused = has_no_effect(config)
-        if not problems_of_run(config.model_copy(update=_defaults_for(config, unused))):
+        # A key without effect may have a value that a run would refuse.
+        used = config.model_copy(update=_defaults_for(cls, unused))
+        if not problems_of_run(used):
             unused |= has_no_effect_in_run(_with_nobody_held_out(config))
-        return {
-            problem.key: unused[problem.key]
-            for problem in _no_effect(config, unused, complete=False)
-        }
+        found = _no_effect(config, unused, complete=False)
+        return {problem.key: unused[problem.key] for problem in found}
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-        """Return the config of a YAML file and ``key=value`` overrides (values are read
-        as YAML).
+        """Return the config of a YAML file and ``key=value`` overrides.
+
+        Values are read as YAML.
 
         Raises:
             ConfigError: the file is missing, unreadable or no mapping, an override has
@@ -185,27 +187,28 @@ class Config(Fields):
         return cls.make(merged(read_settings(path, overrides)))
 
     def to_mapping(self) -> dict[str, Scalar]:
-        """Return every key with its value, as Flower's run config holds it; ``make``
-        gives the same config back.
+        """Return every key with its value, as Flower's run config has it.
+
+        ``make`` gives the same config back.
         """
         values: dict[str, Scalar] = values_of(self)
-        return {key: values[key] for key in chain.from_iterable(map(self.keys, GROUPS))}
+        mapping: dict[str, Scalar] = {}
+        for group in GROUPS:
+            mapping |= {key: values[key] for key in self.keys(group)}
+        return mapping
 
     def late_decays(self) -> list[str]:
-        """Return a warning for each decay of the learning rate that the run is too
-        short for.
-        """
+        """Return a warning for each decay that the run is too short for."""
         rounds = self.num_server_rounds
-        late = [
-            text
-            for text in split(self.lr_decay_at)
-            if isinstance(at := number(text), int) and at >= rounds
-        ]
-        return [
-            f"lr-decay-at={one}: the run has {rounds} rounds; only a resumed run may"
-            " reach it"
-            for one in late
-        ]
+        warnings = []
+        for text in split(self.lr_decay_at):
+            at = number(text)
+            if isinstance(at, int) and at >= rounds:
+                warnings.append(
+                    f"lr-decay-at={text}: the run has {rounds} rounds; only a resumed"
+                    " run may reach it"
+                )
+        return warnings
 
     def warnings(self) -> list[str]:
         """Return what these settings do that a user may not expect, one line each."""
@@ -213,10 +216,8 @@ class Config(Fields):
             return self.late_decays()
         from fedbn_flwr.lab.config.method import method_of
 
-        lines = [
-            *self.late_decays(),
-            *(problem.text for problem in method_of(self).problems("warn")),
-        ]
+        lines = self.late_decays()
+        lines += [problem.text for problem in method_of(self).problems("warn")]
         if (
             self.sgd_momentum
             and self.local_steps == 1
@@ -241,15 +242,17 @@ def _no_effect(
     """Return the problems of keys that are set and have no effect."""
     values, defaults = values_of(config), defaults_of(type(config))
     preset = _OF_THE_COMPOSE_FILE if complete else ()
-    return [
-        Problem("no-effect", key, f"{key}={values[key]!r} has no effect: {needs}")
-        for key, needs in unused.items()
-        if values[key] != defaults[key] and key not in preset
-    ]
+    problems = []
+    for key, needs in unused.items():
+        if values[key] != defaults[key] and key not in preset:
+            text = f"{key}={values[key]!r} has no effect: {needs}"
+            problems.append(Problem("no-effect", key, text))
+    return problems
 
 
-def _defaults_for(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
-    defaults = defaults_of(type(config))
+def _defaults_for(kind: type[Config], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of keys with their defaults."""
+    defaults = defaults_of(kind)
     return {key.replace("-", "_"): defaults[key] for key in keys}
 
 
@@ -260,8 +263,9 @@ def _with_nobody_held_out(config: Config) -> Config:
     from fedbn_flwr.lab.config.data import data_of
 
     data = data_of(config)
-    named = data.split_name == "natural" and "0" in data.info.client_names
-    return config if named else config.model_copy(update={"held_out_clients": ""})
+    if data.split_name == "natural" and "0" in data.info.client_names:
+        return config
+    return config.model_copy(update={"held_out_clients": ""})
 
 
 def state_in_out(config: Config) -> Path:

@@ -1,5 +1,6 @@
-"""What the config says of the data of a run: the data set, the shape of an example, the
-task, the split.
+"""What the config says of a run's data.
+
+The data set, the shape of an example, the task, the split.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def data_of(config: Fields) -> RunData:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. What it asks of own data is read once, and then kept."""
+    """The data of a run.
+
+    Own data are read for it, once: their reader keeps what it has read until the files
+    change. So nothing is kept here.
+    """
 
     config: Fields
 
@@ -46,9 +51,7 @@ class RunData:
 
     @property
     def by_function(self) -> bool:
-        """Whether the data come from a user's function: a node asks it for its own site
-        alone.
-        """
+        """Whether a user's function gives them: a node asks it for its own site alone."""
         return self.is_own and OwnData.parse(self.config.dataset)[0] == FUNCTION
 
     @property
@@ -62,16 +65,16 @@ class RunData:
         config = self.config
         kind, path = OwnData.parse(config.dataset)
         sites: tuple[int, ...] = ()
-        if kind == FUNCTION and config.num_clients:  # a held-out client is a site more
+        if kind == FUNCTION and config.num_clients:
+            # A held-out client is one more site: the last ones, or by name.
             held_out = config.held_out_clients.strip()
-            count = int(held_out) if held_out.isdecimal() else len(listed(held_out))
+            if held_out.isdecimal():
+                count = int(held_out)
+            else:
+                count = len(listed(held_out))
             sites = tuple(range(config.num_clients + count))
-        return OwnData(
-            kind,
-            path,
-            sites=sites,
-            **config.model_dump(include={*OwnData.__dataclass_fields__}),
-        )
+        options = config.model_dump(include={*OwnData.__dataclass_fields__})
+        return OwnData(kind, path, sites=sites, **options)
 
     @property
     def info(self) -> DatasetInfo:
@@ -82,19 +85,18 @@ class RunData:
             DataError: own data cannot be used.
         """
         name = self.config.dataset
-        if not self.is_own and name not in DATASETS:
-            raise unknown_name("dataset", name, DATASETS)
-        if not self.is_own:
-            return DATASETS[name]
-        # with the readers of arrays and images
-        from fedbn_flwr.lab.data import own_info
+        if self.is_own:
+            # It imports the readers of arrays and images.
+            from fedbn_flwr.lab.data import own_info
 
-        return own_info(self.own)
+            return own_info(self.own)
+        if name not in DATASETS:
+            raise unknown_name("dataset", name, DATASETS)
+        return DATASETS[name]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the model's input: (C, H, W) of images, (features,) or another
-        shape of other examples.
+        """The shape of the model's input: (C, H, W) of images, or (features,), ...
 
         Raises:
             ConfigError: the model is unknown.
@@ -102,6 +104,7 @@ class RunData:
         info, asked = self.info, self.config.image_size
         if info.input_shape:
             return info.input_shape
+        # The model may need other images than those of the data.
         channels, height = input_shape(
             self.config.model, info.channels, asked or info.size, asked=bool(asked)
         )
@@ -111,11 +114,9 @@ class RunData:
     def num_outputs(self) -> int:
         """The number of the model's outputs."""
         in_data = self.info.num_classes
-        return (
-            in_data
-            if self.is_own
-            else self.task.outputs(self.config.num_classes or in_data)
-        )
+        if self.is_own:
+            return in_data
+        return self.task.outputs(self.config.num_classes or in_data)
 
     @property
     def split_name(self) -> str:
@@ -128,11 +129,9 @@ class RunData:
     def plain_task(self) -> Task:
         """The learning task with its own metrics."""
         of_data = self.info.task
-        return (
-            of_data
-            if self.config.task in ("", of_data.name)
-            else TASKS[self.config.task]
-        )
+        if self.config.task in ("", of_data.name):
+            return of_data
+        return TASKS[self.config.task]
 
     @property
     def task(self) -> Task:
@@ -140,6 +139,7 @@ class RunData:
         task, names = self.plain_task, split(self.config.metrics)
         if not names:
             return task
+        # Each test has a loss; a run may be judged by it.
         further = names[1:] if names[0] == "loss" else names
         return task.measuring(further).scored_by(names[0])
 
@@ -152,10 +152,8 @@ class RunData:
         """
         task = self.task
         fits = _TEST_VALUES // math.prod(self.shape)
-        return replace(
-            task,
-            plain_test_batch=min(task.test_batch, max(self.config.batch_size, fits, 1)),
-        )
+        examples = max(self.config.batch_size, fits, 1)
+        return replace(task, plain_test_batch=min(task.test_batch, examples))
 
     @property
     def augmentation(self) -> Augment | None:

@@ -1,8 +1,8 @@
-"""The keys of a run, by group: each with its type, default, limits, meaning, and what
-it needs to have an effect.
+"""The keys of a run, by group.
 
-A key is the kebab-case name of its field. This module needs no torch, so that a wrong
-key or value is told at once. The settings of the methods come from
+Each has a type, a default, limits, a meaning, and what it needs to have an effect. A key
+is the kebab-case name of its field. This module needs no torch, so that a wrong key or
+value is told at once. The settings of the methods come from
 ``server.methods.method_params``, those of the protections from ``privacy.settings``.
 """
 
@@ -65,45 +65,44 @@ def key(
 
 # --- the settings of the methods ------------------------------------------------------
 def config_fields(kind: type[Settings]) -> dict[str, str]:
-    """Return the settings that are config keys, those of a group: the config's field to
-    the name of the setting.
+    """Return the settings that are config keys: the config's field to the setting.
+
+    A setting without a group is no key: the engine gives it.
     """
     fields = {}
     for name, field in kind.model_fields.items():
         extra = field.json_schema_extra
         if isinstance(extra, dict) and extra["group"]:
-            fields[str(extra["key"]).replace("-", "_") or name] = name
+            # A key that differs from the setting's name is said there.
+            field_of_key = str(extra["key"]).replace("-", "_")
+            fields[field_of_key or name] = name
     return fields
 
 
 def methods_with(field: str, params: Mapping[str, type[Params]] = PARAMS) -> list[str]:
-    """Return the methods that have the config's ``field``; none for a setting of every
-    method.
-    """
+    """Return the methods that have a field; none for a setting of every method."""
     if field in Params.model_fields:
         return []
     return [name for name, kind in params.items() if field in config_fields(kind)]
 
 
 def own_defaults(params: Mapping[str, type[Params]] = PARAMS) -> dict[str, Any]:
-    """Return the config's default, 0 or -1, of each setting whose default differs
-    between methods.
+    """Return the config's default of each setting whose default differs by method.
 
     It stands for "the method's own default": 0, or -1 for a setting that may be 0.
     """
     defaults: dict[str, Any] = {}
     for name, declared in _declared(params).items():
-        if len({field.default for field in declared}) > 1:
-            may_be_0 = any(
-                getattr(limit, "ge", None) == 0 for limit in declared[0].metadata
-            )
-            defaults[name] = type(declared[0].default)(-1 if may_be_0 else 0)
+        if len({field.default for field in declared}) == 1:
+            continue
+        lowest = [getattr(limit, "ge", None) for limit in declared[0].metadata]
+        number = type(declared[0].default)
+        defaults[name] = number(-1 if 0 in lowest else 0)
     return defaults
 
 
 def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str, Any]:
-    """Return (type, field) of each setting of the methods by the config's field, for
-    pydantic's ``create_model``.
+    """Return (type, field) of each setting of the methods, for ``create_model``.
 
     Raises:
         ConfigError: two methods declare a setting with different types or limits.
@@ -111,18 +110,21 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
     fields: dict[str, Any] = {}
     differing = own_defaults(params)
     for name, declared in _declared(params).items():
+        # one key has one type and one range, whatever the method
         first = declared[0]
-        if any(
-            (other.annotation, other.metadata) != (first.annotation, first.metadata)
-            for other in declared
-        ):
-            raise ConfigError(
-                f"methods declare the setting {name!r} with different types or limits"
-            )
+        for other in declared:
+            if (other.annotation, other.metadata) != (first.annotation, first.metadata):
+                raise ConfigError(
+                    f"methods declare the setting {name!r} with different types or"
+                    " limits"
+                )
         field = copy.copy(first)
-        field.description = "; ".join(
-            dict.fromkeys(str(other.description) for other in declared)
-        )
+
+        # the meaning for each method
+        meanings = [str(other.description) for other in declared]
+        field.description = "; ".join(dict.fromkeys(meanings))
+
+        # a default that stands for the method's own may be outside the limits
         if name in differing:
             field.default, field.metadata = differing[name], []
             field.description += f"; {differing[name]:g} = the method's own default"
@@ -140,9 +142,8 @@ def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
 
 
 def _settings_of(kind: type[Settings]) -> dict[str, Any]:
-    return {
-        name: (field.annotation, field) for name, field in kind.model_fields.items()
-    }
+    fields = kind.model_fields.items()
+    return {name: (field.annotation, field) for name, field in fields}
 
 
 # --- the other keys, by group ---------------------------------------------------------
@@ -487,34 +488,34 @@ class Fields(
     def title(self) -> str:
         """The names of the methods, joined by "+"."""
         names = [name for name in self.method_names if name != "fedavg"]
-        return "+".join(sorted(names, key=[*PARAMS, *names].index)) or "fedavg"
+        # in the order of the registry; others, which are refused later, at the end
+        order = [*PARAMS, *names]
+        return "+".join(sorted(names, key=order.index)) or "fedavg"
 
     @property
     def protected(self) -> bool:
-        """Whether single clients are to stay hidden: then their counts are in no page
-        to give away.
-        """
+        """Whether single clients stay hidden: no page to give away has their counts."""
         return self.dp != "off" or self.masked_sums
 
     @classmethod
     def keys(cls, group: str) -> list[str]:
         """Return the keys of a group, in order."""
-        of_group = [kind for kind in _OWN_GROUPS if kind.group == group]
-        names = [name for kind in of_group for name in kind.model_fields]
-        names += [
-            name
-            for name, field in cls.model_fields.items()
-            if _extra(field).get("group") == group
-        ]
+        names: list[str] = []
+        for kind in _OWN_GROUPS:
+            if kind.group == group:
+                names += kind.model_fields
+        # those of methods and protections name their group themselves
+        for name, field in cls.model_fields.items():
+            if _extra(field).get("group") == group:
+                names.append(name)
         return [name.replace("_", "-") for name in names]
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
         name = info.field_name or ""
-        return refuse_bool(
-            name, value, getattr(cls.model_fields[name].annotation, "__name__", "")
-        )
+        wanted = getattr(cls.model_fields[name].annotation, "__name__", "")
+        return refuse_bool(name, value, wanted)
 
     @field_validator(
         "dataset",
@@ -527,18 +528,20 @@ class Fields(
     )
     @classmethod
     def _home(cls, value: str) -> str:
-        """Read ``~`` at the begin of a path, also after a prefix: no shell does it
-        within a setting.
+        """Read ``~`` at the begin of a path, also after a prefix, as in "npz:~/data".
+
+        No shell does it within a setting.
         """
-        kind, colon, path = value.rpartition(":") if ":~" in value else ("", "", value)
-        return kind + colon + os.path.expanduser(path)
+        if ":~" not in value:
+            return os.path.expanduser(value)
+        kind, _, path = value.rpartition(":")
+        return f"{kind}:{os.path.expanduser(path)}"
 
 
 def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
     """Return what other keys must be for a key to have an effect."""
-    conditions: dict[str, Any] = _extra(kind.model_fields[key.replace("-", "_")]).get(
-        "only_if", {}
-    )
+    field = kind.model_fields[key.replace("-", "_")]
+    conditions: dict[str, Any] = _extra(field).get("only_if", {})
     return conditions
 
 

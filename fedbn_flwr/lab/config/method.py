@@ -1,10 +1,13 @@
-"""What the config says of the method of a run: its strategy, settings, tests,
-protections and learning rate.
+"""What the config says of a run's method.
+
+Its strategy, settings, tests, protections and learning rate.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
@@ -28,6 +31,8 @@ __all__ = [
 ]
 
 
+# The same value for the same settings: each question is resolved once in a run.
+@functools.lru_cache(maxsize=8)
 def method_of(config: Fields) -> RunMethod:
     """Return what the config says of the method."""
     return RunMethod(config)
@@ -44,31 +49,30 @@ class RunMethod:
         """Whether there are no clients: the reference on all data."""
         return self.config.strategy == CENTRALIZED
 
-    @property
+    @cached_property
     def strategy(self) -> StrategyClass:
-        """The class of the strategy, combined with the methods that are added to it.
+        """The class of the strategy, with the methods that are added to it.
 
         Raises:
             ConfigError: two of the methods cannot be combined.
         """
         return combined(*(STRATEGIES[name] for name in self.config.method_names))
 
-    @property
+    @cached_property
     def params(self) -> Params:
-        """The settings of the method; "the method's own default" is replaced by that
-        default.
-        """
+        """The settings of the method."""
         kind: type[Params] = self.strategy.Params
         stands_for_own = own_defaults()
         given: dict[str, Any] = {}
         for name, setting in config_fields(kind).items():
             value = getattr(self.config, name)
+            # A value that stands for "the method's own default" is left to the method.
             if name not in stands_for_own or value != stands_for_own[name]:
                 given[setting] = value
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
         return kind(**given)
 
-    @property
+    @cached_property
     def methods(self) -> Methods:
         """The options and methods of the run, with their settings."""
         return self.strategy.combination.methods(self.params)
@@ -86,34 +90,30 @@ class RunMethod:
         )
 
     def problems(self, kind: str) -> list[Problem]:
-        """Return what does not fit or has no effect in the settings of the methods; see
-        ``Problem.kind``.
-        """
-        return [
-            problem
-            for problem in self.methods.problems(self.run_settings)
-            if problem.kind == kind
-        ]
+        """Return what does not fit or has no effect; see ``Problem.kind``."""
+        found = self.methods.problems(self.run_settings)
+        return [problem for problem in found if problem.kind == kind]
 
-    @property
+    @cached_property
     def tests(self) -> tuple[str, ...]:
-        """The tests of ``eval-on`` or their default; the first one gives the run's main
-        metric.
+        """The tests of ``eval-on`` or their default.
+
+        The first one gives the run's main metric.
         """
-        if asked := tests_in(self.config.eval_on):
+        asked = tests_in(self.config.eval_on)
+        if asked:
             return asked
-        return (
-            ("personal-own",)
-            if not self.centralized and self.methods.local
-            else ("global",)
-        )
+        # With local parts no client uses the global model as it is.
+        if not self.centralized and self.methods.local:
+            return ("personal-own",)
+        return ("global",)
 
     @property
     def reestimates(self) -> bool:
         """Whether BN statistics are re-estimated before tests."""
-        return not self.centralized and (
-            self.methods.reestimates or "recalibrated" in self.tests
-        )
+        if self.centralized:
+            return False
+        return self.methods.reestimates or "recalibrated" in self.tests
 
     @property
     def freezes_bn(self) -> bool:
@@ -148,36 +148,38 @@ def rounds_of_decays(config: Fields) -> list[int | str]:
     after: list[int | str] = []
     for text, _ in read_decays(config.lr_decay_at, config.lr_decay_factor):
         value = number(text)
-        if isinstance(value, int):
+        if value is None:
+            after.append(text)
+        elif isinstance(value, int):
             after.append(value)
         else:
-            after.append(
-                text if value is None else share_of(text, config.num_server_rounds)
-            )
+            after.append(share_of(text, config.num_server_rounds))
     return after
 
 
 def learning_rate_of(config: Fields) -> LearningRate:
     """Return the learning rate over the rounds, the same in every engine."""
-    factors = [
-        factor for _, factor in read_decays(config.lr_decay_at, config.lr_decay_factor)
-    ]
-    return LearningRate(
-        config.learning_rate, tuple(rounds_of_decays(config)), tuple(factors)
-    )
+    decays = read_decays(config.lr_decay_at, config.lr_decay_factor)
+    factors = tuple(factor for _, factor in decays)
+    return LearningRate(config.learning_rate, tuple(rounds_of_decays(config)), factors)
 
 
 def schedule_changes(config: Fields, begun_with: int) -> list[str]:
-    """Return a warning for each setting of the learning rate that counts in R, if the
-    run began with another R.
+    """Return a warning for each decay at a share of R, if the run began with another R.
+
+    Args:
+        config: the settings of the resumed run.
+        begun_with: the number of rounds that it began with; 0 = not known.
     """
     rounds = config.num_server_rounds
     if begun_with in (0, rounds):
         return []
+    shares = [
+        text for text in split(config.lr_decay_at) if isinstance(number(text), float)
+    ]
     return [
         f"the run began with {begun_with} rounds and now has {rounds}:"
         f" lr-decay-at={text} is of the new number, also where earlier rounds followed"
         " the old one"
-        for text in split(config.lr_decay_at)
-        if isinstance(number(text), float)
+        for text in shares
     ]

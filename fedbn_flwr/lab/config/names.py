@@ -1,7 +1,6 @@
-"""The names that keys take, as ``fedbn-flwr list`` shows them, without the registries,
-which need torch.
+"""The names that keys take, as ``fedbn-flwr list`` shows them.
 
-``make generate`` writes them from the registries into ``names.json``.
+The registries need torch: ``make generate`` writes their names into ``names.json``.
 """
 
 from __future__ import annotations
@@ -26,22 +25,25 @@ _REGISTRY_OF = {
 
 @functools.cache
 def _content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(
-        Path(__file__).with_name(NAMES_FILE).read_text(encoding="utf-8")
-    )
+    text = Path(__file__).with_name(NAMES_FILE).read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
     return content
 
 
 def rows(registry: str) -> list[tuple[str, str, str]]:
-    """Return (name, summary, source) of each entry of a registry: strategies, norms,
-    models, datasets, partitions.
+    """Return (name, summary, source) of each entry of a registry.
+
+    Args:
+        registry: strategies, norms, models, datasets or partitions.
     """
     return [(name, summary, source) for name, summary, source in _content()[registry]]
 
 
 def allowed(key: str) -> Collection[str]:
-    """Return the names that a key takes: strategy, norm, dataset, partition, task, or a
-    role of methods.
+    """Return the names that a key takes.
+
+    Args:
+        key: strategy, norm, dataset, partition, task, or a role of methods.
     """
     if key in _REGISTRY_OF:
         return [name for name, _, _ in rows(_REGISTRY_OF[key])]

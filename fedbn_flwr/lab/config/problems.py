@@ -1,6 +1,4 @@
-"""What is wrong with a config: one kind of value for all checks, and the error that has
-all of them.
-"""
+"""What is wrong with a config: a value for each problem, and the error with all."""
 
 from __future__ import annotations
 
@@ -57,22 +55,20 @@ def of_error(error: FedBNError, key: str = "") -> Problem:
 
 
 def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
-    """Return the problem of a name that is not allowed, with the nearest ones; none for
-    another name.
-    """
-    return [] if name in allowed else [of_error(unknown_name(key, name, allowed), key)]
+    """Return the problem of a name that is not allowed; none for another name."""
+    if name in allowed:
+        return []
+    return [of_error(unknown_name(key, name, allowed), key)]
 
 
 def of_pydantic(error: Any, keys: Sequence[str]) -> Problem:
     """Return what pydantic says of a key: its value, and what is allowed."""
     key = str(error["loc"][0])
     if error["type"] in ("extra_forbidden", "invalid_key"):
+        hint = " See docs/config.md for all keys."
         near = difflib.get_close_matches(key, keys, n=1)
-        hint = (
-            f" Did you mean {near[0]!r}?"
-            if near
-            else " See docs/config.md for all keys."
-        )
+        if near:
+            hint = f" Did you mean {near[0]!r}?"
         return Problem("unknown-key", key, f"unknown key {key!r}.{hint}")
     if error["type"] == "value_error":
         return Problem("bad-value", key, f"{key}: {text_of(error)}")

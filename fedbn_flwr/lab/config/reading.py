@@ -1,6 +1,4 @@
-"""How settings are read before they are checked: files and texts, old names, and what a
-value may never be.
-"""
+"""How settings are read before they are checked: files, texts, old names."""
 
 from __future__ import annotations
 
@@ -20,14 +18,15 @@ logger = logging.getLogger("flwr")
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the settings of a YAML file, if any, and of ``key=value`` texts (values
-    are read as YAML).
+    """Return the settings of a YAML file, if any, and those of ``key=value`` texts.
+
+    Values are read as YAML.
 
     Raises:
         ConfigError: the file is missing, unreadable or no mapping, or an override has
             no "=".
     """
-    # a client reads none
+    # A client has its settings from Flower, and does without YAML.
     from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 
     in_file = read_yaml(path, "config") if path else {}
@@ -40,8 +39,9 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str,
 
 
 def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of several sources under their new names; the last one takes
-    precedence.
+    """Return the settings of several sources under their new names.
+
+    The last source takes precedence.
 
     Raises:
         ConfigError: a source has a setting under both of its names.
@@ -58,26 +58,29 @@ def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings under their new names, and a line for each that has both;
-    warn of old names.
+    """Return the settings under their new names, and a line for each that has both.
+
+    Old names are warned of.
     """
     twice = []
     for old, new in RENAMED.items():
-        if old in values:
-            logger.warning(
-                "config key %r is now %r; the old name is read in this release only",
-                old,
-                new,
-            )
-        if old in values and new in values:
+        if old not in values:
+            continue
+        logger.warning(
+            "config key %r is now %r; the old name is read in this release only",
+            old,
+            new,
+        )
+        if new in values:
             both = f"{old}={values[old]} and {new}={values[new]} are both set"
             twice.append(f"{both}; {old} is the old name: remove it")
     return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 
 def refuse_bool(key: str, value: Any, wanted: str) -> Any:
-    """Return the value of a key; refuse true and false for a number: pydantic would
-    read them as 1 and 0.
+    """Return the value of a key; refuse true and false for a number or a text.
+
+    Pydantic would read them as 1 and 0.
 
     Args:
         key: the key or the field's name; ``dp`` reads YAML's ``off``.
@@ -90,10 +93,8 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
     if value is False and key == "dp":
         return "off"
     if isinstance(value, bool) and wanted != "bool":
-        hint = (
-            """ (YAML reads yes, no, on and off so: use quotes, "'yes'")"""
-            if wanted == "str"
-            else ""
-        )
+        hint = ""
+        if wanted == "str":
+            hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")"""
         raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
     return value

@@ -1,6 +1,4 @@
-"""What is told of a config with the registries, the data and the methods: the second
-half of the check.
-"""
+"""The half of the check that asks the registries, the data and the methods."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ T = TypeVar("T")
 
 def problems_of_run(config: Fields) -> list[Problem]:
     """Return what is wrong with the data, the task, the methods and the protections."""
+    # the data, the model and the task
     problems = _of_data(config, data_of(config))
     if config.series and not SERIES_PATTERN.fullmatch(config.series):
         text = (
@@ -34,7 +33,9 @@ def problems_of_run(config: Fields) -> list[Problem]:
         )
         problems.append(Problem("bad-value", "series", text))
     if problems:
-        return problems  # else the methods cannot be asked
+        return problems
+
+    # the methods and the protections, which can be asked where the data are known
     method = method_of(config)
     try:
         return _of_methods(config, method)
@@ -43,9 +44,7 @@ def problems_of_run(config: Fields) -> list[Problem]:
 
 
 def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None:
-    """Return what a function returns; None if it raises an error, which is added to the
-    problems.
-    """
+    """Return what a function returns; None where its error is added to the problems."""
     try:
         return read()
     except FedBNError as error:
@@ -57,6 +56,7 @@ def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None
 def _of_data(config: Fields, data: RunData) -> list[Problem]:
     """Return what is wrong with the data, the model for them, the task and the split."""
     problems: list[Problem] = []
+    # what the other questions need
     info = _noted(problems, "dataset", lambda: data.info)
     _noted(problems, "model", lambda: model_info(config.model))
     augment = _noted(problems, "augment", lambda: data.augmentation)
@@ -64,6 +64,8 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
         return problems
     problems += of_name("partition", data.split_name, allowed("partition"))
     _noted(problems, "task", lambda: _check_task(config, data))
+
+    # classes: those of own data are what the config says, or what is found
     classes = 0 if data.is_own else info.num_classes
     if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
         text = (
@@ -77,7 +79,10 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
             f" dataset={config.dataset}"
         )
         problems.append(Problem("bad-value", "num-classes", text))
-    for name in augment.each if augment and info.task.by_pixel else ():
+
+    # augmentation of whole images, where each pixel has a class
+    augmentations = augment.each if augment and info.task.by_pixel else ()
+    for name in augmentations:
         if name.endswith("-augment"):
             text = (
                 f"augment: {name} would move the image and not the classes of its"
@@ -88,11 +93,10 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
 
 
 def _check_task(config: Fields, data: RunData) -> None:
-    """Check that the labels can be for the task, that it has the metrics, and that the
-    model is for it.
-    """
+    """Check that the labels, the metrics and the model are for the task."""
     info = data.info
-    _ = data.shape  # the model may take no such example
+    # It raises where the model takes no such example.
+    _ = data.shape
     possible = (info.task.name, *info.tasks)
     if config.task and config.task not in possible:
         raise ConfigError(
@@ -100,18 +104,16 @@ def _check_task(config: Fields, data: RunData) -> None:
             f" {', '.join(possible)}. Leave task out, or use data of your own that have"
             " such labels."
         )
+    # Of a user's own model it is not known.
     task, per_pixel = data.task, model_info(config.model).per_pixel
     if per_pixel is not None and per_pixel != task.by_pixel:
-        fitting = [
-            name
-            for name, model in MODELS.items()
-            if model.per_pixel in (task.by_pixel, None)
-        ]
-        gives = (
-            "outputs for each pixel"
-            if per_pixel
-            else "one vector of outputs for each example"
-        )
+        fitting = []
+        for name, model in MODELS.items():
+            if model.per_pixel in (task.by_pixel, None):
+                fitting.append(name)
+        gives = "one vector of outputs for each example"
+        if per_pixel:
+            gives = "outputs for each pixel"
         raise ConfigError(
             f"dataset={config.dataset} is for {task.name}, model={config.model} gives"
             f" {gives}. Use another data set, or one of the models {', '.join(fitting)}"
@@ -125,41 +127,34 @@ def _check_task(config: Fields, data: RunData) -> None:
 
 # --- the methods and the protections --------------------------------------------------
 def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
-    """Return what is wrong with the settings of the methods, or does not fit the
-    protections.
-    """
+    """Return what is wrong with the methods, or does not fit the protections."""
     if method.centralized:
         return []
-    refused = [
-        Problem(problem.code, "strategy", problem.text)
-        for problem in method.problems("refuse")
-    ]
+    refused = method.problems("refuse")
     if refused:
-        return refused
+        return [Problem(one.code, "strategy", one.text) for one in refused]
+    problems: list[Problem] = []
     if config.dp != "off":
-        refused += _of_dp(config, method)
-    if config.masked_sums and not refused:
-        refused += _of_masks(config, method)
-    return refused
+        problems += _of_dp(config, method)
+    # with dp, they would say the same twice
+    if config.masked_sums and not problems:
+        problems += _of_masks(config, method)
+    return problems
 
 
 def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
     """Return what of this run bypasses the noise, or does not fit it."""
-    # other runs do not need it
+    # Runs without privacy do not import it.
     from fedbn_flwr.privacy.differential import beside_models
 
     data, asked = data_of(config), f"dp={config.dp}"
     lines = dp_conflicts(method.dp)
-    lines += [
-        f"strategy {config.title!r} with {asked}: {what}"
-        for what in beside_models(method.methods)
-    ]
+    for what in beside_models(method.methods):
+        lines.append(f"strategy {config.title!r} with {asked}: {what}")
     lines += _uncovered(config, method, "epsilon does")
-    counted = (
-        data.info.task.name in ("classification", "segmentation")
-        and not config.num_classes
-    )
-    if data.is_own and counted:
+    # An example with a new class would add an output to everybody's model.
+    has_classes = data.info.task.name in ("classification", "segmentation")
+    if data.is_own and has_classes and not config.num_classes:
         lines.append(
             f"{asked}: the data decide the number of classes, which epsilon does not"
             " cover: set num-classes"
@@ -169,7 +164,8 @@ def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
 
 def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
     """Return what of this run is no sum over the clients."""
-    from fedbn_flwr.privacy.masked_sums import refusals  # as above
+    # Runs without masks do not import it.
+    from fedbn_flwr.privacy.masked_sums import refusals
 
     lines = [
         *refusals(method.methods),
@@ -182,13 +178,12 @@ def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
 def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str]:
     """Yield what tells of the clients' data beside their updates."""
     tells = f"reports results on the clients' data, which {protects} not cover"
-    told = ",".join(
-        name
-        for name in method.tests
-        if name.startswith("personal") or name == "global-train"
-    )
+    told = []
+    for name in method.tests:
+        if name.startswith("personal") or name == "global-train":
+            told.append(name)
     if told:
-        yield f"eval-on={told} {tells}: use eval-on=global"
+        yield f"eval-on={','.join(told)} {tells}: use eval-on=global"
     if config.validation_share:
         yield f"validation-share {tells}: leave it out"
     if config.held_out_clients:
@@ -199,17 +194,14 @@ def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str
 def has_no_effect_in_run(config: Fields) -> dict[str, str]:
     """Return the keys, set or not, that this run cannot use, each with what it needs."""
     method = method_of(config)
-    unused = {
-        **_unused_of_data(config, data_of(config)),
-        **_unused_of_tests(config, method),
-    }
+    unused = _unused_of_data(config, data_of(config))
+    unused |= _unused_of_tests(config, method)
     if "freeze" in split(config.lr_decay_at) and not method.freezes_bn:
         unused["lr-decay-at"] = (
             f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
         )
-    if config.dp != "off" and not (
-        config.dp_noise_multiplier or config.dp_target_epsilon
-    ):
+    noise = config.dp_noise_multiplier or config.dp_target_epsilon
+    if config.dp != "off" and not noise:
         unused["dp-delta"] = "without noise there is no epsilon"
     if not method.centralized:
         for problem in method.problems("unused"):
@@ -218,7 +210,8 @@ def has_no_effect_in_run(config: Fields) -> dict[str, str]:
 
 
 def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
-    info, task, unused = data.info, data.plain_task, dict[str, str]()
+    unused: dict[str, str] = {}
+    info, task = data.info, data.plain_task
     if info.input_shape:
         unused["augment"] = "it is for images"
     elif config.image_size not in (0, data.shape[1]):
@@ -227,6 +220,7 @@ def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
         )
     if not info.files:
         unused["data-dir"] = f"dataset={config.dataset} needs no files"
+    # a task whose model has one output for any number of classes
     if task.outputs(2) != 2:
         unused["num-classes"] = f"task {task.name} has one output"
     names = split(config.metrics)
@@ -240,21 +234,21 @@ def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
 
 
 def _unused_of_tests(config: Fields, method: RunMethod) -> dict[str, str]:
-    unused = dict[str, str]()
-    tests = method.tests
-    if not any(name.startswith("personal") for name in tests):
+    unused: dict[str, str] = {}
+    personal = [name for name in method.tests if name.startswith("personal")]
+    adapted = [name for name in method.tests if name.endswith(TEST_BN)]
+    of_one_model = [
+        name for name in method.tests if name.startswith(("global", "personal"))
+    ]
+    if not personal:
         unused["fraction-evaluate"] = "no test of eval-on is done by clients"
-    if not config.held_out_clients and not any(
-        name.endswith(TEST_BN) for name in tests
-    ):
+    if not config.held_out_clients and not adapted:
         unused["test-bn"] = (
             "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
         )
     if method.shares_nothing:
         unused["held-out-clients"] = f"{config.title} shares no model"
-    if method.centralized and not all(
-        name.startswith(("global", "personal")) for name in tests
-    ):
+    if method.centralized and len(of_one_model) < len(method.tests):
         unused["eval-on"] = (
             "strategy=centralized has one model: use tests whose names begin with"
             " global or personal"

@@ -33,6 +33,7 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
         ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze",
             or the factors do not fit.
     """
+    # when: each entry is a round, a share of the rounds or "freeze"
     entries = split(at)
     for entry in entries:
         value = number(entry)
@@ -43,8 +44,11 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
                 f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or"
                 " 'freeze'"
             )
+
+    # by how much: one factor for all, or one for each; what is no number counts as 0
     factors = [float(number(text) or 0) for text in split(factor)]
-    if not all(one > 0 for one in factors) or len(factors) not in (1, len(entries)):
+    positive = all(one > 0 for one in factors)
+    if not positive or len(factors) not in (1, len(entries)):
         raise ConfigError(
             f"lr-decay-factor={factor!r} must be one number above 0, or one for each of"
             f" the {len(entries)} entries of lr-decay-at"

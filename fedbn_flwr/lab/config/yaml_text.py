@@ -22,7 +22,8 @@ class _Loader(yaml.SafeLoader):
     """
 
 
-# a copy of SafeLoader's, without its whole numbers
+# SafeLoader's resolvers without that of whole numbers: a copy, since yaml's own loader
+# is everybody's
 _Loader.yaml_implicit_resolvers = {}
 for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
     _Loader.yaml_implicit_resolvers[_first] = [
@@ -58,12 +59,9 @@ def read_yaml(path: Path, what: str) -> Any:
         ) from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{what} {path}: {error}") from error
-    if repeated:
-        raise ConfigError(
-            "\n".join(
-                f"{what} {path}: {problem}; remove one of them" for problem in repeated
-            )
-        )
+    lines = [f"{what} {path}: {one}; remove one of them" for one in repeated]
+    if lines:
+        raise ConfigError("\n".join(lines))
     return content
 
 
@@ -73,9 +71,13 @@ def read_value(text: str) -> Any:
 
 
 def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
-    """Yield each key that occurs again in its mapping, with both lines; ``seen`` holds
-    ids of nodes (YAML aliases).
+    """Yield each key that occurs again in its mapping, with both lines.
+
+    Args:
+        node: a part of the document; None for an empty one.
+        seen: ids of the nodes that were visited; grows.
     """
+    # An alias is the same node again, and may be in itself.
     if node is None or id(node) in seen:
         return
     seen.add(id(node))
@@ -105,9 +107,12 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
-            # YAML would read "npz:" as a mapping.
-            plain = not value.strip() or value.strip().endswith(":")
-            values[key.strip()] = value.strip() if plain else read_value(value)
+            text = value.strip()
+            # YAML would read nothing as None, and "npz:" as a mapping.
+            if not text or text.endswith(":"):
+                values[key.strip()] = text
+            else:
+                values[key.strip()] = read_value(value)
         except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error
     return values

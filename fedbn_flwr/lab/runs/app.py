@@ -1,6 +1,4 @@
-"""The default Flower app: a ServerApp and a ClientApp with all settings from the run
-config.
-"""
+"""The default Flower app: all settings are those of the run config."""
 
 from __future__ import annotations
 
@@ -24,10 +22,11 @@ server_app = ServerApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server part of ``flwr run``; results go to ``out`` or
-    ``$FLWR_HOME/fedbn-runs/RUN_ID``.
+    """Run the server part of ``flwr run``.
+
+    Results go to ``out``, or to ``$FLWR_HOME/fedbn-runs/RUN_ID``.
     """
-    # The client app, which a process imports for each message, is this module, too.
+    # A client imports this module, too, for each message, and needs none of these.
     from fedbn_flwr.lab.runs.serve import serve
     from fedbn_flwr.lab.runs.start_checks import check
 
@@ -46,5 +45,7 @@ def _out(config: Config, run_id: int) -> Path:
         raise ConfigError(
             "resume=true needs out='/the/absolute/path' of the run to continue."
         )
+    if config.out:
+        return Path(config.out)
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-    return Path(config.out) if config.out else home / "fedbn-runs" / str(run_id)
+    return home / "fedbn-runs" / str(run_id)

@@ -36,16 +36,23 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
         EngineError: there are no nodes.
         ConfigError: the federation has another size.
     """
-    wanted, network = config.num_clients or begun_with, over_network(grid)
+    wanted = config.num_clients or begun_with
+    network = over_network(grid)
     may_differ = begun_with > 0 and network
+
+    # wait for the nodes
     grace = RETURN_GRACE if may_differ else NODE_GRACE
     connected = _wait_for_nodes(grid, wanted or 1, grace)
     if not connected:
         raise EngineError(
             f"no nodes connected within {grace:g} s; start the SuperNodes first"
         )
+
+    # a new run of any size
     if not wanted:
         return _all_nodes(grid, config) if network else connected
+
+    # a known size, from which a resumed run over a network may differ
     if may_differ and connected < wanted == begun_with:
         logger.warning(
             "the run began with %d nodes and continues with %d: the others may come"
@@ -58,55 +65,64 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
             "the run began with %d nodes and continues with %d", wanted, connected
         )
     elif connected != wanted:
-        start = (
-            f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr"
-            " run`"
-        )
-        if network:
-            start = f"Start {wanted} SuperNodes"
-        why = (
-            f"the run began with {begun_with}"
-            if begun_with
-            else "or set num-clients=0 to take all nodes"
-        )
-        raise ConfigError(
-            f"num-clients={wanted}, but the federation has {connected} node(s)."
-            f" {start}; {why}."
-        )
+        raise _other_size(wanted, connected, begun_with, network)
     return wanted
 
 
+def _other_size(
+    wanted: int, connected: int, begun_with: int, network: bool
+) -> ConfigError:
+    """Return the error of a federation of another size."""
+    start = (
+        f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
+    )
+    if network:
+        start = f"Start {wanted} SuperNodes"
+    why = "or set num-clients=0 to take all nodes"
+    if begun_with:
+        why = f"the run began with {begun_with}"
+    return ConfigError(
+        f"num-clients={wanted}, but the federation has {connected} node(s)."
+        f" {start}; {why}."
+    )
+
+
 def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
-    """Return how many nodes are connected once there are enough, at the latest after
-    ``grace`` seconds.
+    """Return how many nodes are connected once there are enough.
+
+    Args:
+        grid: the federation.
+        at_least: how many are enough.
+        grace: seconds to wait for them at the most.
     """
     deadline = time.monotonic() + grace
-    while (
-        connected := len(list(grid.get_node_ids()))
-    ) < at_least and time.monotonic() <= deadline:
+    connected = len(list(grid.get_node_ids()))
+    while connected < at_least and time.monotonic() <= deadline:
         time.sleep(0.2)
+        connected = len(list(grid.get_node_ids()))
     return connected
 
 
 def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
-    """Return the number of nodes with the data: at least that of the parts of which the
-    first to answer has one.
+    """Return the number of nodes: at least that of the parts of the data.
+
+    Each node with one of the parts knows how many there are: one answer is enough.
     """
-    messages = [
-        Message(RecordDict(), node_id, MessageType.QUERY)
-        for node_id in grid.get_node_ids()
-    ]
+    # ask all, and go on with the first answer
+    messages = []
+    for node_id in grid.get_node_ids():
+        messages.append(Message(RecordDict(), node_id, MessageType.QUERY))
     replies = grid.send_and_receive_until(
         messages,
         lambda replies: any(reply.has_content() for reply in replies),
         timeout=config.round_timeout or REPLY_WAIT,
     )
-    answers = [
-        NodeProperties.read(reply).num_partitions or 0
-        for reply in replies
-        if reply.has_content()
-    ]
-    parts = max(answers, default=0)
+    parts = 0
+    for reply in replies:
+        if reply.has_content():
+            parts = max(parts, NodeProperties.read(reply).num_partitions or 0)
+
+    # the nodes with the other parts may still be on their way
     connected = _wait_for_nodes(grid, parts, NODE_GRACE)
     if connected < parts:
         logger.warning(

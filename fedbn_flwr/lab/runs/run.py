@@ -34,25 +34,25 @@ _WORTH_PROCESSES = 1e8
 
 
 def preflight(config: Config, out: Path) -> Checked:
-    """Check a run before anything is written; the resolved config names the absolute
-    folder and the clients.
+    """Check a run before anything is written.
 
-    The data and their split are in memory afterwards.
+    The returned config names the absolute folder and the clients. The data and their
+    split are in memory afterwards.
 
     Raises:
         FedBNError: settings are bad, data is missing, the split is impossible, or the
             folder is in use.
     """
+    # the folder first: the data may take minutes to read
     out = out.absolute()
-    if not config.resume:
-        RunFolder.refuse_used(out)
-    else:
+    if config.resume:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
+    else:
+        RunFolder.refuse_used(out)
+
+    # where clients keep their part: those of both engines share the server's files
     changes = {"out": str(out)}
-    federated = config.strategy != CENTRALIZED
-    keeps = federated and bool(method_of(config).methods.local)
-    if not config.state_dir and (keeps or (federated and config.checkpoint_every)):
-        # the clients of both engines share the server's files
+    if not config.state_dir and _keeps_files(config):
         changes["state_dir"] = STATE_IN_OUT
     config = config.model_copy(update=changes)
     if config.series and not config.resume and not Path(config.state_dir).is_absolute():
@@ -61,6 +61,8 @@ def preflight(config: Config, out: Path) -> Checked:
             " folder of this run. Set state-dir to an absolute folder, which all runs"
             " of the series share."
         )
+
+    # the model, and then the data, whose split may decide the number of clients
     checked = check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)
@@ -68,39 +70,43 @@ def preflight(config: Config, out: Path) -> Checked:
     return replace(checked, config=config)
 
 
-def default_workers(checked: Checked) -> int:
-    """Return how many worker processes make the run faster: as many as cores, at most
-    one for a client of a round.
+def _keeps_files(config: Config) -> bool:
+    """Return whether clients keep a part of the model, or must be able to resume."""
+    if config.strategy == CENTRALIZED:
+        return False
+    return config.checkpoint_every > 0 or bool(method_of(config).methods.local)
 
-    0 for small runs, which are over before processes have started, and on CUDA: clients
-    share a GPU in one process.
+
+def default_workers(checked: Checked) -> int:
+    """Return how many worker processes make the run faster.
+
+    As many as cores, at most one for a client of a round.
     """
     config = checked.config
     cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))
-    if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
+    workers = min(cores, clients)
+    # Clients share a GPU in one process.
+    if workers < 2 or pick_device(config.device).type == "cuda":
         return 0
-    return (
-        min(cores, clients) if work_of(config, checked.model) > _WORTH_PROCESSES else 0
-    )
+    # A small run is over before processes have started.
+    if work_of(config, checked.model) <= _WORTH_PROCESSES:
+        return 0
+    return workers
 
 
 def work_of(config: Config, model: nn.Module) -> float:
-    """Return the work of a run: the examples of all local steps, times the model's
-    parameters.
-    """
+    """Return the work of a run: examples of all steps times the model's parameters."""
     num_clients = count_clients(config)
-    examples = sum(map(len, partitioned_data(config, num_clients).train)) / num_clients
+    split = partitioned_data(config, num_clients)
+    # of one client, in one round
+    examples = sum(map(len, split.train)) / num_clients
     batch = min(config.batch_size or examples, examples)
     steps = config.local_steps or config.local_epochs * examples / batch
+
+    clients = max(1, share_of(config.fraction_train, num_clients))
     parameters = sum(p.numel() for p in model.parameters())
-    return (
-        config.num_server_rounds
-        * max(1, share_of(config.fraction_train, num_clients))
-        * steps
-        * batch
-        * parameters
-    )
+    return config.num_server_rounds * clients * steps * batch * parameters
 
 
 def run(
@@ -151,14 +157,19 @@ def start(
     out = Path(config.out)
     if config.strategy == CENTRALIZED:
         return centralized(checked, out, on_round)
+    # Flower starts the server in a process of its own, which calls ``serve`` there.
     if engine == "simulation":
         return simulate(config, out, on_round, ray_address=ray_address)
+
+    # the clients get a copy of the model, which the server takes over
     clients = RunClients.of(checked)
+    if workers is None:
+        workers = default_workers(checked)
     with InProcessGrid(
         client_app(clients.client, num_examples=clients.num_examples),
         config.num_clients,
         run_config=config.to_mapping(),
-        workers=default_workers(checked) if workers is None else workers,
+        workers=workers,
         torch_threads=config.torch_threads,
         seed=config.seed,
     ) as grid:
