@@ -243,6 +243,10 @@ def _settings(method: StrategyClass) -> Iterator[str]:
                 if isinstance(field.default, bool)
                 else repr(field.default)
             )
+            # Flower's class of the same name has another default than our configs
+            in_config = field.json_schema_extra["in_config"]
+            if in_config != field.default:
+                default += f", in a config {in_config!r}"
             own.append(f"`{name}` ({default})")
     if own:
         yield f"{', '.join(own)}, each with its default; as keys with `-` for `_`."

@@ -7,13 +7,16 @@ refers to the strategy.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypedDict
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
@@ -23,6 +26,8 @@ from fedbn_flwr.compat.flower import is_default_aggregation, log_start
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.server.methods.method import Method, RunSettings
+from fedbn_flwr.server.methods.method_params import PARAMS
+from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.sent_beside import check_wrapper
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import PartSet
@@ -43,12 +48,16 @@ from fedbn_flwr.server.runs.report import AVERAGED, RoundReport, average_metrics
 from fedbn_flwr.server.runs.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["Combination", "Strategy"]
+__all__ = ["AggregateMetrics", "Combination", "CommonOptions", "Strategy"]
 
 logger = logging.getLogger("flwr")
 
 TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
+
+
+AggregateMetrics = Callable[[list[RecordDict], str], MetricRecord]
+"""Flower's: it makes one record of those of the replies, given the key of the weights."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Combination:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Strategy:
         """Return the strategy."""
-        return Strategy(*args, combination=self, **kwargs)
+        return Strategy(*args, combination=self, **{**self.own_defaults, **kwargs})
 
     @property
     def name(self) -> str:
@@ -77,6 +86,18 @@ class Combination:
     def combination(self) -> Combination:
         """The combination itself, as of a strategy's class."""
         return self
+
+    @property
+    def own_defaults(self) -> dict[str, Any]:
+        """The defaults in which the methods differ from ``Strategy`` for settings of
+        every method.
+        """
+        own = self.Params.model_fields
+        differing = {}
+        for name, field in Params.model_fields.items():
+            if own[name].default != field.default:
+                differing[name] = own[name].default
+        return differing
 
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
@@ -90,19 +111,26 @@ def _aggregation_note(aggregate: object) -> str:
     return f" ({AVERAGED})" if aggregate is average_metrics else ""
 
 
-def _drop_ignored(combination: Combination, arguments: dict[str, Any]) -> None:
-    """Drop arguments of Flower's own strategies that have no effect, with a warning."""
-    for kind in combination.kinds:
-        for name in kind.ignored.keys() & arguments.keys():
-            if (value := arguments.pop(name)) is not None:
-                logger.warning(
-                    "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
-                    combination.name,
-                    name,
-                    value,
-                    kind.ignored[name],
-                    name,
-                )
+class CommonOptions(TypedDict, total=False):
+    """The arguments of ``Strategy`` that are not Flower's, for the constructors of the
+    methods: an editor shows them. ``Strategy`` says what they mean.
+    """
+
+    variance: Literal["mean", "pooled"]
+    recalibrate: bool
+    min_replies: int
+    cohort_rounds: int
+    eval_every: int
+    eval_on: str
+    seed: int
+    on_divergence: Literal["stop", "continue"]
+    momentum_scope: Literal["none", "local", "global"]
+    agc: float
+    parts: Parts | None
+    on_round_end: OnRoundEnd | None
+    on_replies: OnReplies | None
+    completes_tests: bool
+    num_partitions: int | None
 
 
 @dataclass
@@ -136,12 +164,13 @@ class Strategy(FlowerFedAvg):
     call ``super()``.
 
     ``state_dict()`` is the state to checkpoint with the global model; after
-    ``load_state_dict`` the next ``start`` continues from it. A field of the method's
-    state is an attribute of the strategy: ``FixBN().frozen_after``.
+    ``load_state_dict`` the next ``start`` continues from it.
+
+    The first ten arguments are those of ``flwr.serverapp.strategy.FedAvg``, with their
+    defaults. Those from ``variance`` to ``agc`` are settings of every method:
+    ``server.methods.params.Params`` says what each does.
 
     Args:
-        *args: positional arguments of ``flwr.serverapp.strategy.FedAvg``
-            (``fraction_train``, ...).
         parts: the split of the model's state (``split_state(model)``); by default made
             from the names of the initial arrays.
         on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the
@@ -157,7 +186,7 @@ class Strategy(FlowerFedAvg):
             name; 0 = any, all the same; None = not compared.
         combination: the methods of ``combined``, in place of the class's own; it passes
             them itself.
-        **kwargs: Flower's arguments and the fields of ``Params``.
+        **settings: the method's own settings, fields of ``Params``.
 
     Attributes:
         method: the method's class, or what ``combined`` returns.
@@ -173,8 +202,8 @@ class Strategy(FlowerFedAvg):
         protection: what happens to the replies before the method sees them.
 
     Raises:
-        ConfigError: an argument is unknown, a value is out of range, or a setting has
-            no effect.
+        TypeError: there is no such argument.
+        ConfigError: a value is out of range, or a setting has no effect.
     """
 
     method: ClassVar[type[Method[Any, Any]] | Combination] = Method
@@ -187,72 +216,146 @@ class Strategy(FlowerFedAvg):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take the name and the settings of the class's method."""
         super().__init_subclass__(**kwargs)
-        method = cls.method
-        cls.combination = (
-            method
-            if isinstance(method, Combination)
-            else Combination((method,), method.Params)
-        )
+        if isinstance(cls.method, Combination):
+            cls.combination = cls.method
+        else:
+            cls.combination = Combination((cls.method,), cls.method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
+        own = cls.combination.own_defaults
+        if own and "__init__" not in vars(cls):
+            cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
 
     def __init__(
         self,
-        *args: Any,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        variance: Literal["mean", "pooled"] = "mean",
+        recalibrate: bool = False,
+        min_replies: int = 1,
+        cohort_rounds: int = 1,
+        eval_every: int = 1,
+        eval_on: str = "",
+        seed: int = 0,
+        on_divergence: Literal["stop", "continue"] = "stop",
+        momentum_scope: Literal["none", "local", "global"] = "none",
+        agc: float = 0.0,
         parts: Parts | None = None,
         on_round_end: OnRoundEnd | None = None,
         on_replies: OnReplies | None = None,
         completes_tests: bool = True,
         num_partitions: int | None = None,
         combination: Combination | None = None,
-        **kwargs: Any,
+        **settings: Any,
     ) -> None:
         combination = combination or self.combination
         self.name = combination.name
-        fields = combination.Params.model_fields
-        settings = {key: kwargs.pop(key) for key in fields.keys() & kwargs.keys()}
-        _drop_ignored(combination, kwargs)
-        try:
-            super().__init__(*args, **kwargs)
-        except TypeError as error:
-            allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
-            message = (
-                f"strategy {self.name!r}: {error}. In addition to Flower's own"
-                f" arguments it takes: {allowed}."
-            )
-            raise ConfigError(message) from error
-        for name in ("fraction_train", "fraction_evaluate"):
-            share = getattr(self, name)
+        for name, share in (
+            ("fraction_train", fraction_train),
+            ("fraction_evaluate", fraction_evaluate),
+        ):
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
                 raise ConfigError(
                     f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
                     " to 1"
                 )
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+        )
+        # Flower's divides by the weight of all clients, also where only some report
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
-        self.params = combination.Params(**settings)
+        self._warn_of_ignored(combination, settings)
+        self._refuse_unknown(combination, settings)
+        self.params = combination.Params(
+            variance=variance,
+            recalibrate=recalibrate,
+            min_replies=min_replies,
+            cohort_rounds=cohort_rounds,
+            eval_every=eval_every,
+            eval_on=eval_on,
+            seed=seed,
+            on_divergence=on_divergence,
+            momentum_scope=momentum_scope,
+            agc=agc,
+            **settings,
+        )
         self.methods = combination.methods(self.params)
-        if lines := self.methods.wrong_settings():
-            raise ConfigError("\n".join(lines))
+        wrong = self.methods.wrong_settings()
+        if wrong:
+            raise ConfigError("\n".join(wrong))
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
-        self._recording: Recording | None = None
         self.protection = Protection()
+        self._recording: Recording | None = None
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._in_start = False
         self._half: _Half | None = None
         self.run = self._new_run(None, 3600.0, parts, None)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a field of the method's state."""
-        run = None if name.startswith("_") else vars(self).get("run")
-        for state in run.states.values() if run is not None else ():
-            if hasattr(state, name):
-                return getattr(state, name)
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}"
-        )
+    def _warn_of_ignored(
+        self, combination: Combination, settings: dict[str, Any]
+    ) -> None:
+        """Drop arguments of Flower's own strategies that have no effect, with a
+        warning.
+        """
+        for kind in combination.kinds:
+            for name in kind.ignored.keys() & settings.keys():
+                value = settings.pop(name)
+                if value is None:
+                    continue
+                logger.warning(
+                    "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
+                    self.name,
+                    name,
+                    value,
+                    kind.ignored[name],
+                    name,
+                )
+
+    def _refuse_unknown(
+        self, combination: Combination, settings: Mapping[str, Any]
+    ) -> None:
+        """Raise Python's own error for an argument that there is not, with the nearest
+        one.
+        """
+        own = combination.Params.model_fields
+        for name in settings:
+            if name in own:
+                continue
+            known = [*own, *inspect.signature(Strategy).parameters]
+            near = difflib.get_close_matches(name, known, n=1)
+            others = [
+                method for method, kind in PARAMS.items() if name in kind.model_fields
+            ]
+            hint = ""
+            if near:
+                hint = f". Did you mean {near[0]!r}?"
+            elif others:
+                hint = f": it is an argument of {', '.join(others)}"
+            raise TypeError(
+                f"{type(self).__name__}.__init__() of strategy {self.name!r} got an"
+                f" unexpected keyword argument {name!r}{hint}"
+            )
 
     def protect(self, protection: Protection) -> None:
         """Let ``protection`` stand between the clients' replies and the method.
@@ -742,6 +845,16 @@ class Strategy(FlowerFedAvg):
     def reports(self) -> list[RoundReport]:
         """The report of each round, oldest first."""
         return self.run.reports
+
+    @property
+    def state(self) -> Any:
+        """The method's state, a value: ``FixBN().state.frozen_after``. Of several
+        methods it is a mapping by the method's name.
+        """
+        names = self.name.split("+")
+        if len(names) == 1:
+            return self.run.states.get(self.name)
+        return {name: self.run.states.get(name) for name in names}
 
     @property
     def parts(self) -> Parts | None:

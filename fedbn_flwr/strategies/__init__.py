@@ -10,6 +10,7 @@ own project known. What a method of your own is written with (``Method``, ``Trav
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
@@ -258,12 +259,12 @@ def _overrides(strategy: StrategyClass) -> list[str]:
         for base in strategy.__mro__
         if issubclass(base, Strategy) and not base.__module__.startswith(_PACKAGE)
     ]
-    names = {
-        name
-        for base in own
-        for name in vars(base)
-        if name == "__init__" or not name.startswith("_")
-    }
+    names: set[str] = set()
+    for base in own:
+        names.update(name for name in vars(base) if not name.startswith("_"))
+        # a partialmethod is ours, for the method's own defaults
+        if inspect.isfunction(vars(base).get("__init__")):
+            names.add("__init__")
     return sorted(names - {"method", "combination", "name", "Params"})
 
 

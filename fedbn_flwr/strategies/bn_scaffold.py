@@ -73,7 +73,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ from fedbn_flwr.server.methods.method_params import BNScaffoldParams
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.rounds.reestimation import by_layer, warn_of_unmeasured
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,
@@ -392,3 +392,36 @@ class BNScaffold(Strategy):
     """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
 
     method = BNScaffoldMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        server_learning_rate: float = 1.0,
+        variance_floor: float = 0.1,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            server_learning_rate=server_learning_rate,
+            variance_floor=variance_floor,
+            **options,
+        )

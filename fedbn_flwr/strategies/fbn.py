@@ -82,13 +82,13 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.reestimation import (
     Moments,
@@ -115,7 +115,7 @@ from fedbn_flwr.server.methods.method_params import (
 )
 from fedbn_flwr.server.methods.travels import TRACKED, Beside, Travels
 from fedbn_flwr.server.rounds.reestimation import pooled_statistics, warn_of_unmeasured
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
@@ -492,3 +492,40 @@ class FBN(Strategy):
     """
 
     method = FBNMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        statistics_momentum: float = 0.1,
+        statistics_warm_up: int = 1,
+        fbn_measure: Literal["steps", "pass"] = "steps",
+        statistics_aggregation: str = "mean",
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            statistics_momentum=statistics_momentum,
+            statistics_warm_up=statistics_warm_up,
+            fbn_measure=fbn_measure,
+            statistics_aggregation=statistics_aggregation,
+            **options,
+        )

@@ -52,7 +52,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from torch import nn
@@ -61,7 +61,7 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies, RunSettings
 from fedbn_flwr.server.methods.method_params import FedBSParams
 from fedbn_flwr.server.methods.travels import Beside, Travels
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedprox import FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
@@ -191,3 +191,40 @@ class FedBS(Strategy):
     """
 
     method = FedBSMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        fedbs_eps: float = 0.1,
+        fedbs_rounds: int = 5,
+        loss_key: str = "train-loss",
+        proximal_mu: float = 0.01,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            fedbs_eps=fedbs_eps,
+            fedbs_rounds=fedbs_rounds,
+            loss_key=loss_key,
+            proximal_mu=proximal_mu,
+            **options,
+        )

@@ -44,8 +44,7 @@ None. Its first step is not the centralized one.
 
 from __future__ import annotations
 
-from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies.fedtan import FedTANMethod
+from fedbn_flwr.strategies.fedtan import FedTAN, FedTANMethod
 
 __all__ = ["FedDNA", "FedDNAMethod"]
 
@@ -63,7 +62,7 @@ class FedDNAMethod(FedTANMethod):
     backward = "own"
 
 
-class FedDNA(Strategy):
+class FedDNA(FedTAN):
     """FedTAN without the exchange of gradients."""
 
     method = FedDNAMethod

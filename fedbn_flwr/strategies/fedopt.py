@@ -58,7 +58,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
@@ -70,7 +70,7 @@ from fedbn_flwr.server.methods.method_params import (
 )
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 
 __all__ = [
     "FedAdagrad",
@@ -261,6 +261,41 @@ class FedAdagrad(Strategy):
 
     method = FedAdagradMethod
 
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        eta: float = 0.1,
+        eta_l: float | None = 0.1,
+        tau: float = 1e-3,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            eta=eta,
+            eta_l=None if eta_l == 0.1 else eta_l,
+            tau=tau,
+            **options,
+        )
+
 
 class FedAdam(Strategy):
     """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step
@@ -269,6 +304,45 @@ class FedAdam(Strategy):
 
     method = FedAdamMethod
 
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        eta: float = 0.1,
+        eta_l: float | None = 0.1,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        tau: float = 1e-3,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            eta=eta,
+            eta_l=None if eta_l == 0.1 else eta_l,
+            beta_1=beta_1,
+            beta_2=beta_2,
+            tau=tau,
+            **options,
+        )
+
 
 class FedYogi(Strategy):
     """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2,
@@ -276,3 +350,42 @@ class FedYogi(Strategy):
     """
 
     method = FedYogiMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        eta: float = 0.01,
+        eta_l: float | None = 0.0316,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        tau: float = 1e-3,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            eta=eta,
+            eta_l=None if eta_l == 0.0316 else eta_l,
+            beta_1=beta_1,
+            beta_2=beta_2,
+            tau=tau,
+            **options,
+        )

@@ -39,12 +39,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Role
 from fedbn_flwr.server.methods.method_params import FedProxParams
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["FedProx", "FedProxMethod", "ProximalTerm"]
@@ -100,7 +100,9 @@ class FedProxMethod(Method[P, S]):
     }
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
-        """Send mu."""
+        """Send mu; 0, Flower's default, asks for nothing that a client may lack."""
+        if self.params.proximal_mu == 0:
+            return []
         return [Ask("proximal", {PROXIMAL_MU: self.params.proximal_mu})]
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
@@ -121,3 +123,33 @@ class FedProx(Strategy):
     """FedAvg whose clients add a proximal term to their loss."""
 
     method = FedProxMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        proximal_mu: float = 0.0,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            proximal_mu=proximal_mu,
+            **options,
+        )

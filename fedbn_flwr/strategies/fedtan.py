@@ -85,7 +85,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 from torch import nn
 
@@ -108,7 +108,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.method_params import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step import LinkSettings
@@ -249,3 +249,44 @@ class FedTAN(Strategy):
     """FedAvg whose first local step is synchronised layer by layer."""
 
     method = FedTANMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        fedtan_exchanges: Literal["3L+1", "2L+1"] = "3L+1",
+        fedtan_transport: Literal["messages", "channel"] = "messages",
+        fedtan_timeout: float = 120.0,
+        fedtan_bind: str = "127.0.0.1:0",
+        fedtan_address: str = "",
+        fedtan_tls_dir: str = "",
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            fedtan_exchanges=fedtan_exchanges,
+            fedtan_transport=fedtan_transport,
+            fedtan_timeout=fedtan_timeout,
+            fedtan_bind=fedtan_bind,
+            fedtan_address=fedtan_address,
+            fedtan_tls_dir=fedtan_tls_dir,
+            **options,
+        )

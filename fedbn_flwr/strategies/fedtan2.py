@@ -37,11 +37,12 @@ FedTAN's in rounds $1 \dots M$, FixBN's after $T^* = M$.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, Unpack
 
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem, RunSettings
-from fedbn_flwr.server.methods.method_params import FedTAN2Params
+from fedbn_flwr.server.methods.method_params import At, FedTAN2Params
 from fedbn_flwr.server.methods.travels import TRACKED, Travels
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod
 from fedbn_flwr.strategies.fixbn import FreezePlan, FreezingMethod, Frozen
 
@@ -91,3 +92,50 @@ class FedTAN2(Strategy):
     """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""
 
     method = FedTAN2Method
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        fedtan_rounds: At = 0.1,
+        freeze_window: int = 100,
+        freeze_tau: float = 2e-3,
+        fedtan_exchanges: Literal["3L+1", "2L+1"] = "3L+1",
+        fedtan_transport: Literal["messages", "channel"] = "messages",
+        fedtan_timeout: float = 120.0,
+        fedtan_bind: str = "127.0.0.1:0",
+        fedtan_address: str = "",
+        fedtan_tls_dir: str = "",
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            fedtan_rounds=fedtan_rounds,
+            freeze_window=freeze_window,
+            freeze_tau=freeze_tau,
+            fedtan_exchanges=fedtan_exchanges,
+            fedtan_transport=fedtan_transport,
+            fedtan_timeout=fedtan_timeout,
+            fedtan_bind=fedtan_bind,
+            fedtan_address=fedtan_address,
+            fedtan_tls_dir=fedtan_tls_dir,
+            **options,
+        )

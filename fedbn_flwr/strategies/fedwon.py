@@ -48,10 +48,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from fedbn_flwr.server.methods.method import Method, Problem, RunSettings
 from fedbn_flwr.server.methods.method_params import FedWonParams
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, Strategy
 
 __all__ = [
     "FedWon",
@@ -117,3 +118,35 @@ class FedWon(Strategy):
     """FedAvg with AGC, for a model without BatchNorm."""
 
     method = FedWonMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        agc: float = 0.1,
+        # CommonOptions has agc, which a type checker does not let one name twice
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            agc=agc,
+            **options,
+        )

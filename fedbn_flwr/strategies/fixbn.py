@@ -79,7 +79,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
@@ -95,7 +95,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.method_params import At, FixBNParams, WindowParams
 from fedbn_flwr.server.methods.travels import TRACKED, Beside, PartSet, Travels
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.modes import refuse_scripted
@@ -463,3 +463,40 @@ class FixBN(Strategy):
     """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
 
     method = FixBNMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        freeze_at: At = 0.5,
+        freeze_affine: bool = False,
+        freeze_window: int = 100,
+        freeze_tau: float = 2e-3,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            freeze_at=freeze_at,
+            freeze_affine=freeze_affine,
+            freeze_window=freeze_window,
+            freeze_tau=freeze_tau,
+            **options,
+        )

@@ -83,7 +83,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.method_params import HBNParams
 from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.rounds.replies import channel_shapes
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
     Pooled,
@@ -338,3 +338,38 @@ class HBN(Strategy):
     """
 
     method = HBNMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        statistics_momentum: float = 0.1,
+        statistics_warm_up: int = 1,
+        share_alpha: bool = False,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            statistics_momentum=statistics_momentum,
+            statistics_warm_up=statistics_warm_up,
+            share_alpha=share_alpha,
+            **options,
+        )

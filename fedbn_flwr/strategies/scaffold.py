@@ -66,7 +66,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
@@ -83,7 +83,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.method_params import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Beside, Travels
-from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]
@@ -335,3 +335,34 @@ class Scaffold(Strategy):
     """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
 
     method = ScaffoldMethod
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        server_learning_rate: float = 1.0,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+            server_learning_rate=server_learning_rate,
+            **options,
+        )

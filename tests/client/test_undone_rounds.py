@@ -23,11 +23,18 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.client.kept_files import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import BNScaffold, FedBN, Scaffold, combined
+from fedbn_flwr.strategies.scaffold import Variates
 from tests.support.bad_replies import BAD, lose_replies, spoil_state, spoiling
 from tests.support.federation import Outcome, RecordingGrid
 from tests.support.user_loops import SIZES
 
 CLIENTS = len(SIZES)
+
+
+def state_of(run: Outcome) -> Variates:
+    """Return SCAFFOLD's state, of a combination, too."""
+    states = run.strategy.run.states.values()
+    return next(state for state in states if isinstance(state, Variates))
 
 
 def assert_mean(run: Outcome) -> None:
@@ -38,8 +45,9 @@ def assert_mean(run: Outcome) -> None:
         for state in states
         if "fedbn-flwr.rules" in state
     ]
-    assert run.strategy.variates
-    for name, c in run.strategy.variates.items():
+    variates = state_of(run).variates
+    assert variates
+    for name, c in variates.items():
         key = next(key for key in own[0] if key.endswith(f"Variates/{name}"))
         total = np.sum([mine[key] for mine in own], axis=0)
         np.testing.assert_allclose(
@@ -121,7 +129,7 @@ def test_a_refused_reply_takes_all_back_that_the_client_keeps(
 def test_clients_come_and_go(hidden, federate, datasets, mlp) -> None:
     """N is the number of clients so far, whether or not they are ever there together."""
     run = federate(Scaffold(), mlp, datasets, rounds=3, hide=hidden)
-    assert run.strategy.num_clients == CLIENTS
+    assert state_of(run).num_clients == CLIENTS
     assert_mean(run)
 
 
@@ -130,7 +138,7 @@ def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(
 ) -> None:
     lose_replies(monkeypatch, {1: 2})
     run = federate(Scaffold(), mlp, datasets, rounds=3, hide={2: {2}, 3: {2}})
-    assert run.strategy.num_clients == CLIENTS
+    assert state_of(run).num_clients == CLIENTS
 
 
 def test_a_client_without_its_variate_begins_with_zero_and_is_named(

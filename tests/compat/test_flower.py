@@ -559,7 +559,10 @@ def test_start_takes_what_flowers_takes() -> None:
         for parameters in (mine, theirs)
     ]
     assert described[0][: len(theirs)] == described[1]
-    assert [each.name for each in mine[len(theirs) :]] in ([], ["should_stop"])
+    assert [each.name for each in mine[len(theirs) :]] in (
+        ["recording"],
+        ["should_stop", "recording"],
+    )
 
 
 @contextmanager

@@ -185,10 +185,15 @@ def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
     arrays = to_record(mlp().state_dict())
     with pytest.raises(ConfigError, match="pass num_rounds="):
         to_legacy(FixBN(freeze_at=0.5), arrays)
-    assert to_legacy(FixBN(freeze_at="auto"), arrays).strategy.frozen_after is None  # type: ignore[attr-defined]
-    assert to_legacy(FixBN(freeze_at=3), arrays).strategy.frozen_after == 3  # type: ignore[attr-defined]
     assert (
-        to_legacy(FixBN(freeze_at=0.5), arrays, num_rounds=9).strategy.frozen_after == 4
+        to_legacy(FixBN(freeze_at="auto"), arrays).strategy.state.frozen_after is None
+    )  # type: ignore[attr-defined]
+    assert to_legacy(FixBN(freeze_at=3), arrays).strategy.state.frozen_after == 3  # type: ignore[attr-defined]
+    assert (
+        to_legacy(
+            FixBN(freeze_at=0.5), arrays, num_rounds=9
+        ).strategy.state.frozen_after
+        == 4
     )  # type: ignore[attr-defined]
 
 

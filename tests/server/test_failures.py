@@ -376,7 +376,7 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
             "training steps",
         ),
         (
-            combined(FixBN, FedProx)(freeze_at=1),
+            combined(FixBN, FedProx)(freeze_at=1, proximal_mu=0.01),
             "With proximal-mu=0.01",
             "training steps",
         ),

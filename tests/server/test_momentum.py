@@ -155,7 +155,11 @@ def test_the_server_averages_buffers_by_size(federate, datasets, mlp) -> None:
     sizes = np.array([len(d) for d in datasets]) / sum(len(d) for d in datasets)
     buffers = [m.content.array_records["momentum"]["0.weight"].numpy() for m in sent]
     want = sum(p * b for p, b in zip(sizes, buffers, strict=True))
-    np.testing.assert_allclose(done.strategy.momentum["0.weight"], want, rtol=1e-13)
+    np.testing.assert_allclose(
+        done.strategy.run.states["momentum-scope"].momentum["0.weight"],
+        want,
+        rtol=1e-13,
+    )
 
 
 def test_a_momentum_scope_without_momentum_is_reported(federate, datasets, mlp) -> None:

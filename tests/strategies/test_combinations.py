@@ -454,7 +454,7 @@ def test_a_combination_has_the_settings_of_its_methods() -> None:
         "fedprox+fixbn",
         "FedProxAndFixBNParams",
     )
-    with pytest.raises(ConfigError, match="eta"):
+    with pytest.raises(TypeError, match="eta"):
         combined(FixBN, FedProx)(eta=0.1)
 
 

@@ -179,7 +179,7 @@ def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(
         rounds=2,
         **whole,
     )
-    assert run.strategy.switched_after == 1
+    assert run.strategy.state.switched_after == 1
 
     def model():
         made = mlp()

@@ -40,7 +40,7 @@ def test_fedtan2_is_fedtan_up_to_m_and_frozen_after(
         synchronised(FedTAN2, transport, fedtan_rounds=at), model, data, **settings
     )
     full = run_step(synchronised(FedTAN, transport), model, data, **settings)
-    assert run.strategy.frozen_after == m
+    assert run.strategy.state.frozen_after == m
     for server_round in range(m + 1):
         same_bits(run.history[server_round], full.history[server_round])
     for server_round in range(m + 1, 6):
@@ -127,8 +127,8 @@ def test_the_automatic_m_follows_the_window_rule(
         local_steps=2,
         batch_size=4,
     )
-    assert strategy.frozen_after == 4
-    assert strategy.deltas == pytest.approx(deltas[:4])
+    assert strategy.state.frozen_after == 4
+    assert strategy.state.deltas == pytest.approx(deltas[:4])
     assert [r.phase for r in strategy.reports] == ["synchronised"] * 4 + ["frozen"] * 2
     for name in STATISTICS:
         assert run.history[6][name].tobytes() == run.history[4][name].tobytes()
@@ -154,4 +154,4 @@ def test_delta_is_measured_after_the_synchronised_step(run_step, model, data) ->
     run = run_step(strategy, model, data, rounds=3)
     before, after = run.history[1], run.history[2]
     moved = sum(np.abs(after[name] - before[name]).sum() for name in STATISTICS[:2]) / 8
-    assert strategy.deltas[1] == pytest.approx(moved, rel=1e-9)
+    assert strategy.state.deltas[1] == pytest.approx(moved, rel=1e-9)

@@ -89,7 +89,7 @@ def test_frozen_statistics_are_bit_identical_with_many_steps_and_partial_rounds(
         rounds=5,
         local_epochs=2,
     )
-    assert run.strategy.frozen_after == 2
+    assert run.strategy.state.frozen_after == 2
     for server_round in (3, 4, 5):
         assert run.strategy.reports[server_round - 1].rejected == {}
         for name in STATISTICS:
@@ -218,11 +218,13 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
     assert first_round_under(deltas, window, tau) == t_star
     strategy = FixBN(freeze_at="auto", freeze_window=window, freeze_tau=tau)
     run = federate(strategy, mlp, datasets, rounds=9, client=scripted(deltas))
-    assert strategy.frozen_after == t_star, "and for good, though the later deltas grow"
+    assert strategy.state.frozen_after == t_star, (
+        "and for good, though the later deltas grow"
+    )
     assert [r.phase for r in strategy.reports] == ["train"] * t_star + ["frozen"] * (
         9 - t_star
     )
-    assert strategy.deltas == pytest.approx(base[:t_star], rel=1e-12)
+    assert strategy.state.deltas == pytest.approx(base[:t_star], rel=1e-12)
     assert [c["fedbn-flwr.hooks"] for c in run.grid.config()] == [
         "report-drift"
     ] * 3 * t_star + ["freeze-bn"] * 3 * (9 - t_star)
@@ -284,7 +286,7 @@ def test_reporting_drift_changes_no_bit(federate, datasets, mlp, same_bits) -> N
         datasets,
         rounds=4,
     )
-    assert never.strategy.frozen_after is None
+    assert never.strategy.state.frozen_after is None
     same_bits(never.state, federate(FedAvg(), mlp, datasets, rounds=4).state)
 
 

@@ -336,9 +336,11 @@ def test_kinds_of_batchnorm_without_affine_in_amp(federate, points, kind: str) -
         HBN(share_alpha=True), lambda: copy.deepcopy(net), datasets, amp=True
     )
     assert run.strategy.reports[-1].rejected == {}
-    assert list(run.strategy.alpha) == ["1.alpha", "4.alpha", "6.alpha"]
-    assert run.strategy.alpha["4.alpha"].dtype == np.float32
-    assert np.array_equal(run.strategy.alpha["4.alpha"], run.strategy.alpha["6.alpha"])
+    assert list(run.strategy.state.alpha) == ["1.alpha", "4.alpha", "6.alpha"]
+    assert run.strategy.state.alpha["4.alpha"].dtype == np.float32
+    assert np.array_equal(
+        run.strategy.state.alpha["4.alpha"], run.strategy.state.alpha["6.alpha"]
+    )
     assert all(np.isfinite(value).all() for value in run.state.values())
     assert (
         run.state["4.num_batches_tracked"],

@@ -170,7 +170,7 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
             )
     for name in names:
         np.testing.assert_allclose(
-            strategy.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12
+            strategy.state.variates[name], c[name].numpy(), rtol=1e-9, atol=1e-12
         )
     for i, variate in enumerate(own):
         state = run.context(i).state
@@ -344,9 +344,8 @@ def test_extra_records_of_tied_weights_have_all_names_as_the_model(
     assert [predicted.first, predicted.later] == [
         report.train for report in run.strategy.reports
     ]
-    assert np.array_equal(
-        run.strategy.momentum["0.weight"], run.strategy.momentum["3.weight"]
-    )
+    momentum = run.strategy.run.states["momentum-scope"].momentum
+    assert np.array_equal(momentum["0.weight"], momentum["3.weight"])
 
 
 def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(

@@ -247,13 +247,13 @@ def test_every_method_of_the_package_says_what_it_reads() -> None:
     ] == []
 
 
-def test_fields_of_the_state_are_attributes_of_the_strategy_before_a_run_too() -> None:
+def test_the_state_of_a_strategy_is_there_before_a_run_too() -> None:
     """Flower's own loop calls ``evaluate_fn`` before the first ``configure_train``."""
-    assert STRATEGIES["fixbn"]().frozen_after is None
-    assert (STRATEGIES["fedbs"]().switched_after, STRATEGIES["fedbs"]().agreed) == (
-        None,
-        0,
-    )
-    assert combined(STRATEGIES["hbn"], STRATEGIES["scaffold"])().alpha == {}
-    assert STRATEGIES["fedavg"](momentum_scope="global").momentum == {}
-    assert not hasattr(STRATEGIES["fedavg"](), "frozen_after")
+    assert STRATEGIES["fixbn"]().state.frozen_after is None
+    fedbs = STRATEGIES["fedbs"]().state
+    assert (fedbs.switched_after, fedbs.agreed) == (None, 0)
+    both = combined(STRATEGIES["hbn"], STRATEGIES["scaffold"])().state
+    assert (both["hbn"].alpha, both["scaffold"].variates) == ({}, {})
+    scoped = STRATEGIES["fedavg"](momentum_scope="global")
+    assert scoped.run.states["momentum-scope"].momentum == {}
+    assert scoped.state is None

@@ -64,6 +64,11 @@ def key(
 
 
 # --- the settings of the methods ------------------------------------------------------
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
 def config_fields(kind: type[Settings]) -> dict[str, str]:
     """Return the settings that are config keys: the config's field to the setting.
 
@@ -71,8 +76,8 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
     """
     fields = {}
     for name, field in kind.model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra["group"]:
+        extra = _extra(field)
+        if extra.get("group"):
             # A key that differs from the setting's name is said there.
             field_of_key = str(extra["key"]).replace("-", "_")
             fields[field_of_key or name] = name
@@ -137,7 +142,9 @@ def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
     declared: dict[str, list[FieldInfo]] = {}
     for kind in params.values():
         for name, setting in config_fields(kind).items():
-            declared.setdefault(name, []).append(kind.model_fields[setting])
+            field = copy.copy(kind.model_fields[setting])
+            field.default = _extra(field)["in_config"]
+            declared.setdefault(name, []).append(field)
     return declared
 
 
@@ -543,8 +550,3 @@ def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
     field = kind.model_fields[key.replace("-", "_")]
     conditions: dict[str, Any] = _extra(field).get("only_if", {})
     return conditions
-
-
-def _extra(field: FieldInfo) -> dict[str, Any]:
-    extra = field.json_schema_extra
-    return extra if isinstance(extra, dict) else {}

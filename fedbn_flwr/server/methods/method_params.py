@@ -41,12 +41,15 @@ __all__ = [
 class FedProxParams(Params):
     """Parameters of FedProx."""
 
-    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
+    proximal_mu: float = setting(
+        0.0, "mu >= 0 of the proximal term", in_config=0.01, ge=0
+    )
 
 
 class FedBSParams(FedProxParams):
     """Parameters of FedBS."""
 
+    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
     fedbs_eps: float = setting(
         0.1, "eps: losses agree when their standard deviation is at most this", ge=0
     )
@@ -77,7 +80,9 @@ class FedAvgMParams(Params):
     """Parameters of FedAvgM."""
 
     server_learning_rate: float = setting(1.0, _RATE, gt=0)
-    server_momentum: float = setting(0.9, "beta, the server's momentum", ge=0, lt=1)
+    server_momentum: float = setting(
+        0.0, "beta, the server's momentum", in_config=0.9, ge=0, lt=1
+    )
 
 
 class FedAdagradParams(Params):

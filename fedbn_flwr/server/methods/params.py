@@ -68,6 +68,7 @@ def setting(
     group: str = "settings of methods",
     key: str = "",
     only_if: Mapping[str, Any] | None = None,
+    in_config: Any = None,
     **limits: Any,
 ) -> Any:
     """Return a field of ``Params``, from which its config key and its row in the
@@ -80,9 +81,16 @@ def setting(
         key: the key, where that is not the name.
         only_if: what other keys must be for it to have an effect, see
             ``lab.config.fields``.
+        in_config: the key's default, where it is not that of Flower's class of the same
+            name; None = the same.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
-    extra: dict[str, Any] = {"group": group, "key": key, "only_if": dict(only_if or {})}
+    extra: dict[str, Any] = {
+        "group": group,
+        "key": key,
+        "only_if": dict(only_if or {}),
+        "in_config": default if in_config is None else in_config,
+    }
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 

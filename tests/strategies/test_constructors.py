@@ -1,0 +1,109 @@
+"""The arguments of the strategies, as an editor shows them: Flower's with Flower's
+defaults, the method's own with its ``Params``'.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import flwr.serverapp.strategy as flower
+import pytest
+
+from fedbn_flwr import strategies
+from fedbn_flwr.server.methods.params import Params, setting
+from fedbn_flwr.server.strategy import CommonOptions
+from fedbn_flwr.strategies import (
+    STRATEGIES,
+    FedAvg,
+    FedBN,
+    FedProx,
+    FixBN,
+    Method,
+    Strategy,
+    combined,
+)
+
+FLOWERS = ["FedAvg", "FedProx", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"]
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Return the default of each argument that the constructor names, in order."""
+    parameters = inspect.signature(kind).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_constructor_shows_flowers_arguments_and_the_methods_own(name: str) -> None:
+    kind = STRATEGIES[name]
+    shown, flowers = defaults(kind), defaults(flower.FedAvg)
+    assert list(shown.items())[: len(flowers)] == list(flowers.items())
+    fields = kind.Params.model_fields
+    for argument, default in shown.items():
+        if argument in fields:
+            assert default == fields[argument].default, argument
+    assert fields.keys() <= shown.keys() | CommonOptions.__annotations__.keys()
+
+
+def test_the_common_options_are_the_arguments_of_every_strategy() -> None:
+    ours = defaults(Strategy).keys() - defaults(flower.FedAvg).keys()
+    assert CommonOptions.__annotations__.keys() == ours - {"combination"}
+    assert Params.model_fields.keys() <= ours
+
+
+@pytest.mark.parametrize("name", FLOWERS)
+def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
+    name: str,
+) -> None:
+    """So changing the import changes no result but BatchNorm's."""
+    ours = defaults(getattr(strategies, name))
+    theirs = defaults(getattr(flower, name))
+    assert {argument: ours[argument] for argument in theirs} == theirs
+    values = list(theirs.values())
+    if name in ("FedAvg", "FedProx", "FedAvgM"):  # the others take names alone
+        made = getattr(strategies, name)(*values)
+        assert made.min_available_nodes == 2
+
+
+UNKNOWN: list[tuple[Any, dict[str, Any], str]] = [
+    (FixBN, {"freez_at": 3}, "FixBN.*'freez_at'. Did you mean 'freeze_at'?"),
+    (FedBN, {"fraction_fit": 0.5}, "'fraction_fit'. Did you mean 'fraction_train'?"),
+    (FedAvg, {"freeze_at": 3}, "'freeze_at': it is an argument of fixbn"),
+    (combined(FixBN, FedProx), {"mu": 1.0}, "strategy 'fedprox.fixbn'.*'mu'"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "text"), UNKNOWN)
+def test_an_unknown_argument_is_a_type_error_with_the_nearest_name(
+    make: Any, given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument|{text}") as error:
+        make(**given)
+    assert error.match(text)
+
+
+class CarefulParams(Params):
+    """Another default of a setting of every method."""
+
+    min_replies: int = setting(3, "", ge=1)
+
+
+class CarefulMethod(Method[CarefulParams]):
+    """A method of a user's, with it."""
+
+    name = "careful"
+    role = "server-step"
+    Params = CarefulParams
+
+
+class Careful(Strategy):
+    """A strategy without a constructor of its own."""
+
+    method = CarefulMethod
+
+
+def test_a_methods_own_default_of_a_common_setting_holds() -> None:
+    """Alone, in a subclass and combined, and a value that is given is used."""
+    for kind in (Careful, type("Mine", (Careful,), {}), combined(Careful, FedBN)):
+        assert kind().params.min_replies == 3
+        assert kind(min_replies=1).params.min_replies == 1
