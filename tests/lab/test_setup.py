@@ -89,12 +89,14 @@ def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None
         partitioned_data(config, 3).train_view(),
     ]
     clients = [client_fn(context(config, i)) for i in range(3)]
-    subsets += [client.train_data for client in clients]
+    subsets += [client.data.train for client in clients]
     assert (
         len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets})
         == 1
     )
-    tests = [client.test_sets[name] for client in clients for name in ("own", "global")]
+    tests = [
+        client.data.tests[name] for client in clients for name in ("own", "global")
+    ]
     assert (
         len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests})
         == 1
@@ -125,7 +127,7 @@ def test_a_client_depends_only_on_its_context(quick_config) -> None:
         **{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4}
     )
     client = client_fn(context(config))
-    assert (client.partition_id, client.seed) == (1, 4)
+    assert (client.partition_id, client.streams.seed) == (1, 4)
     assert client.settings == local_training(config)
     assert (
         client.settings.local_steps,
@@ -140,7 +142,7 @@ def test_a_client_depends_only_on_its_context(quick_config) -> None:
     momenta = [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
     assert momenta == [0.25]
     assert torch.equal(
-        client.train_data.targets, partitioned_data(config, 3).train_view(1).targets
+        client.data.train.targets, partitioned_data(config, 3).train_view(1).targets
     )
 
 

@@ -237,7 +237,7 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
 
             message.content["beside"] = ArrayRecord(model.state_dict())
             message.content["metrics"] = MetricRecord(
-                {"num-examples": len(client.train_data), "secret": 3.0}
+                {"num-examples": len(client.data.train), "secret": 3.0}
             )
             return Message(message.content, reply_to=message)
 
@@ -643,11 +643,11 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
     weight = 0.0
 
     class Spied(TorchClient):
-        def _train(self, lent, parameters, config):
+        def _fit(self, lent, parameters, config):
             nonlocal weight
-            weight = float(len(self.train_data))
+            weight = float(len(self.data.train))
             before = {name: value.clone().numpy() for name, value in lent.state.items()}
-            found = super()._train(lent, parameters, config)
+            found = super()._fit(lent, parameters, config)
             for name, value in lent.state.items():
                 now = value.clone().numpy()
                 seen.append(

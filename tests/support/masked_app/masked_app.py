@@ -68,7 +68,7 @@ class Spied(TorchClient):
     spy: Path
     lost = False
 
-    def _train(self, lent: Any, parameters: Any, config: Any) -> Any:
+    def _fit(self, lent: Any, parameters: Any, config: Any) -> Any:
         exchange, client = SynchronisedStep.exchange, self
 
         def spied(step: SynchronisedStep, tag: str, local: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Spied(TorchClient):
 
         SynchronisedStep.exchange = spied  # type: ignore[method-assign]
         before = {name: value.clone() for name, value in lent.state.items()}
-        found = super()._train(lent, parameters, config)
+        found = super()._fit(lent, parameters, config)
         self._write(dict(lent.state), before)
         if self.lost:
             raise RuntimeError("power cut")
@@ -90,7 +90,7 @@ class Spied(TorchClient):
         arrays |= {f"before {name}": value.numpy() for name, value in before.items()}
         np.savez(
             self.spy / f"client-{uuid.uuid4().hex}.npz",
-            weight=len(self.train_data),
+            weight=len(self.data.train),
             **arrays,
         )
 
