@@ -1,11 +1,13 @@
-"""``fedbn-flwr doctor``: a run's folder, a model with data, or a saved state;
-``fedbn_flwr.doctor`` does the work.
+"""``fedbn-flwr doctor``: for a run's folder, a model with data, or a saved state.
+
+``fedbn_flwr.doctor`` does the work; here it gets the model, the data and what the
+settings say of the training, and its remedies are fitted to the settings.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.averaging import State, average
+from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
@@ -22,7 +24,7 @@ from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
-from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
+from fedbn_flwr.doctor.findings import Diagnosis, Finding
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
@@ -89,6 +91,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
     load_state(model, state)
+    training, local = training_of(config, run), _local_parts(config)
+
     clients, tests = list[ClientData](), list[ClientData]()
     try:
         clients, tests = _examples_of(config, max_examples, notes)
@@ -97,17 +101,9 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
             "the data of the run are not here, so its state alone was looked at:"
             f" {error}"
         )
-        diagnosis = diagnose_state(
-            state, model=model, training=training_of(config, run)
-        )
+        diagnosis = diagnose_state(state, model=model, training=training)
         diagnosis = replace(diagnosis, notes=notes)
     else:
-        training = training_of(config, run)
-        own = (
-            kept
-            if config.strategy != CENTRALIZED and method_of(config).methods.local
-            else {}
-        )
         diagnosis = _with_data(
             model,
             config,
@@ -116,76 +112,81 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
             training=training,
             state=state,
             notes=notes,
-            own=own,
+            own=kept if local else {},
         )
+
+    # A client's own fault may be the cause of what all show, so it goes first.
+    findings = _of_clients(model, kept, diagnosis.findings)
+    if clients and Part.STATISTICS in local:
+        findings += _mismatch_of_clients(model, kept, tests, config)
+    findings += diagnosis.findings
     files = RunFiles.read(run)
-    of_clients = _of_clients(model, kept, diagnosis.findings)
-    if (
-        clients
-        and config.strategy != CENTRALIZED
-        and Part.STATISTICS in method_of(config).methods.local
-    ):
-        of_clients += _mismatch_of_clients(model, kept, tests, config)
-    findings = [*of_clients, *diagnosis.findings]
     if files.diverged_at:
         evidence = [f"In round {files.diverged_at}: {files.divergence}."]
         numbers = {"round": files.diverged_at}
-        findings.insert(
-            0, Finding("diverged", "The run diverged.", evidence, numbers, DIVERGED)
-        )
-    findings = fitting(findings, config)
-    return replace(
-        diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes]
-    )
+        diverged = Finding("diverged", "The run diverged.", evidence, numbers, DIVERGED)
+        findings.insert(0, diverged)
+    notes = [*run_warnings(files), *diagnosis.notes]
+    return replace(diagnosis, findings=fitting(findings, config), notes=notes)
+
+
+def _local_parts(config: Config) -> Collection[Part]:
+    """Return the parts that stay with the clients; a centralised run has no clients."""
+    if config.strategy == CENTRALIZED:
+        return ()
+    return method_of(config).methods.local
 
 
 def examine(folder: Path) -> None:
-    """Let the doctor look at a finished run, and write ``doctor.json``, which the
-    report shows.
+    """Write ``doctor.json`` of a finished run, which the report shows.
 
     Where the file is newer than the run it stays; where the doctor cannot look, it says
     why. A study is left as it is.
     """
     run, file = folder / "summary.json", folder / "doctor.json"
-    if not run.is_file() or (
-        file.is_file() and file.stat().st_mtime_ns >= run.stat().st_mtime_ns
-    ):
+    if not run.is_file():
+        return
+    if file.is_file() and file.stat().st_mtime_ns >= run.stat().st_mtime_ns:
         return
     try:
         diagnosis = diagnose_run(folder).to_json()
     except FedBNError as error:
         diagnosis = {"findings": [], "not-measured": [str(error)]}
-    with suppress(OSError):  # a folder that cannot be written has a report elsewhere
+    # A folder that cannot be written has its report elsewhere.
+    with suppress(OSError):
         write_atomically(file, json.dumps(diagnosis, indent=2) + "\n")
 
 
 def _of_clients(
     model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the faults in what the clients kept, but the known ones; an equal fault of
-    several clients is one.
+    """Return the faults in what the clients kept, without the known ones.
+
+    An equal fault of several clients is one finding.
     """
+    # Shared entries are 1 here: a fault in them is the model's, not the client's.
     sound: dict[str, Tensor] = {}
     for name, value in tensors_by_name(model.state_dict()).items():
-        # Shared entries are 1 here: a fault in them is the model's, not the client's.
-        sound[name] = (
-            torch.ones_like(value.cpu()) if value.is_floating_point() else value.cpu()
-        )
+        sound[name] = value.cpu()
+        if value.is_floating_point():
+            sound[name] = torch.ones_like(sound[name])
+
     faults: dict[tuple[str, ...], Finding] = {}
     clients_of: dict[tuple[str, ...], list[str]] = {}
     for client, entries in kept.items():
         for finding in diagnose_state({**sound, **entries}, model=model).findings:
-            faults[finding.id, *finding.evidence] = finding
-            clients_of.setdefault((finding.id, *finding.evidence), []).append(client)
+            key = (finding.id, *finding.evidence)
+            faults[key] = finding
+            clients_of.setdefault(key, []).append(client)
     for finding in known:
         faults.pop((finding.id, *finding.evidence), None)
+
     named = []
     for key, finding in faults.items():
         clients = clients_of[key]
         what = f"{clients_named(clients)}: {finding.what[0].lower()}{finding.what[1:]}"
-        named.append(
-            replace(finding, what=what, numbers={**finding.numbers, "clients": clients})
-        )
+        numbers = {**finding.numbers, "clients": clients}
+        named.append(replace(finding, what=what, numbers=numbers))
     return named
 
 
@@ -195,39 +196,39 @@ def _mismatch_of_clients(
     tests: Sequence[ClientData],
     config: Config,
 ) -> list[Finding]:
-    """Return the mismatch of training and test in the clients' own models, each on its
-    own test examples.
+    """Return the mismatch of the clients' own models, on their own test examples.
 
     Where statistics stay with the clients these models are what is used; the average of
     their BatchNorm is not.
     """
-    evidence, chosen = dict[str, str](), MISMATCH
-    loss, generator = (
-        data_of(config).task.loss,
-        torch_generator(config.seed, "doctor-clients"),
-    )
+    evidence, tries = dict[str, str](), MISMATCH
+    loss = data_of(config).task.loss
+    generator = torch_generator(config.seed, "doctor-clients")
     momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
     for test in tests:
+        # A mean over one example has no standard error.
         if test.name not in kept or len(test) < 2:
             continue
-        of_client = copied(model)
-        load_state(of_client, {**of_client.state_dict(), **kept[test.name]})
+        own = copied(model)
+        load_state(own, {**own.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
-            gap = mismatch(on_device(of_client, config), [test], loss, generator)
-        if finding := train_test_mismatch(Measured(gap=gap, momenta=momenta)):
-            chosen = [*finding.remedies]
+            gap = mismatch(on_device(own, config), [test], loss, generator)
+        finding = train_test_mismatch(Measured(gap=gap, momenta=momenta))
+        if finding is not None:
+            tries = [*finding.remedies]
             evidence[test.name] = (
                 f"Client {test.name}, its own model on its own test examples:"
                 f" {finding.evidence[0]}"
             )
     if not evidence:
         return []
+    clients = [*evidence]
     what = (
-        f"{clients_named([*evidence])}: the running statistics do not fit the client's"
+        f"{clients_named(clients)}: the running statistics do not fit the client's"
         " own model."
     )
-    lines, numbers = [*evidence.values()][:3], {"clients": [*evidence]}
-    return [Finding("train-test-mismatch", what, lines, numbers, chosen)]
+    lines = [*evidence.values()][:3]
+    return [Finding("train-test-mismatch", what, lines, {"clients": clients}, tries)]
 
 
 def diagnose_model(
@@ -238,8 +239,7 @@ def diagnose_model(
     max_examples: int = 1024,
     split: Split | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a model by name on a data set, split as in a run with
-    these settings.
+    """Return the diagnosis of a model by name on a data set, split as a run has it.
 
     Args:
         model: the config key ``model``.
@@ -250,21 +250,20 @@ def diagnose_model(
         split: ``local_keys`` of ``diagnose``.
     """
     config = Config.make({**settings, "model": model, "dataset": dataset})
-    built, saved = make_model(config).eval(), None
-    notes = (
-        [] if state else ["the model has its initial weights: --state gives it others."]
-    )
-    if state is not None:
+    built = make_model(config).eval()
+    saved, notes = None, list[str]()
+    if state is None:
+        notes.append("the model has its initial weights: --state gives it others.")
+    else:
         saved = named(read_state_file(state), built.state_dict())
         load_state(built, saved)
     clients, tests = _examples_of(config, max_examples, notes)
-    training = training_of(config)
     diagnosis = _with_data(
         built,
         config,
         clients,
         tests,
-        training=training,
+        training=training_of(config),
         state=saved,
         notes=notes,
         **(split or {}),
@@ -278,26 +277,24 @@ def diagnose_saved_state(
     settings: Mapping[str, Any] | None = None,
     split: Split | None = None,
 ) -> Diagnosis:
-    """Return the diagnosis of a saved state without data; with a model's name by the
-    types of its layers.
+    """Return the diagnosis of a saved state without data.
+
+    With a model's name its layers are found by type, else by names.
 
     Raises:
         StateError: the file cannot be read.
     """
-    entries = read_state_file(state)
+    entries, options = read_state_file(state), dict(split or {})
     if model:
         config = Config.make({**(settings or {}), "model": model})
-        built = make_model(config)
-        state_dict = named(entries, built.state_dict())
-        return diagnose_state(
-            state_dict, model=built, training=training_of(config), **(split or {})
-        )
-    return diagnose_state(entries, **(split or {}))
+        options["model"] = make_model(config)
+        options["training"] = training_of(config)
+        entries = named(entries, options["model"].state_dict())
+    return diagnose_state(entries, **options)
 
 
 def read_names(path: Path) -> list[str]:
-    """Return the names in a file: one a line, a JSON list, or the entries of a saved
-    state.
+    """Return the names in a file: one a line, a JSON list, or a saved state's entries.
 
     Raises:
         ConfigError: the file is absent or holds no names.
@@ -319,50 +316,66 @@ def read_names(path: Path) -> list[str]:
 
 
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
-    """Return the findings with the remedies that a run with these settings can take and
-    has not taken yet.
+    """Return the findings with the remedies that fit a run with these settings.
 
-    Of a remedy with two settings the first one is left, where the second one does not
-    fit.
+    A remedy fits if the run can take it and has not taken it yet. Of a remedy with two
+    settings the first one is left, where the second one does not fit.
     """
     try:
         settings = config.to_mapping()
         Config.make(settings)
-    except FedBNError:  # own data that are not here: nothing can be said
+    except FedBNError:
+        # Own data that are not here: nothing can be said.
         return [*findings]
-    del settings["eval-on"]  # another test is no obstacle
+    # Another test is no obstacle: the remedy is for training.
+    del settings["eval-on"]
+    fitted = []
+    for finding in findings:
+        remedies = []
+        for remedy in finding.remedies:
+            setting = _first_that_fits(remedy.setting, settings, config)
+            if setting:
+                remedies.append(replace(remedy, setting=setting))
+        fitted.append(replace(finding, remedies=remedies))
+    return fitted
 
-    def fits(setting: str) -> bool:
-        if not all(word.partition("=")[0] in settings for word in setting.split()):
-            return True  # a call, or a sentence
-        asked = read_overrides(setting.split())
-        try:
-            then, _ = Config.make_of_shared(settings, asked)
-        except FedBNError:
-            return False
-        full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
-        if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
-            # a larger batch than all examples, and clients where there are none
-            return False
-        if (
-            then.strategy != CENTRALIZED
-            and model_needs(method_of(then).methods.whole)
-            and then.norm not in _BATCHNORM
-        ):
-            return False
-        return any(settings[key] != value for key, value in asked.items())
 
-    def fitted(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
-        for remedy in remedies:
-            ways = [remedy.setting, remedy.setting.split()[0]]
-            if remedy.setting.startswith("norm="):
-                ways.append(f"strategy=fedavg {remedy.setting}")
-            if way := next(filter(fits, ways), None):
-                yield replace(remedy, setting=way)
+def _first_that_fits(
+    setting: str, settings: Mapping[str, Any], config: Config
+) -> str | None:
+    """Return the setting of a remedy in the form that fits the run; None = none does."""
+    ways = [setting, setting.split()[0]]
+    if setting.startswith("norm="):
+        # The run's method may need BatchNorm.
+        ways.append(f"strategy=fedavg {setting}")
+    for way in ways:
+        if _fits(way, settings, config):
+            return way
+    return None
 
-    return [
-        replace(finding, remedies=[*fitted(finding.remedies)]) for finding in findings
-    ]
+
+def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
+    """Return whether a run can take a setting, and would change by it."""
+    words = setting.split()
+    if not all(word.partition("=")[0] in settings for word in words):
+        # A call, or a sentence.
+        return True
+    asked = read_overrides(words)
+    try:
+        then, _ = Config.make_of_shared(settings, asked)
+    except FedBNError:
+        return False
+    # Batches are all of a client's examples already, and no number is more.
+    if then.batch_size and not config.batch_size:
+        return False
+    if then.strategy != CENTRALIZED:
+        if config.strategy == CENTRALIZED:
+            return False
+        # The method may need BatchNorm, and the norm leave none.
+        needed = model_needs(method_of(then).methods.whole)
+        if needed and then.norm not in _BATCHNORM:
+            return False
+    return any(settings[key] != value for key, value in asked.items())
 
 
 def _with_data(
@@ -373,7 +386,8 @@ def _with_data(
     **options: Any,
 ) -> Diagnosis:
     loss = data_of(config).task.loss
-    with threads(config.torch_threads):  # as in training: the last digits depend on it
+    # As in training: the last digits depend on the number of threads.
+    with threads(config.torch_threads):
         return diagnose_clients(
             on_device(model, config),
             clients,
@@ -387,8 +401,9 @@ def _with_data(
 def _examples_of(
     config: Config, max_examples: int, notes: list[str]
 ) -> tuple[list[ClientData], list[ClientData]]:
-    """Return training and test examples of each client; add to ``notes`` how they
-    differ from those of training.
+    """Return training and test examples of each client.
+
+    How they differ from those of training is added to ``notes``.
 
     Raises:
         DataError: the data are not here.
@@ -398,56 +413,65 @@ def _examples_of(
         notes.append(
             f"examples were taken as they are, without augment={config.augment}."
         )
-    data, names = replace(data, augment=None), [str(k) for k in range(len(data.train))]
-    train = {name: data.train_view(k) for k, name in enumerate(names)}
-    test = {name: data.test_view(k) for k, name in enumerate(names)}
+    data = replace(data, augment=None)
     if config.strategy == CENTRALIZED:
         train, test = {"all": data.train_view()}, {"all": data.test_view()}
-    elif not any(map(len, test.values())):
-        test = {"all": data.test_view()}
+    else:
+        clients = range(len(data.train))
+        train = {str(k): data.train_view(k) for k in clients}
+        test = {str(k): data.test_view(k) for k in clients}
+        if not any(map(len, test.values())):
+            test = {"all": data.test_view()}
     return _drawn(config, train, max_examples), _drawn(config, test, max_examples)
 
 
 def _drawn(
     config: Config, views: Mapping[str, Subset], max_examples: int
 ) -> list[ClientData]:
-    """Return up to ``max_examples`` random examples of each client that has some, on
-    the CPU.
+    """Return up to ``max_examples`` random examples of each client, on the CPU.
+
+    A client without examples is left out.
     """
     drawn = []
     for name, view in views.items():
         if not len(view):
             continue
-        order = torch.randperm(
-            len(view), generator=torch_generator(config.seed, "doctor", name)
-        )[:max_examples]
-        inputs, targets = view.batch(order.sort().values)
-        mixed = torch.randperm(
-            len(order), generator=torch_generator(config.seed, "doctor-order", name)
-        )
+        which = torch_generator(config.seed, "doctor", name)
+        places = torch.randperm(len(view), generator=which)[:max_examples]
+        # Read in the order of the file, and mixed afterwards.
+        inputs, targets = view.batch(places.sort().values)
+        order = torch_generator(config.seed, "doctor-order", name)
+        mixed = torch.randperm(len(places), generator=order)
         size = min(config.batch_size or len(view), len(view))
         drawn.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
     return drawn
 
 
 def training_of(config: Config, run: Path | None = None) -> Training:
-    """Return what the settings say of the training; a run's folder says whether its
-    statistics are frozen by now.
+    """Return what the settings say of the training.
+
+    A run's folder says whether its statistics are frozen by now.
     """
-    tested = method_of(config).tests[0] == "global-batch-statistics"
+    method = method_of(config)
+    tested = method.tests[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
-    methods, handled = method_of(config).methods, set[str]()
-    # else it differs by client
-    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)
-    if methods.freezes_bn or (
-        methods.whole.exchanges and steps == 1
-    ):  # of more steps only the first one is synchronised
+    methods = method.methods
+    steps = config.local_steps
+    if not steps and not config.batch_size:
+        # An epoch of one batch is a step; other epochs have steps that differ by client.
+        steps = config.local_epochs
+
+    # The findings for which the method is a remedy already.
+    handled = set[str]()
+    # Of more steps than one only the first is synchronised.
+    synchronised = methods.whole.exchanges and steps == 1
+    if methods.freezes_bn or synchronised:
         handled |= {"label-skew", "clients-differ"}
     plan = freeze_plan(methods)
     if run and plan and Part.STATISTICS in plan.parts:
         lines = read_metrics(run / "metrics.jsonl")
-        # training and test normalise by the same statistics by now
+        # Training and test normalise by the same statistics by now.
         if lines and lines[-1]["phase"] == "frozen":
             handled |= {"small-batch", "train-test-mismatch"}
     if Part.STATISTICS in methods.local:
@@ -472,19 +496,26 @@ def _state_of_run(
             " --resume."
         )
     state, about = read_state(run / "model.safetensors")
+    notes = list[str]()
     changed = ModelDescription.read(about).code_changed()
-    notes = [changed] if changed else []
-    absent = [part for part in Part if about.get(part) == ABSENT]
-    kept = {
-        p.stem.removeprefix("client-"): read_state(p)[0]
-        for p in sorted((run / "clients").glob("client-*"))
-    }
+    if changed:
+        notes.append(changed)
+    kept = {}
+    for path in sorted((run / "clients").glob("client-*")):
+        kept[path.stem.removeprefix("client-")], _ = read_state(path)
+
+    # The file has no entries of the parts that stay with the clients.
     model = make_model(config)
     parts = split_state(model)
+    absent = [part for part in Part if about.get(part) == ABSENT]
     names = parts.select(absent)
     if names and kept:
-        complete = [entries for entries in kept.values() if {*names} <= {*entries}]
-        whole = [_selected(entries, names) for entries in complete]
+        # A client that has not trained yet may lack some.
+        whole = [
+            to_state({name: entries[name] for name in names})
+            for entries in kept.values()
+            if entries.keys() >= {*names}
+        ]
         if whole:
             state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))}
         notes.append(
@@ -499,7 +530,3 @@ def _state_of_run(
             " initial values were used."
         )
     return {name: state[name] for name in parts.names}, kept, notes
-
-
-def _selected(entries: Mapping[str, Tensor], names: Sequence[str]) -> State:
-    return to_state({name: entries[name] for name in names})

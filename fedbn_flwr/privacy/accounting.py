@@ -1,5 +1,4 @@
-"""The privacy loss of a run: epsilon at a given delta, by the library
-``dp-accounting``.
+"""The privacy loss of a run: epsilon at a given delta, by ``dp-accounting``.
 
 One release is ``f(clients) + N(0, (z C / m)^2)``: the sum of updates with norm at most
 C, divided by the number m of clients that were asked, with Gaussian noise. Two
@@ -53,21 +52,24 @@ class PrivacyAccountant:
         if self.file:
             with self.file.open("a", encoding="utf-8") as lines:
                 lines.write(_line(noise_multiplier))
+                # On the disk before the result exists, also if the machine stops.
                 lines.flush()
                 os.fsync(lines.fileno())
         self.releases.append(noise_multiplier)
 
     def restore(self, releases: Sequence[float]) -> None:
-        """Restore the releases of a run: those given, those in memory or those in the
-        file, whichever are most.
+        """Restore the releases of a run: given, in memory or in the file.
+
+        The most count: what is missing elsewhere was released all the same.
         """
         self.releases = max(self.releases, list(releases), self._in_file(), key=len)
         if self.file and self.releases:
             write_atomically(self.file, "".join(map(_line, self.releases)))
 
     def _in_file(self) -> list[float]:
-        """Return the releases in the file, without the line that a killed process did
-        not finish.
+        """Return the releases in the file.
+
+        The line that a killed process did not finish is left out: no result followed.
         """
         if not self.file or not self.file.exists():
             return []
@@ -86,15 +88,19 @@ class PrivacyAccountant:
         return float(gaussian(1 / math.sqrt(self._precision(releases)), self.delta))
 
     def noise_for(self, epsilon: float, num_releases: int) -> float:
-        """Return the smallest noise multiplier with which so many further releases cost
-        at most ``epsilon`` in total.
+        """Return the smallest noise multiplier for which ``epsilon`` is enough.
+
+        So many further releases, and those so far, then cost at most epsilon in total.
 
         Raises:
             ConfigError: no noise multiplier up to 10,000 is enough.
         """
         sigma = float(require_dp_accounting().get_sigma_gaussian(epsilon, self.delta))
+        # 1 / sigma^2 = sum 1 / z_t^2: what the releases so far leave is for the others.
         left = sigma**-2 - self._precision(self.releases)
-        noise = math.sqrt(num_releases / left) * _MARGIN if left > 0 else math.inf
+        noise = math.inf
+        if left > 0:
+            noise = math.sqrt(num_releases / left) * _MARGIN
         if noise > _LARGEST_NOISE:
             raise ConfigError(
                 f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more"

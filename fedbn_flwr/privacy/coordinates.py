@@ -1,5 +1,4 @@
-r"""The coordinates in which a client's update gets noise, and its clipping, on the
-server or in a client.
+r"""The coordinates in which a client's update is clipped and gets noise.
 
 With the global state before the round, ``x``, running mean ``m`` and running variance
 ``v``, a client's state ``x_i``, ``m_i``, ``v_i`` has the update
@@ -73,38 +72,37 @@ class Coordinates:
                 )
             if array.dtype.kind == "f" and name not in fixed:
                 self._units[name] = 1.0
+        # Layers by type, and by names those that are no BatchNorm.
         self._variances = set()
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
             if mean in self._units and variance in self._units:
-                square = before[variance].astype(np.float64) + E
-                self._units |= {mean: np.sqrt(square) / scale, variance: square / scale}
+                square = _wide(before[variance]) + E
+                self._units[mean] = np.sqrt(square) / scale
+                self._units[variance] = square / scale
                 self._variances.add(variance)
 
     def update(self, state: State) -> dict[str, Array]:
-        """Return the update of a client's state, which has the entries and shapes of
-        the state before.
+        """Return the update of a client's state, which is like the state before.
+
+        Differences are taken in float64: those of float32 states would be rounded.
         """
-        return {
-            name: (_wide(state[name]) - _wide(self._before[name])) / unit
-            for name, unit in self._units.items()
-        }
+        update = {}
+        for name, unit in self._units.items():
+            moved = _wide(state[name]) - _wide(self._before[name])
+            update[name] = moved / unit
+        return update
 
     def rounding(self) -> float:
-        """Return how long an update can be that the rounding of the state's dtypes
-        alone makes.
-        """
-        lengths = [
-            float(
-                np.finfo(self._before[name].dtype).eps
-                * np.linalg.norm(_wide(self._before[name]) / unit)
-            )
-            for name, unit in self._units.items()
-        ]
+        """Return the largest length of an update that is the dtypes' rounding alone."""
+        lengths = []
+        for name, unit in self._units.items():
+            before = self._before[name]
+            size = np.linalg.norm(_wide(before) / unit)
+            lengths.append(float(np.finfo(before.dtype).eps * size))
         return math.hypot(*lengths)
 
     def state(self, update: Update, deviation: float) -> dict[str, Array]:
-        """Return the state of an update, in the dtypes of the state before; integers
-        keep their value.
+        """Return the state of an update, in the dtypes of before; integers stay as then.
 
         Args:
             update: by entry.
@@ -126,6 +124,7 @@ def norm(update: Update) -> float:
 
 
 def _above_zero(variance: Array, deviation: Array) -> Array:
+    """Return t exp(r / t - 1) for variances r below t, the deviation of their noise."""
     if not (variance < deviation).any():
         return variance
     t = np.maximum(deviation, np.finfo(np.float64).tiny)
@@ -134,18 +133,14 @@ def _above_zero(variance: Array, deviation: Array) -> Array:
 
 def _bounded(variance: Array, before: Array) -> Array:
     """Return the variances; those that were within the limits stay there."""
-    low, high = (
-        max(1e-12, float(np.finfo(before.dtype).tiny)),
-        min(1e12, float(np.finfo(before.dtype).max)),
-    )
-    return np.where(
-        (before >= low) & (before <= high), np.clip(variance, low, high), variance
-    )
+    limits = np.finfo(before.dtype)
+    low, high = max(1e-12, float(limits.tiny)), min(1e12, float(limits.max))
+    within = (before >= low) & (before <= high)
+    return np.where(within, np.clip(variance, low, high), variance)
 
 
 def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
-    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it
-    was not longer.
+    """Return the update, at most ``clipping_norm`` long, and whether it was so before.
 
     An update whose length is not finite is replaced by zero.
     """
@@ -153,9 +148,8 @@ def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], boo
     if not math.isfinite(length):
         return {name: np.zeros_like(array) for name, array in update.items()}, False
     factor = clipping_norm / max(length, clipping_norm)
-    return {
-        name: factor * array for name, array in update.items()
-    }, length <= clipping_norm
+    scaled = {name: factor * array for name, array in update.items()}
+    return scaled, length <= clipping_norm
 
 
 def _wide(array: Array) -> Array:

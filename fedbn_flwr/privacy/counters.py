@@ -1,6 +1,4 @@
-"""BatchNorm with ``momentum=None``, whose running statistics need the number of
-batches: no protection tells it.
-"""
+"""BatchNorm with ``momentum=None`` needs the number of batches, which is protected."""
 
 from __future__ import annotations
 

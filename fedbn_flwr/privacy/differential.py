@@ -1,5 +1,4 @@
-r"""Client-level differential privacy: the average of clipped updates, with Gaussian
-noise, for models with BatchNorm.
+r"""Client-level differential privacy for models with BatchNorm: clipping and noise.
 
 McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models",
 arXiv:1710.06963 (fixed clipping); Andrew et al. 2021, "Differentially Private Learning
@@ -79,16 +78,16 @@ __all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
 logger = logging.getLogger("flwr")
 
 NO_ROUND = "No round has been released."
-_QUANTILE = 0.5  # gamma: C adapts until this share of the updates is not clipped
-_RATE = 0.2  # eta: how fast C adapts
-# noise in running variances, relative to them, from which on a warning says so
+# gamma: C adapts until this share of the updates is not clipped.
+_QUANTILE = 0.5
+# eta: how fast C adapts.
+_RATE = 0.2
+# Noise in running variances, relative to them, from which on a warning says so.
 _NOISY = 0.3
 
 
 def beside_models(methods: Methods) -> list[str]:
-    """Return what the methods take from clients beside the update or the model, which
-    gets noise.
-    """
+    """Return what the methods take from clients that gets no noise, in words."""
     return [beside.text for beside in sent_beside(methods)]
 
 
@@ -125,23 +124,22 @@ class ClientLevelDP(Protection):
         file: Path | None = None,
         fixed: Collection[str] = (),
     ) -> None:
-        self.settings, self.noise, self._fixed = (
-            settings,
-            noise or SystemNoise(),
-            frozenset(fixed),
-        )
-        if problems := dp_conflicts(settings):
+        self.settings = settings
+        self.noise = noise or SystemNoise()
+        self._fixed = frozenset(fixed)
+        problems = dp_conflicts(settings)
+        if problems:
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, file)
+        # Releases in the file count, of a run that was killed say.
         self.accountant.restore(())
         self._local: PartSet = NONE
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
-        """Start with the first clipping norm; check that nothing of the clients
-        bypasses the noise.
+        """Start with the first clipping norm; check that nothing bypasses the noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
@@ -154,12 +152,13 @@ class ClientLevelDP(Protection):
             raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))
 
     def _begin(self) -> None:
-        settings = self.settings
-        self.clipping_norm = settings.dp_clipping_norm
-        self.noise_multiplier = (
-            None if settings.dp_target_epsilon else settings.dp_noise_multiplier
-        )
+        self.clipping_norm = self.settings.dp_clipping_norm
+        self.noise_multiplier = self._chosen_noise(self.settings.dp_noise_multiplier)
         self._spent = False
+
+    def _chosen_noise(self, noise_multiplier: float | None) -> float | None:
+        """Return z; None where a target epsilon chooses it, in the next round."""
+        return None if self.settings.dp_target_epsilon else noise_multiplier
 
     def config(self) -> Mapping[str, Any]:
         """Return C for the mod of a client that clips."""
@@ -168,9 +167,7 @@ class ClientLevelDP(Protection):
         return {CLIP: self.clipping_norm}
 
     def check(self, facts: Facts, reply: Reply) -> None:
-        """Refuse an update that its client should have clipped, or that has changed a
-        fixed entry.
-        """
+        """Refuse an update that is too long, or one that has changed a fixed entry."""
         for name in self._fixed & reply.state.keys():
             if not np.array_equal(reply.state[name], facts.before[name]):
                 raise ReplyError(
@@ -181,6 +178,7 @@ class ClientLevelDP(Protection):
         if self.settings.dp == "client":
             coordinates = self._coordinates(facts)
             length = norm(coordinates.update(reply.state))
+            # The client's state was rounded to its dtypes after it was clipped.
             if not length <= self.clipping_norm + 2 * coordinates.rounding():
                 raise ClientPartError(
                     f"its update has norm {length:.4g}, and dp=client asks the client"
@@ -195,43 +193,51 @@ class ClientLevelDP(Protection):
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
-        """Return one reply: the state of the average of the clipped updates, with
-        noise.
-        """
+        """Return one reply: the state of the noisy average of clipped updates."""
+        # The release counts before its result exists, so that no crash hides it.
         self._release(report)
         asked, coordinates = report.asked, self._coordinates(facts)
-        total, fitting = (
-            {
-                name: 0 * array
-                for name, array in coordinates.update(facts.before).items()
-            },
-            0,
-        )
+
+        # sum_i u_i min(1, C / |u_i|); the update of ``before`` itself is zero.
+        nothing = coordinates.update(facts.before)
+        total = {name: 0 * array for name, array in nothing.items()}
+        fitting = 0
         for reply in replies:
             update, fits = clipped(coordinates.update(reply.state), self.clipping_norm)
             fitting += fits
             for name, array in update.items():
                 total[name] += array
+
+        # Divided by m, the clients that were asked, with noise of deviation z_u C / m.
         of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
-        average = {
-            name: array / asked + deviation * self.noise.normal(array.shape)
-            for name, array in total.items()
-        }
+        average = {}
+        for name, array in total.items():
+            noise = self.noise.normal(array.shape)
+            average[name] = array / asked + deviation * noise
         state = coordinates.state(average, deviation)
-        state |= {
-            name: state[name] + 1 for name in facts.parts.counters if name in state
-        }
+
+        # A number of batches would tell |D_i|: the counters count rounds.
+        for name in facts.parts.counters:
+            if name in state:
+                state[name] = state[name] + 1
         if self.settings.dp_clipping == "adaptive":
             self._adapt(fitting - len(replies) / 2, of_bits, asked)
         return [Reply(Node(0), 1.0, state, {})]
 
     def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
-        """Set C of the next round; ``surplus`` is the sum of b_i - 1/2, ``of_bits`` the
-        deviation of its noise.
+        """Set C of the next round: C <- C exp(-eta (b - gamma)).
+
+        Args:
+            surplus: the sum of b_i - 1/2.
+            of_bits: sigma_b, the deviation of its noise.
+            asked: m.
         """
-        share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
-        self.clipping_norm *= math.exp(-_RATE * (min(max(share, 0), 1) - _QUANTILE))
+        noisy = surplus + of_bits * float(self.noise.normal(()))
+        share = 0.5 + noisy / asked
+        # The noise may bring it outside of [0, 1].
+        share = min(max(share, 0), 1)
+        self.clipping_norm *= math.exp(-_RATE * (share - _QUANTILE))
 
     def _coordinates(self, facts: Facts) -> Coordinates:
         part_of = facts.parts.part_of
@@ -243,20 +249,16 @@ class ClientLevelDP(Protection):
         return Coordinates(shared, facts.parts, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
-        """Return the deviation of the noise in the sum of bits, and z_u; without
-        adaptive clipping 0 and z.
-        """
+        """Return sigma_b and z_u, which cost as much as z; 0 and z where C is fixed."""
         if self.settings.dp_clipping == "fixed":
             return 0.0, noise_multiplier
         of_bits = max(asked / 20, noise_multiplier)
-        return of_bits, noise_multiplier / math.sqrt(
-            1 - (noise_multiplier / (2 * of_bits)) ** 2
-        )
+        # z_u^-2 = z^-2 - (2 sigma_b)^-2, in a form that has z = 0.
+        left = 1 - (noise_multiplier / (2 * of_bits)) ** 2
+        return of_bits, noise_multiplier / math.sqrt(left)
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether a round keeps within the target epsilon, if there is one;
-        choose the noise for it.
-        """
+        """Return whether a round keeps within a target epsilon; choose its noise."""
         self._choose_noise(facts)
         if not self.accountant.releases:
             self._warn(facts, asked)
@@ -271,19 +273,15 @@ class ClientLevelDP(Protection):
         return not self._spent
 
     def _exceeds(self, noise_multiplier: float) -> bool:
-        """Return whether a further release with this noise would cost more than the
-        target epsilon, if there is one.
-        """
+        """Return whether a further release would cost more than a target epsilon."""
         target = self.settings.dp_target_epsilon
         if not target:
             return False
-        # a target is met up to rounding
+        # A target is met up to rounding.
         return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
     def _choose_noise(self, facts: Facts) -> None:
-        """Choose z for a target epsilon, for rounds like this one to the end; not where
-        the target is spent.
-        """
+        """Choose z for a target epsilon that is not spent, for all rounds to the end."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
             rounds_left = facts.total_rounds("a target epsilon") - facts.number + 1
@@ -295,6 +293,7 @@ class ClientLevelDP(Protection):
             )
 
     def _warn(self, facts: Facts, asked: int) -> None:
+        """Warn of a delta that means nothing, and of noise that drowns statistics."""
         own = self.settings
         if self.noise_multiplier and own.dp_delta * facts.num_able >= 1:
             logger.warning(
@@ -304,11 +303,9 @@ class ClientLevelDP(Protection):
                 own.dp_delta,
                 facts.num_able,
             )
-        size = (
-            (self.noise_multiplier or 0.0)
-            * self.clipping_norm
-            / (asked * STATISTICS_SCALE)
-        )
+        # The deviation z C / m, in units of a running variance: those have the scale s.
+        noise = (self.noise_multiplier or 0.0) * self.clipping_norm
+        size = noise / (asked * STATISTICS_SCALE)
         if size > _NOISY and Part.STATISTICS not in self._local:
             logger.warning(
                 "in each round the noise in BN's running variances has %.2g times their"
@@ -319,35 +316,33 @@ class ClientLevelDP(Protection):
             )
 
     def _release(self, report: RoundReport) -> None:
-        """Note the release of this round, before its result exists; report what it
-        costs.
-        """
+        """Note the release of this round, and report what it costs."""
         if self.noise_multiplier is None:
             raise ConfigError(
                 "no noise was chosen for this round: admits() was not called"
             )
+        # Noise that can be repeated can be subtracted.
         self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
         report.privacy = {
             "clipping-norm": self.clipping_norm,
             "noise-multiplier": self.noise_multiplier,
+            **self._cost(),
         }
         if self.guarantees:
-            report.privacy |= {
-                "epsilon": self.accountant.epsilon(),
-                "delta": self.settings.dp_delta,
-            }
             logger.info("%s", self.guarantee())
+
+    def _cost(self) -> dict[str, float]:
+        """Return epsilon and delta; nothing where nothing is guaranteed."""
+        if not self.guarantees:
+            return {}
+        return {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
 
     @property
     def guarantees(self) -> bool:
-        """Whether there are releases, with a finite epsilon: all have noise, which
-        nobody can repeat.
-        """
-        return (
-            bool(self.accountant.releases)
-            and self.noise.secret
-            and math.isfinite(self.accountant.epsilon())
-        )
+        """Whether there are releases, all with noise that nobody can repeat."""
+        if not self.accountant.releases or not self.noise.secret:
+            return False
+        return math.isfinite(self.accountant.epsilon())
 
     def guarantee(self) -> str:
         """Return what is guaranteed, in a sentence."""
@@ -358,7 +353,8 @@ class ClientLevelDP(Protection):
             return "No privacy is guaranteed: updates are clipped, without noise."
         if not accountant.releases:
             return NO_ROUND
-        if not math.isfinite(epsilon := accountant.epsilon()):
+        epsilon = accountant.epsilon()
+        if not math.isfinite(epsilon):
             return (
                 "No privacy is guaranteed: there were releases without noise, or with"
                 " noise that can be repeated."
@@ -370,23 +366,17 @@ class ClientLevelDP(Protection):
         )
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether a further round, with the noise of the last one, would cost
-        too much in total.
-        """
+        """Return whether a round with the noise of the last one would cost too much."""
         releases = self.accountant.releases
         return self._spent or (bool(releases) and self._exceeds(releases[-1]))
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
-        entries: dict[str, Any] = {
+        entries = {
             "guarantee": self.guarantee(),
             "noise-multiplier": self.noise_multiplier,
+            **self._cost(),
         }
-        if self.guarantees:
-            entries |= {
-                "epsilon": self.accountant.epsilon(),
-                "delta": self.settings.dp_delta,
-            }
         return {"privacy": entries}
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,11 +388,10 @@ class ClientLevelDP(Protection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore C, z and the releases; a target epsilon chooses z anew, for the
-        rounds that are left.
+        """Restore C, z and the releases.
+
+        A target epsilon chooses z anew, for the rounds that are left.
         """
         self.clipping_norm = state["clipping_norm"]
-        self.noise_multiplier = (
-            None if self.settings.dp_target_epsilon else state["noise_multiplier"]
-        )
+        self.noise_multiplier = self._chosen_noise(state["noise_multiplier"])
         self.accountant.restore(state["releases"])

@@ -1,7 +1,8 @@
-"""The server's half of a round of masked sums: the three queries, who is left, the
-weights, and the mean.
+"""The server's half of a round of masked sums: the three queries, and the mean.
 
-``privacy.masks`` has the algorithm, ``client.masking`` the clients' answers.
+The queries ask for public keys (step 1 of ``privacy.masked_sums``), for encrypted shares
+(step 2) and for shares in the clear (step 4). ``privacy.masks`` has the algorithm,
+``client.masking`` the clients' answers.
 """
 
 from __future__ import annotations
@@ -66,39 +67,22 @@ Read = TypeVar("Read")
 
 @dataclass
 class Answers(Generic[Read]):
-    """The answers to a query of the masks, by the number of the client.
+    """The outcome of a query: each client that was asked is in one of the two.
 
     Attributes:
-        read: what was asked for.
-        faults: why there is nothing to read, of clients that have replied.
+        read: what a client has answered, by its number.
+        failed: why there is no answer, by its number.
     """
 
-    read: dict[int, Read] = field(default_factory=dict)
-    faults: dict[int, str] = field(default_factory=dict)
-
-    def add(
-        self, number: int, reply: Message, read: Callable[[Mapping[str, Any]], Read]
-    ) -> None:
-        """Add a client's reply."""
-        if reply.has_error():
-            self.faults[number] = error_text(reply)
-        elif MASK_REPLY not in reply.content:
-            self.faults[number] = _LACKS_MOD
-        else:
-            try:
-                self.read[number] = read(reply.content.config_records[MASK_REPLY])
-            # a client may send anything
-            except (KeyError, TypeError, ValueError) as error:
-                self.faults[number] = (
-                    f"its answer on the masks cannot be read: {type(error).__name__}:"
-                    f" {error}"
-                )
+    read: dict[int, Read]
+    failed: dict[int, str]
 
 
 @dataclass
 class MaskedRound:
-    """The masks of a round and its sums. A client's number is the position of its node
-    in ``nodes``.
+    """The masks of a round and its sums.
+
+    A client's number is the position of its node in ``nodes``.
 
     Attributes:
         report: the report of the round; it names the clients that are lost.
@@ -125,7 +109,7 @@ class MaskedRound:
     whole: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
-    # by receiver, then by sender
+    # By receiver, then by sender: the server delivers them with the last query.
     _encrypted: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def prepare(self, asked: Sequence[int], share: float) -> bool:
@@ -138,34 +122,39 @@ class MaskedRound:
         Raises:
             ClientPartError: no client has the mod.
         """
-        # Of those that were asked: clients that are lost lower no threshold.
+        # Of those that were asked: clients that are lost lower no threshold. Above half
+        # of them, so that nobody can have both secrets of a client.
         self.threshold = max(math.ceil(share * len(asked)), len(asked) // 2 + 1, 2)
-        self._keys = self._ask("keys", {number: {} for number in asked}, _keys)
-        left: Collection[int] = self._keys
-        if len(left) >= self.threshold:
-            left = self.present = self._exchange_shares()
-        if len(left) < self.threshold:
+        nothing: dict[int, Mapping[str, Any]] = {number: {} for number in asked}
+        self._keys = self._lose_failed(self._ask("keys", nothing, _keys))
+        left = len(self._keys)
+        if left >= self.threshold:
+            self.present = self._exchange_shares()
+            left = len(self.present)
+        if left < self.threshold:
             self.give_up(
-                f"{len(left)} of {len(self.nodes)} clients are left for the masks of"
+                f"{left} of {len(self.nodes)} clients are left for the masks of"
                 " the round"
             )
             return False
         return True
 
     def _exchange_shares(self) -> frozenset[int]:
-        """Send each client the keys of all; keep the encrypted shares, and return who
-        has sent them.
+        """Send all public keys, and keep the encrypted shares; return who has sent any.
+
+        The server cannot read the shares: each is for the client that it names.
         """
         numbers = sorted(self._keys)
-        keys = [key for number in numbers for key in self._keys[number]]
         common: dict[str, Any] = {
             MASK_NUMBERS: numbers,
-            MASK_KEYS: keys,
+            MASK_KEYS: [key for number in numbers for key in self._keys[number]],
             MASK_THRESHOLD: self.threshold,
         }
         configs = {number: {**common, MASK_NUMBER: number} for number in numbers}
+        sent = self._lose_failed(self._ask("shares", configs, _by_number))
         senders = []
-        for number, shares in self._ask("shares", configs, _by_number).items():
+        for number, shares in sent.items():
+            # Without a share for each other one, those could not be unmasked together.
             if shares.keys() != {*numbers} - {number}:
                 self.lose(
                     number,
@@ -182,27 +171,35 @@ class MaskedRound:
         return sorted(self.present - {number})
 
     def left_over(self, answered: frozenset[int], size: int) -> Array:
-        """Return the masks that remain in the sum of these clients' vectors, whose size
-        is given.
+        """Return the masks that remain in the sum of these clients' vectors.
+
+        Each vector has its seed's mask. The pair masks of two clients that answered
+        cancel, those with a lost client remain.
+
+        Args:
+            answered: the clients whose vector is in the sum.
+            size: the size of a vector.
 
         Raises:
             MaskingError: too few clients are in it, or fewer than t shares of a secret
                 have come; or a client was lost after a synchronised step, and the
                 difference to the exchanges could be its gradient.
         """
-        if self.whole and answered != self.present:
+        lost = self.present - answered
+        if self.whole and lost:
             raise MaskingError(
-                f"{len(self.present - answered)} client(s) were lost after the"
-                " synchronised step"
+                f"{len(lost)} client(s) were lost after the synchronised step"
             )
         if len(answered) < self.threshold:
             raise MaskingError(
                 f"{len(answered)} clients have answered, {self.threshold} needed"
             )
-        shares, server_round = self._reveal(answered), self.report.server_round
+        shares = self._reveal(answered)
+        server_round = self.report.server_round
         told = about(self.weight(self.present), self.equal)
         left = np.zeros(size, np.int64)
         for number in sorted(self.present):
+            # t shares give the secret, and more would have to fit.
             of_secret = shares[number][: self.threshold]
             if len(of_secret) < self.threshold:
                 raise MaskingError(
@@ -212,22 +209,18 @@ class MaskedRound:
             if number in answered:
                 left += seed_mask(recovered_seed(of_secret), server_round, size)
                 continue
+            # The lost client's key gives its pair masks, with the others' sign.
             secret = recovered_key(of_secret, self._keys[number].masks)
             for other in sorted(answered):
-                add_pair_mask(
-                    left,
-                    other,
-                    number,
-                    secret,
-                    self._keys[other].masks,
-                    server_round,
-                    told,
-                )
+                public = self._keys[other].masks
+                add_pair_mask(left, other, number, secret, public, server_round, told)
         return left
 
     def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
-        """Ask for the shares of those who have answered and of those who are lost;
-        return them by owner.
+        """Ask for one share of each present client, and return the shares by owner.
+
+        Of those who have answered it is a share of the seed b, of the lost ones of the
+        key s.
         """
         common: dict[str, Any] = {
             MASK_ANSWERED: sorted(answered),
@@ -239,9 +232,14 @@ class MaskedRound:
             encrypted = [self._encrypted[number][other] for other in others]
             configs[number] = {**common, MASK_NUMBERS: others, MASK_SHARES: encrypted}
 
+        # Before the query: an answer that comes too late was given all the same.
         self.revealing = True
+        answers = self._ask("reveal", configs, _by_number)
+        for number, why in answers.failed.items():
+            # It is not lost: its vector is in the sum, and t others may be enough.
+            self._warn(f"{self.nodes[number]}: {why}")
         shares: dict[int, list[bytes]] = {owner: [] for owner in self.present}
-        for of_client in self._ask("reveal", configs, _by_number).values():
+        for of_client in answers.read.values():
             for owner in self.present & of_client.keys():
                 shares[owner].append(of_client[owner])
         return shares
@@ -272,17 +270,16 @@ class MaskedRound:
         return {number_of[reply.node.node_id]: reply.state[MASKED] for reply in replies}
 
     def mean(self, vectors: Mapping[int, Array]) -> Array:
-        """Return the weighted mean of what these clients have masked, without the masks
-        that are left in the sum.
+        """Return the weighted mean of what these clients have masked (step 4).
 
         Raises:
             MaskingError: the masks cannot be removed.
             ReplyError: the sum is out of range.
         """
-        answered, total = frozenset(vectors), _sum(list(vectors.values()))
-        return self.point.mean(
-            total - self.left_over(answered, total.size), self.weight(answered)
-        )
+        answered = frozenset(vectors)
+        total = _sum(list(vectors.values()))
+        unmasked = total - self.left_over(answered, total.size)
+        return self.point.mean(unmasked, self.weight(answered))
 
     def of_exchange(self, tag: str, tensors: Sequence[Tensor]) -> Array:
         """Return the sum of an exchange's tensors, int64, in which all masks cancel.
@@ -290,9 +287,8 @@ class MaskedRound:
         Raises:
             ReplyError: a client's tensor is missing, or has no masks.
         """
-        if len(tensors) < len(self.present) or any(
-            tensor.dtype != torch.int64 for tensor in tensors
-        ):
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(tensors) < len(self.present) or dtypes != {torch.int64}:
             raise ReplyError(
                 f"exchange '{tag}' needs a masked tensor of int64 from each client"
             )
@@ -302,59 +298,77 @@ class MaskedRound:
         """Report that a client takes no part any more."""
         node = self.nodes[number]
         self.report.reject(node.node_id, f"{node}: {why}")
-        logger.warning("round %d: %s: %s", self.report.server_round, node, why)
+        self._warn(f"{node}: {why}")
 
     def give_up(self, why: str) -> None:
         """Report that the round ends without a result."""
-        server_round = self.report.server_round
-        logger.warning("round %d: %s: nothing is revealed", server_round, why)
+        self._warn(f"{why}: nothing is revealed")
         for node in self.nodes:
             if node.node_id not in self.report.rejected:
                 self.report.reject(node.node_id, f"{node}: {why}: nothing is revealed")
+
+    def _warn(self, text: str) -> None:
+        logger.warning("round %d: %s", self.report.server_round, text)
+
+    def _lose_failed(self, answers: Answers[Read]) -> dict[int, Read]:
+        """Return what clients have answered; those without an answer are lost."""
+        for number, why in answers.failed.items():
+            self.lose(number, why)
+        return answers.read
 
     def _ask(
         self,
         stage: str,
         configs: Mapping[int, Mapping[str, Any]],
         read: Callable[[Mapping[str, Any]], Read],
-    ) -> dict[int, Read]:
-        """Send the query of a stage; return the answers by number, and name the clients
-        without one.
+    ) -> Answers[Read]:
+        """Send the query of a stage to clients, and return what has come of it.
 
         Raises:
             ClientPartError: all clients have answered without the mod.
         """
+        # Whoever does not answer in time keeps this reason.
+        why = f"no answer to '{stage}' of the masks"
+        answers = Answers[Read]({}, dict.fromkeys(sorted(configs), why))
         number_of = {self.nodes[number].node_id: number for number in configs}
         queries = [
             self._query(stage, number, config) for number, config in configs.items()
         ]
         self.report.train.exchanges += 1
-        answers = Answers[Read]()
         for reply in self.grid.send_and_receive(queries, timeout=self.timeout):
-            answers.add(number_of[reply.metadata.src_node_id], reply, read)
-        if configs and list(answers.faults.values()) == [_LACKS_MOD] * len(configs):
-            raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
-        for number in sorted(configs.keys() - answers.read.keys()):
-            why = answers.faults.get(number, f"no answer to '{stage}' of the masks")
-            if stage == "reveal":  # it is not lost: its vector is in the sum
-                logger.warning(
-                    "round %d: %s: %s",
-                    self.report.server_round,
-                    self.nodes[number],
-                    why,
-                )
+            number = number_of[reply.metadata.src_node_id]
+            if reply.has_error():
+                answers.failed[number] = error_text(reply)
+            elif MASK_REPLY not in reply.content:
+                answers.failed[number] = _LACKS_MOD
             else:
-                self.lose(number, why)
-        return answers.read
+                # A client may send anything.
+                try:
+                    found = read(reply.content.config_records[MASK_REPLY])
+                except (KeyError, TypeError, ValueError) as error:
+                    answers.failed[number] = (
+                        "its answer on the masks cannot be read:"
+                        f" {type(error).__name__}: {error}"
+                    )
+                else:
+                    answers.read[number] = found
+                    answers.failed.pop(number, None)
+
+        # The project's mistake, not that of single clients.
+        if configs and list(answers.failed.values()) == [_LACKS_MOD] * len(configs):
+            first = next(iter(configs))
+            raise ClientPartError(f"{self.nodes[first]}: {_LACKS_MOD}")
+        return answers
 
     def _query(self, stage: str, number: int, config: Mapping[str, Any]) -> Message:
-        common: dict[str, Any] = {
-            MASK_STAGE: stage,
-            SERVER_ROUND: self.report.server_round,
-        }
-        content = RecordDict(
-            {_QUERY: ConfigRecord({**common, **without_empty(config)})}
+        record = ConfigRecord(
+            {
+                MASK_STAGE: stage,
+                SERVER_ROUND: self.report.server_round,
+                **without_empty(config),
+            }
         )
+        content = RecordDict({_QUERY: record})
         return Message(content, self.nodes[number].node_id, MessageType.QUERY)
 
 
@@ -372,13 +386,8 @@ def _keys(answer: Mapping[str, Any]) -> PublicKeys:
 
 
 def _by_number(answer: Mapping[str, Any]) -> dict[int, bytes]:
-    return dict(
-        zip(
-            answer.get(MASK_NUMBERS, ()),
-            map(_bytes, answer.get(MASK_SHARES, ())),
-            strict=True,
-        )
-    )
+    shares = map(_bytes, answer.get(MASK_SHARES, ()))
+    return dict(zip(answer.get(MASK_NUMBERS, ()), shares, strict=True))
 
 
 def _bytes(value: object) -> bytes:

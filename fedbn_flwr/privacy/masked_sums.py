@@ -1,5 +1,5 @@
-r"""Masked sums (secure aggregation): the server sees the sum of the clients' updates,
-and no single one.
+r"""Masked sums (secure aggregation): the server sees the sum of updates, and no single
+one.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
 Learning", Figure 4, against a server that follows the protocol and is curious. This
@@ -100,16 +100,15 @@ _ANSWERS_ARE_PUBLIC = (
 
 
 def refusals(methods: Methods) -> list[str]:
-    """Return what the methods take from single clients that is no masked sum, one line
-    each.
-    """
+    """Return what the methods take from single clients that no masks hide, line by line."""
     lines = []
     for beside in sent_beside(methods):
-        if not beside.masked:
-            named = f" ({beside.key!r} in the reply)" if beside.key else ""
-            lines.append(
-                f"strategy {methods.name!r} with masked-sums=true: {beside.text}{named}"
-            )
+        if beside.masked:
+            continue
+        line = f"strategy {methods.name!r} with masked-sums=true: {beside.text}"
+        if beside.key:
+            line += f" ({beside.key!r} in the reply)"
+        lines.append(line)
     return lines
 
 
@@ -126,13 +125,16 @@ class MaskedSums(Protection):
     """
 
     reads_each = False
-    publishes_metrics = False  # they have no masks
+    # Metrics have no masks.
+    publishes_metrics = False
 
     _masks: MaskedRound
 
     def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
-        if problems := mask_conflicts(dp.settings) if dp else ():
-            raise ConfigError("\n".join(problems))
+        if dp:
+            problems = mask_conflicts(dp.settings)
+            if problems:
+                raise ConfigError("\n".join(problems))
         self.settings = settings
         self._dp = dp
         self._inner: Protection = dp or Protection()
@@ -159,24 +161,23 @@ class MaskedSums(Protection):
 
     def _begin(self) -> None:
         # SHA-256 of the weights of this round, and of the last ones of which a sum may
-        # be known.
+        # be known: a second sum of the same would tell a client that is in one alone.
         self._weights = self._known = ""
+        # The number by which the clients of a resumed run draw new batches; 0 = none.
         self._fresh = 0
         self._resumed = self._warned = False
         self._cohort_rounds = 1
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether differential privacy, if there is any, allows the round; masks
-        allow each.
-        """
+        """Return whether differential privacy allows the round; masks allow each."""
         return self._inner.admits(facts, asked)
 
     def config(self) -> Mapping[str, Any]:
-        """Return the config of differential privacy; in a resumed run also a number:
-        clients draw new batches by it.
-        """
-        fresh: dict[str, Any] = {FRESH_BATCHES: self._fresh} if self._fresh else {}
-        return {**self._inner.config(), **fresh}
+        """Return the config of differential privacy, and the number for new batches."""
+        config = {**self._inner.config()}
+        if self._fresh:
+            config[FRESH_BATCHES] = self._fresh
+        return config
 
     def open_round(
         self,
@@ -186,8 +187,7 @@ class MaskedSums(Protection):
         grid: Grid,
         timeout: float,
     ) -> list[Message]:
-        """Let the clients agree on masks (steps 1 and 2); return the messages to those
-        that are left.
+        """Let the clients agree on masks (steps 1, 2); return messages to those left.
 
         Raises:
             ClientPartError: no client has the mod.
@@ -195,28 +195,30 @@ class MaskedSums(Protection):
         """
         self._warn_of_changes(facts, len(messages))
         self._weights = _weights_sha256(facts)
-        if self._resumed:  # the killed run may have summed what comes next
+        if self._resumed:
+            # The killed run may have summed what comes next.
             self._known, self._resumed = self._weights, False
         if not messages:
             return []
-        masks = self._masks = MaskedRound(
-            report, [node for node, _ in messages], grid, timeout, bool(self._dp)
-        )
+        nodes = [node for node, _ in messages]
+        masks = MaskedRound(report, nodes, grid, timeout, equal=bool(self._dp))
+        self._masks = masks
         able = _able(masks, repeats=self._weights == self._known)
         if not masks.prepare(able, self.settings.masked_threshold):
             return []
-        return [
-            with_config(messages[number][1], masks.config(number))
-            for number in sorted(masks.present)
-        ]
+        masked = []
+        for number in sorted(masks.present):
+            _, message = messages[number]
+            masked.append(with_config(message, masks.config(number)))
+        return masked
 
     def _warn_of_changes(self, facts: Facts, asked: int) -> None:
-        """Warn once if the clients of the sums change: sums then tell of single
-        clients.
-        """
+        """Warn once if the clients of the sums change: they tell of single clients."""
+        if self._warned or asked >= facts.num_able:
+            return
+        # The same clients are drawn for that many rounds.
         rounds = facts.num_rounds
-        one_cohort = rounds is not None and rounds <= self._cohort_rounds
-        if asked >= facts.num_able or one_cohort or self._warned:
+        if rounds is not None and rounds <= self._cohort_rounds:
             return
         self._warned = True
         logger.warning(
@@ -231,14 +233,14 @@ class MaskedSums(Protection):
         )
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return the limits of a step in which all stay to the end, and whose exchanges
-        are masked sums.
+        """Return the limits of a step in which all stay, with masked exchanges.
+
+        No shares are revealed for an exchange: with a client less its masks remain.
         """
         masks = self._masks
-        if (
-            missing := {masks.nodes[number].node_id for number in masks.present}
-            - members.keys()
-        ):
+        present = {masks.nodes[number].node_id for number in masks.present}
+        missing = present - members.keys()
+        if missing:
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in"
                 " the synchronised step"
@@ -249,6 +251,7 @@ class MaskedSums(Protection):
             tag: str, tensors: Sequence[Tensor], weights: Sequence[float]
         ) -> Tensor:
             total = masks.of_exchange(tag, tensors)
+            # From here on a sum of these weights is known.
             self._known = self._weights
             return torch.from_numpy(masks.point.mean(total, math.fsum(weights)))
 
@@ -257,6 +260,7 @@ class MaskedSums(Protection):
     def expected(self, facts: Facts) -> State:
         """Ask for a masked vector in place of the entries."""
         size = sum(array.size for array in _like(facts).values())
+        # Shape and dtype alone count, so a broadcast one takes no memory.
         return {MASKED: np.broadcast_to(np.int64(0), size)}
 
     def pool(
@@ -266,29 +270,28 @@ class MaskedSums(Protection):
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
-        """Return one reply with the average (step 4), or none if the masks cannot be
-        removed.
+        """Return one reply with the average (step 4), or none if masks remain.
 
         With differential privacy such a round has a result, too: noise alone.
         """
         if not replies:
             return self._inner.pool(facts, report, replies, check)
-        moved, floats = (
-            report.train,
-            sum(reply.state[MASKED].nbytes for reply in replies),
-        )
-        moved.up, moved.counters_up = moved.up + floats, moved.counters_up - floats
+        # The traffic has int64 as counters; these are the floats of the update.
+        moved = report.train
+        size = sum(reply.state[MASKED].nbytes for reply in replies)
+        moved.up += size
+        moved.counters_up -= size
         try:
             average = self._average(facts, replies, check)
-        # one client can spoil a sum, and nobody knows which
         except (MaskingError, ReplyError) as error:
+            # One client can spoil a sum, and nobody knows which.
             self._masks.give_up(str(error))
             return self._inner.pool(facts, report, [], check)
-        return (
-            self._inner.pool(facts, report, [average] * len(replies), check)
-            if self._dp
-            else [average]
-        )
+        if self._dp:
+            # It sums what it gets: so many times the average, with equal weights.
+            repeated = [average] * len(replies)
+            return self._inner.pool(facts, report, repeated, check)
+        return [average]
 
     def _average(
         self,
@@ -296,8 +299,7 @@ class MaskedSums(Protection):
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Reply:
-        """Return a reply with the average of the masked updates, which the method
-        accepts; it counts the round.
+        """Return a reply with the average, which the method accepts.
 
         Raises:
             MaskingError: the masks cannot be removed.
@@ -308,28 +310,27 @@ class MaskedSums(Protection):
         try:
             mean = masks.mean(vectors)
         finally:
-            # the sum may be known, also if shares come late or it is out of range
+            # The sum may be known, also if shares come late or it is out of range.
             if masks.revealing:
                 self._known = self._weights
-        state = Coordinates(facts.shared, facts.parts, scale=1.0).state(
-            split(mean, _like(facts)), 0.0
-        )
+        coordinates = Coordinates(facts.shared, facts.parts, scale=1.0)
+        state = coordinates.state(split(mean, _like(facts)), 0.0)
         average = Reply(Node(0), masks.weight(vectors.keys()), state, {})
         check(average)
-        state.update(
-            {name: state[name] + 1 for name in facts.parts.counters if name in state}
-        )
+        # Integers are not masked: the counters count rounds.
+        for name in facts.parts.counters:
+            if name in state:
+                state[name] = state[name] + 1
         return average
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether differential privacy ends the run after this round; masks end
-        none.
-        """
+        """Return whether differential privacy ends the run after this round."""
         return self._inner.stops_after(server_round)
 
     def outcome(self) -> dict[str, Any]:
-        """Return what differential privacy says in the summary, and that masks do not
-        hide whether a client answers.
+        """Return what differential privacy says in the summary, with a limit of masks.
+
+        Masks do not hide whether a client answers.
         """
         found = self._inner.outcome()
         if self._dp and self._dp.guarantees:
@@ -337,9 +338,7 @@ class MaskedSums(Protection):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of differential privacy; masks last one round, and nothing
-        of them is kept.
-        """
+        """Return the state of differential privacy; masks last one round."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -360,33 +359,34 @@ def _like(facts: Facts) -> dict[str, Array]:
 
 
 def _weights_sha256(facts: Facts) -> str:
-    """Return a hash of what decides what clients send, if their batches are the same:
-    not what BN has measured.
+    """Return a hash of what decides what clients send, if their batches are the same.
+
+    In train mode BatchNorm's running statistics decide nothing.
     """
     measured = {*facts.parts.statistics, *facts.parts.counters}
-    return state_sha256(
-        {name: array for name, array in facts.before.items() if name not in measured}
-    )
+    weights = {
+        name: array for name, array in facts.before.items() if name not in measured
+    }
+    return state_sha256(weights)
 
 
 def _able(masks: MaskedRound, repeats: bool) -> list[int]:
     """Return the clients to ask; the others take no part.
 
-    ``repeats``: whether a sum of this model may be known; then clients of one batch
-    would send the same numbers again.
+    Args:
+        masks: the round.
+        repeats: whether a sum of this model may be known: then clients of one batch
+            would send the same numbers again.
 
     Raises:
         ConfigError: all clients would.
     """
     able, repeating = [], 0
     for number, node in enumerate(masks.nodes):
+        size = node.batch_size
         if not node.num_examples:
             masks.lose(number, _LACKS_COUNT)
-        elif (
-            repeats
-            and node.batch_size is not None
-            and node.batch_size >= node.num_examples
-        ):
+        elif repeats and size is not None and size >= node.num_examples:
             masks.lose(number, _REPEATS)
             repeating += 1
         else:

@@ -1,5 +1,4 @@
-r"""Pairwise masks that cancel in a sum, and the secrets with which those of lost
-clients are removed.
+r"""Pairwise masks that cancel in a sum, and the secrets that remove those that do not.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
 Learning", Figure 4.
@@ -66,9 +65,7 @@ __all__ = [
 
 
 class PublicKeys(NamedTuple):
-    """A client's public keys: s for the masks of the model, c for the channel between
-    clients.
-    """
+    """A client's public keys: s for the model's masks, c for the clients' channel."""
 
     masks: bytes
     channel: bytes
@@ -76,8 +73,7 @@ class PublicKeys(NamedTuple):
 
 @dataclass
 class Party:
-    """A client in one round of masked sums, with its secrets and the rules by which it
-    uses them.
+    """A client in one round of masked sums: its secrets, and the rules for their use.
 
     ``Party.new`` makes the keys. The methods that follow are called in the order of the
     file; each does its work once. All raise MaskingError where the server asks for
@@ -113,8 +109,7 @@ class Party:
     def shares(
         self, number: int, keys: Mapping[int, PublicKeys], threshold: int
     ) -> dict[int, bytes]:
-        """Return the encrypted shares of this client's secrets, by the number of the
-        client that can read them.
+        """Return the encrypted shares of this client's secrets, by who can read them.
 
         Args:
             number: this client's number.
@@ -128,33 +123,33 @@ class Party:
                 f"{threshold} of {size} shares would give the server a secret of this"
                 " client: it must be at least 2, and more than half of all shares"
             )
+        # With one key at two places, two pairs of clients would have the same masks.
         distinct = {key for pair in keys.values() for key in pair}
         if list(keys.get(number, ())) != self.publics or len(distinct) < 2 * size:
             raise MaskingError(
                 "the public keys of the round are not those that its clients have sent,"
                 " each its own"
             )
-        self.number, self.threshold, self._seed = number, threshold, os.urandom(32)
+        self.number, self.threshold = number, threshold
         self._others = {
             other: list(pair) for other, pair in keys.items() if other != number
         }
-        shares = (
-            create_shares(secret, threshold, size)
-            for secret in (self._seed, self._secrets[0])
-        )
-        pairs = dict(
-            zip(sorted(keys), map(list, zip(*shares, strict=True)), strict=True)
-        )
-        self._own_shares = pairs.pop(number)
-        self._channels = {
-            other: _agreed(self._secrets[1], pair[1])
-            for other, pair in self._others.items()
-        }
+
+        # The seed b and the secret key s, whose public key is for the masks.
+        self._seed = os.urandom(32)
+        of_seed = create_shares(self._seed, threshold, size)
+        of_key = create_shares(self._secrets[0], threshold, size)
+        pairs = dict(zip(sorted(keys), zip(of_seed, of_key, strict=True), strict=True))
+        self._own_shares = list(pairs.pop(number))
+
+        for other, (_, channel) in self._others.items():
+            self._channels[other] = _agreed(self._secrets[1], channel)
         return {other: self._encrypted(other, pair) for other, pair in pairs.items()}
 
     def set_present(self, present: Collection[int], about: str = "") -> None:
-        """Note the other clients that are still there; called with each message of the
-        training.
+        """Note the other clients that are still there.
+
+        It is called with each message of the training.
 
         Args:
             present: their numbers.
@@ -171,15 +166,14 @@ class Party:
                 f"{len(present) + 1} clients are left, {self.threshold} needed: the sum"
                 " would tell too much of each"
             )
-        if self._present is not None and (self._present, self._about) != (
-            sorted(present),
-            about,
-        ):
+        # Both are in the masks: with others these would not cancel.
+        told, before = (sorted(present), about), (self._present, self._about)
+        if self._present is not None and told != before:
             raise MaskingError(
                 "the members of the round, or what is said of the sum, have changed"
                 " within the round"
             )
-        self._present, self._about = sorted(present), about
+        self._present, self._about = told
 
     def exchange(self, tag: str, vector: Array) -> Array:
         """Return the vector of an exchange, int64, with its masks."""
@@ -190,12 +184,8 @@ class Party:
         masked = vector.copy()
         purpose = f"exchange|{self.server_round}|{self._about}|{tag}"
         for other in self._present_others():
-            _add(
-                masked,
-                self.number,
-                other,
-                _stream(self._channels[other], purpose, vector.size),
-            )
+            stream = _stream(self._channels[other], purpose, vector.size)
+            _add(masked, self.number, other, stream)
         return masked
 
     def masked(self, vector: Array) -> Array:
@@ -203,16 +193,11 @@ class Party:
         present = self._present_others()
         self._go("shares", "masked")
         masked = vector + seed_mask(self._seed, self.server_round, vector.size)
+        secret, told = self._secrets[0], self._about
         for other in present:
-            key = self._others[other][0]
+            public = self._others[other][0]
             add_pair_mask(
-                masked,
-                self.number,
-                other,
-                self._secrets[0],
-                key,
-                self.server_round,
-                self._about,
+                masked, self.number, other, secret, public, self.server_round, told
             )
         return masked
 
@@ -222,8 +207,7 @@ class Party:
         lost: Collection[int],
         encrypted: Mapping[int, bytes],
     ) -> dict[int, bytes]:
-        """Return this client's share of b for each client that answered, and of s for
-        each lost one.
+        """Return this client's share of b of each that answered, of s of each lost one.
 
         Args:
             answered: the numbers of those whose vector has arrived, with this client.
@@ -244,14 +228,13 @@ class Party:
                 " nothing is revealed"
             )
         revealed = {}
-        for other in sorted({*answered, *lost}):
-            of_seed, of_key = (
-                self._own_shares
-                if other == self.number
-                else self._decrypted(other, encrypted)
-            )
+        for other in members:
+            if other == self.number:
+                of_seed, of_key = self._own_shares
+            else:
+                of_seed, of_key = self._decrypted(other, encrypted)
             revealed[other] = of_seed if other in answered else of_key
-        # of no use any more
+        # Of no use any more, and what is not kept cannot be read.
         self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}
         return revealed
 
@@ -283,29 +266,27 @@ class Party:
 
     def _decrypted(self, other: int, encrypted: Mapping[int, bytes]) -> list[bytes]:
         try:
-            sender, *shares = json.loads(
-                decrypt(self._envelope(other), encrypted[other])
-            )
+            text = decrypt(self._envelope(other), encrypted[other])
+            sender, *shares = json.loads(text)
         except (KeyError, InvalidToken, ValueError) as error:
             raise MaskingError(
                 f"the shares of client {other} cannot be read: {type(error).__name__}"
             ) from error
-        if sender != other:  # two clients have one key: these could be this one's own
+        # If two clients have one key these could be this one's own.
+        if sender != other:
             raise MaskingError(
                 f"client {sender}'s shares came as those of client {other}"
             )
         return [bytes.fromhex(share) for share in shares]
 
     def _envelope(self, other: int) -> bytes:
-        return urlsafe_b64encode(
-            _derived(self._channels[other], f"shares|{self.server_round}")
-        )
+        """Return the key of what two clients send each other, as Fernet takes it."""
+        key = _derived(self._channels[other], f"shares|{self.server_round}")
+        return urlsafe_b64encode(key)
 
 
 def about(total: float, equal: bool) -> str:
-    """Return what the clients are told of a sum, as a text: the sum of the weights, and
-    how they weigh.
-    """
+    """Return what the clients are told of a sum: the sum of weights, and which they are."""
     return f"{total!r}|{'equal' if equal else 'examples'}"
 
 
@@ -334,12 +315,8 @@ def add_pair_mask(
         server_round: the round.
         about: what the clients were told of the sum.
     """
-    _add(
-        total,
-        number,
-        other,
-        _stream(_agreed(secret, public), f"pair|{server_round}|{about}", total.size),
-    )
+    purpose = f"pair|{server_round}|{about}"
+    _add(total, number, other, _stream(_agreed(secret, public), purpose, total.size))
 
 
 def recovered_seed(shares: Sequence[bytes]) -> bytes:
@@ -365,7 +342,8 @@ def recovered_key(shares: Sequence[bytes], public: bytes) -> bytes:
     secret = recovered_seed(shares)
     try:
         fits = public_of(secret) == public
-    except ValueError:  # no key at all
+    except ValueError:
+        # No key at all.
         fits = False
     if not fits:
         raise MaskingError("the shares of a lost client are not those of its key")
@@ -380,10 +358,15 @@ def _agreed(secret: bytes, public: bytes) -> bytes:
 
 
 def _add(total: Array, number: int, other: int, stream: Array) -> None:
-    (np.add if number < other else np.subtract)(total, stream, out=total)
+    """Add a mask in place: the client of the lower number adds it, the other takes it."""
+    if number < other:
+        np.add(total, stream, out=total)
+    else:
+        np.subtract(total, stream, out=total)
 
 
 def _derived(secret: bytes, purpose: str) -> bytes:
+    """Return a key for one purpose; another purpose has an independent key."""
     return HKDF(SHA256(), 32, None, f"fedbn-flwr|{purpose}".encode()).derive(secret)
 
 

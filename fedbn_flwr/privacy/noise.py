@@ -23,12 +23,12 @@ _BLOCK = 2**20  # values
 
 
 def keystream(key: bytes, num_bytes: int) -> bytes:
-    """Return the first bytes of ChaCha20's stream of a key of 32 bytes, which must not
-    be used for another stream.
+    """Return the first bytes of ChaCha20's stream of a key of 32 bytes.
+
+    The key must not be used for another stream: the nonce is always zero.
     """
-    return (
-        Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(num_bytes))
-    )
+    cipher = Cipher(ChaCha20(key, bytes(16)), mode=None)
+    return cipher.encryptor().update(bytes(num_bytes))
 
 
 class Noise(Protocol):
@@ -50,25 +50,26 @@ class SystemNoise:
     secret = True
 
     def normal(self, shape: Sequence[int]) -> Array:
-        """Return standard normal values in float64 (Box and Muller 1958); none is above
-        8.6 in size.
+        """Return standard normal values in float64 (Box and Muller 1958).
+
+        None is above 8.6 in size.
         """
         values = np.empty(int(np.prod(shape)))
-        for start in range(0, values.size, _BLOCK):  # in blocks, which need less memory
+        # In blocks, which need less memory.
+        for start in range(0, values.size, _BLOCK):
             block = values[start : start + _BLOCK]
             pairs = (block.size + 1) // 2
             first, second = _uniform(2 * pairs).reshape(2, pairs)
-            radius, angle = np.sqrt(-2 * np.log(first + 2.0**-53)), 2 * np.pi * second
-            block[:pairs], block[pairs:] = (
-                radius * np.cos(angle),
-                (radius * np.sin(angle))[: block.size - pairs],
-            )
+            # (0, 1] in place of [0, 1): the logarithm of 0 is infinite.
+            radius = np.sqrt(-2 * np.log(first + 2.0**-53))
+            angle = 2 * np.pi * second
+            block[:pairs] = radius * np.cos(angle)
+            block[pairs:] = (radius * np.sin(angle))[: block.size - pairs]
         return values.reshape(shape)
 
 
 def _uniform(size: int) -> Array:
     """Return values in [0, 1), multiples of 2^-53, in float64."""
-    words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(
-        11
-    )
-    return words * 2.0**-53
+    words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64)
+    # The 53 bits that float64 holds without rounding.
+    return (words >> np.uint64(11)) * 2.0**-53

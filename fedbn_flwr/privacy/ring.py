@@ -1,5 +1,4 @@
-r"""Fixed-point numbers in the ring of integers modulo 2^64, in which masked sums are
-taken. NumPy only.
+r"""Fixed-point numbers in the ring of integers modulo 2^64, for masked sums.
 
 A client with weight $w_i$ sends $\mathrm{round}(w_i x_i 2^f)$ as int64; additions wrap
 around. With $f = 62 - \lceil \log_2 (W R) \rceil$, $W$ the sum of all weights and $R$
@@ -60,16 +59,14 @@ class FixedPoint:
         return 62 - math.ceil(math.log2(self.value_range * self.total_weight))
 
     def error(self, num_clients: int, total_weight: float) -> float:
-        """Return the largest error of a mean, given the sum of the weights of the
-        clients in it.
+        """Return the largest error of a mean, given the sum of its clients' weights.
 
         Float64's own rounding of the values is not in it.
         """
         return num_clients * 2.0 ** (-self.fraction_bits - 1) / total_weight
 
     def vector(self, values: Mapping[str, Array], weight: float) -> Array:
-        """Return the weighted values, one after the other in the order of names, as a
-        vector of int64.
+        """Return the weighted values in the order of names, as a vector of int64.
 
         Raises:
             DataError: a value is not finite or out of range; its entry is named.
@@ -97,8 +94,7 @@ class FixedPoint:
         return whole
 
     def mean(self, total: Array, weight: float) -> Array:
-        """Return the mean in float64, given the sum of the vectors and the sum of their
-        clients' weights.
+        """Return the mean in float64, given the sums of the vectors and of the weights.
 
         Raises:
             ReplyError: the sum is larger than any that these clients can send: it still
@@ -111,12 +107,8 @@ class FixedPoint:
 
 
 def split(vector: Array, like: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the pieces of a vector by name, in the shapes of ``like`` and in the order
-    of names.
-    """
-    ends = np.cumsum([like[name].size for name in sorted(like)])
-    pieces = np.split(vector, ends[:-1])
-    return {
-        name: piece.reshape(like[name].shape)
-        for name, piece in zip(sorted(like), pieces, strict=True)
-    }
+    """Return the pieces of a vector by name, in order of names and as ``like`` is."""
+    names = sorted(like)
+    ends = np.cumsum([like[name].size for name in names])
+    pieces = zip(names, np.split(vector, ends[:-1]), strict=True)
+    return {name: piece.reshape(like[name].shape) for name, piece in pieces}

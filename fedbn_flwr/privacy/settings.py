@@ -80,9 +80,7 @@ def dp_conflicts(settings: DPSettings) -> list[str]:
 
 
 def unused_dp(settings: DPSettings) -> dict[str, str]:
-    """Return the settings that have no effect under the others, by name, each with what
-    it needs.
-    """
+    """Return the settings without effect under the others, each with what it needs."""
     if settings.dp == "off":
         return dict.fromkeys(
             set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client"
@@ -111,9 +109,7 @@ class MaskSettings(Settings):
 
 
 def mask_conflicts(dp: DPSettings) -> list[str]:
-    """Return why differential privacy with these settings needs single updates, one
-    line each.
-    """
+    """Return why differential privacy with these settings needs single updates."""
     if dp.dp != "server":
         return []
     return [
