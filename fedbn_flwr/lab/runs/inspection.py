@@ -1,5 +1,6 @@
-"""Predict what a strategy does with a model: shared, kept and frozen parts; floats,
-bytes and exchanges per round.
+"""Predict what a strategy does with a model, without a run.
+
+Shared, kept and frozen parts; floats, bytes and exchanges per round.
 """
 
 from __future__ import annotations
@@ -98,8 +99,11 @@ class Inspection:
         Raises:
             ConfigError: the length of a phase is found out during the run.
         """
+        phases = list(self.phases)
+        if self.reestimation:
+            phases.append(self.reestimation)
         total = Traffic()
-        for phase in (*self.phases, *filter(None, [self.reestimation])):
+        for phase in phases:
             if phase.rounds is None:
                 raise ConfigError(
                     f"the number of rounds of phase {phase.name!r} is found out during"
@@ -112,8 +116,7 @@ class Inspection:
 def inspect_model(
     model: nn.Module, strategy: str, num_clients: int, config: Config | None = None
 ) -> Inspection:
-    """Return the predicted traffic of ``strategy`` between the server and
-    ``num_clients`` clients of a round.
+    """Return the predicted traffic of ``strategy`` on a model.
 
     Args:
         model: the model; one forward pass in eval mode finds the BatchNorm calls of a
@@ -126,17 +129,31 @@ def inspect_model(
     Raises:
         KeyError: the strategy is not in ``STRATEGIES``.
     """
-    config = (config or Config.make({})).model_copy(update={"strategy": strategy})
+    if config is None:
+        config = Config.make({})
+    config = config.model_copy(update={"strategy": strategy})
     methods = method_of(config).methods
+
+    # what a round costs, and what its synchronised step adds
     costs = _Costs(model, config, num_clients)
     start, later = costs.rounds()
-    calls = batchnorm_calls(model, config) if methods.whole.exchanges else ()
-    step = costs.synchronised_step(calls, model) if methods.whole.exchanges else None
-    plan, in_eval = freeze_plan(methods), stays_in_eval(model)
-    refused = [
-        f"{fit.text}; the model has {fit.has or 'none'}: a run is refused"
-        for fit in misfits(config, model)
-    ]
+    calls: tuple[tuple[int, bool], ...] = ()
+    step = None
+    if methods.whole.exchanges:
+        calls = batchnorm_calls(model, config)
+        step = costs.synchronised_step(calls, model)
+    plan = freeze_plan(methods)
+
+    # what a user may not expect
+    warnings = []
+    for fit in misfits(config, model):
+        has = fit.has or "none"
+        warnings.append(f"{fit.text}; the model has {has}: a run is refused")
+    warnings += partly_without_effect(costs.parts, methods)
+    warnings += config.warnings()
+    warnings += _uncounted(config)
+
+    in_eval = stays_in_eval(model)
     return Inspection(
         parts=costs.parts,
         sizes=costs.sizes,
@@ -147,12 +164,7 @@ def inspect_model(
         phases=_phases(start, later, step, config.num_server_rounds, plan),
         reestimation=costs.reestimation(),
         plain=costs.one_round(costs.everything, costs.everything),
-        warnings=(
-            *refused,
-            *partly_without_effect(costs.parts, methods),
-            *config.warnings(),
-            *_uncounted(config),
-        ),
+        warnings=tuple(warnings),
         frozen=tuple(
             name for name, p in model.named_parameters() if not p.requires_grad
         ),
@@ -176,20 +188,26 @@ class _Costs:
     """
 
     def __init__(self, model: nn.Module, config: Config, num_clients: int) -> None:
-        self._config, self._num_clients = config, num_clients
+        self._config = config
+        self._num_clients = num_clients
         self._travels = method_of(config).methods.whole
-        self.parts, self._state = split_state(model), to_state(model.state_dict())
+
+        # the whole state, and what of it does not stay with the clients
+        self.parts = split_state(model)
+        self._state = to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
         self.everything = num_bytes(to_record(self._state))
-        self.shared = num_bytes(
-            to_record({name: a for name, a in self._state.items() if self._sends(name)})
-        )
-        self._trained = sum(
-            p.numel() * p.element_size()
-            # as the state dict, where a tied weight has two names
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if p.requires_grad and self._sends(name)
-        )
+        sent = {name: a for name, a in self._state.items() if self._sends(name)}
+        self.shared = num_bytes(to_record(sent))
+
+        # bytes of the parameters that train; a tied weight has two names, as in the
+        # state dict
+        self._trained = 0
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if p.requires_grad and self._sends(name):
+                self._trained += p.numel() * p.element_size()
+
+        # BN layers whose statistics move, and the bytes of these
         learning = learning_parts(model)
         self._layers = len(list(learning.moments()))
         self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
@@ -206,39 +224,38 @@ class _Costs:
         return numbers
 
     def one_round(self, down: Sizes, up: Sizes) -> Traffic:
-        """Return the traffic of a round with one exchange: a broadcast, and a reply of
-        each client.
-        """
-        return Traffic(
-            1, down[0], self._num_clients * up[0], down[1], self._num_clients * up[1]
-        )
+        """Return the traffic of a broadcast, and of a reply of each client."""
+        clients = self._num_clients
+        return Traffic(1, down[0], clients * up[0], down[1], clients * up[1])
 
     def rounds(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of round 1 and of each later one, without a synchronised
-        step.
+        """Return the traffic of round 1 and of each later one.
+
+        A synchronised step is not in it.
         """
-        start, later = (
-            self.one_round(self.everything, self.shared),
-            self.one_round(self.shared, self.shared),
-        )
+        # what stays with the clients is sent to them once
+        start = self.one_round(self.everything, self.shared)
+        later = self.one_round(self.shared, self.shared)
+
         # Further records (variates, momentum) start at zero and are not sent down in
         # the first round.
-        (copies_down, copies_up), (rows_down, rows_up) = (
-            self._travels.extra_copies,
-            self._travels.extra_statistics,
-        )
-        counts = sum(beside.size == "moments" for beside in self._travels.beside)
-        later.down += copies_down * self._trained + int(rows_down * self._statistics)
+        copies_down, copies_up = self._travels.extra_copies
+        rows_down, rows_up = self._travels.extra_statistics
+        more_down = copies_down * self._trained + int(rows_down * self._statistics)
+        more_up = copies_up * self._trained + int(rows_up * self._statistics)
+        # moments travel with a count, 8 bytes, for each layer
+        records = sum(beside.size == "moments" for beside in self._travels.beside)
+        counts_up = 8 * self._layers * records
+
+        # for an average of local BN the clients send what stays with them, too
+        if SHARED_BN in method_of(self._config).tests:
+            more_up += self.everything[0] - self.shared[0]
+            counts_up += self.everything[1] - self.shared[1]
+
+        later.down += more_down
         for traffic in (start, later):
-            traffic.up += self._num_clients * (
-                copies_up * self._trained + int(rows_up * self._statistics)
-            )
-            traffic.counters_up += self._num_clients * 8 * self._layers * counts
-            if SHARED_BN in method_of(self._config).tests:
-                traffic.up += self._num_clients * (self.everything[0] - self.shared[0])
-                traffic.counters_up += self._num_clients * (
-                    self.everything[1] - self.shared[1]
-                )
+            traffic.up += self._num_clients * more_up
+            traffic.counters_up += self._num_clients * counts_up
         return start, later
 
     def synchronised_step(
@@ -246,37 +263,32 @@ class _Costs:
     ) -> Traffic:
         """Return the traffic of a synchronised step with these BatchNorm calls."""
         exchanges = self._travels.exchanges
-        costs = (
-            [(channels, *exchanges.cost(gradient)) for channels, gradient in calls]
-            if exchanges
-            else []
-        )
-        width = next(model.parameters()).element_size() if costs else 0
-        size = width * sum(channels * rows for channels, _, rows in costs)
-        apart = width * exchanges.apart * len(calls) if exchanges else 0
-        exchanged = sum(number for _, number, _ in costs)
-        return Traffic(
-            exchanged, size, self._num_clients * size, apart, self._num_clients * apart
-        )
+        if exchanges is None or not calls:
+            return Traffic()
+        # each call has its exchanges, whose rows have a value for each channel
+        number, values = 0, 0
+        for channels, gradient in calls:
+            exchanged, rows = exchanges.cost(gradient)
+            number += exchanged
+            values += channels * rows
+        width = next(model.parameters()).element_size()
+        size = width * values
+        apart = width * exchanges.apart * len(calls)
+        clients = self._num_clients
+        return Traffic(number, size, clients * size, apart, clients * apart)
 
     def reestimation(self) -> Phase | None:
-        """Return what re-estimated statistics add in each round with a test; None
-        without them.
-        """
-        if not (method_of(self._config).reestimates and self._layers):
+        """Return what re-estimated statistics add in each round with a test."""
+        if not method_of(self._config).reestimates or not self._layers:
             return None
+        # the last round has a test, too: rounded up
         tested = -(-self._config.num_server_rounds // self._config.eval_every)
-        return Phase(
-            "re-estimation",
-            tested,
-            self.one_round(self.shared, (self._statistics, 8 * self._layers)),
-        )
+        moments = (self._statistics, 8 * self._layers)
+        return Phase("re-estimation", tested, self.one_round(self.shared, moments))
 
 
 def _uncounted(config: Config) -> Iterator[str]:
-    """Yield what a run with these settings sends beyond the traffic of
-    ``inspect_model``.
-    """
+    """Yield what a run sends beyond the traffic of ``inspect_model``."""
     if config.masked_sums:
         yield (
             "masked-sums: its further exchanges, and the 64 bits of each masked float,"
@@ -306,28 +318,35 @@ def _phases(
         rounds: rounds of the run.
         plan: when and what is frozen; None = BN is never frozen.
     """
-    last = rounds if plan is None else freeze_round(plan.at, rounds)
-    parts = frozenset() if plan is None else plan.parts
-    cuts = {
-        0,
-        rounds,
-        1 if start != later else 0,
-        rounds if last is None else min(last, rounds),
-    }
+    # the last round before BN is frozen; None = the run finds it
+    last: int | None = rounds
+    parts: frozenset[Part] = frozenset()
+    if plan is not None:
+        last = freeze_round(plan.at, rounds)
+        parts = plan.parts
+
+    # the rounds after which the traffic changes
+    cuts = {0, rounds}
+    if start != later:
+        cuts.add(1)
+    if last is not None:
+        cuts.add(min(last, rounds))
+
     phases = []
     for begin, end in itertools.pairwise(sorted(cuts)):
         traffic = start if begin == 0 else later
-        if frozen := last is not None and begin >= last:
-            name = "frozen"
-        elif exchanges is not None:
+        if last is not None and begin >= last:
+            phases.append(Phase("frozen", end - begin, traffic, parts))
+            continue
+        if exchanges is not None:
             name, traffic = "synchronised", traffic.plus(exchanges)
         elif start != later:
             name = "first" if begin == 0 else "later"
         else:
             name = "before T*" if plan else "every"
-        phases.append(
-            Phase(name, end - begin, traffic, parts if frozen else frozenset())
-        )
+        phases.append(Phase(name, end - begin, traffic))
+
+    # a length that the run finds is that of both phases
     if last is None:
         phases[-1] = dataclasses.replace(phases[-1], rounds=None)
         phases.append(Phase("frozen", None, later, parts))
@@ -335,10 +354,10 @@ def _phases(
 
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
-    """Return the BatchNorm calls of a forward pass, in order: channels, and whether the
-    input needs a gradient.
+    """Return the BatchNorm calls of a forward pass, in their order.
 
-    A layer called twice counts twice; layers that are kept in eval mode are left out.
+    Of each the channels, and whether its input needs a gradient. A layer called twice
+    counts twice; layers that are kept in eval mode are left out.
     """
     parameter = next(model.parameters())
     calls: list[tuple[int, bool]] = []
@@ -349,25 +368,20 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
         x = args[0] if args else kwargs["input"]
         calls.append((x.shape[1], x.requires_grad))
 
+    # a synchronised step leaves out what normalises with its running statistics
     in_eval = stays_in_eval(model)
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module not in in_eval
-    ]
-    handles = [
-        layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers
-    ]
+    handles = []
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module not in in_eval:
+            hook = module.register_forward_pre_hook(note, with_kwargs=True)
+            handles.append(hook)
+
+    # in eval mode, so that no statistics move
+    shape = (2, *data_of(config).shape)
+    inputs = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     try:
         with kept_modes(model), torch.enable_grad():
-            model.eval()(
-                torch.zeros(
-                    2,
-                    *data_of(config).shape,
-                    dtype=parameter.dtype,
-                    device=parameter.device,
-                )
-            )
+            model.eval()(inputs)
     finally:
         for handle in handles:
             handle.remove()

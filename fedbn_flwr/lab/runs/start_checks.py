@@ -1,5 +1,4 @@
-"""The checks before a run: whether it can start here, and whether the model fits the
-method and the task.
+"""The checks before a run: the machine, and whether the model fits.
 
 ``check`` returns the config as a ``Checked``, with the model that was built for the
 checks: what takes a ``Checked`` neither checks the config nor builds the model again.
@@ -19,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import learning_parts, split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
-from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import (
@@ -61,8 +59,7 @@ class Checked:
 
 
 def check(config: Config) -> Checked:
-    """Check that a run can start here: the device, the folders, the layers that the
-    method needs.
+    """Check that a run can start here: device, folders, and layers for the method.
 
     Forward passes of the model on two examples, in eval mode and in train mode, find
     errors that would occur in every client.
@@ -73,31 +70,34 @@ def check(config: Config) -> Checked:
         NormLayerError: the model does not fit the strategy, or a norm does not fit the
             layers.
     """
-    if problems := list(_problems_here(config)):
+    # this machine
+    problems = list(_problems_here(config))
+    if problems:
         raise ConfigError("\n".join(problems))
-    model, of_model = model_and_warnings(config)
-    _refuse_norms(config, model)
-    trial = copied(model)  # its statistics move
-    if not config.resume:  # a resumed run needs no initial weights
-        initialise(trial, config)
-    warnings, device = [], pick_device(config.device)
+    warnings = []
+    device = pick_device(config.device)
     if config.amp and not has_bfloat16(device):
         warnings.append(
             f"amp=true: this machine's {device.type} has no instructions for bfloat16,"
             " and emulates it several times slower than float32. Leave amp out, unless"
             " the clients run on other machines."
         )
-    return Checked(
-        config,
-        model,
-        (*warnings, *_try_model(config, trial), *config.late_decays(), *of_model),
-    )
+
+    # the model, and a copy of it whose statistics may move
+    model, of_model = model_and_warnings(config)
+    _refuse_norms(config, model)
+    trial = copied(model)
+    # A resumed run needs no initial weights, whose file may be gone.
+    if not config.resume:
+        initialise(trial, config)
+    warnings += _try_model(config, trial)
+    warnings += config.late_decays()
+    warnings += of_model
+    return Checked(config, model, tuple(warnings))
 
 
 def _problems_here(config: Config) -> Iterator[str]:
-    """Yield why the run cannot start on this machine: its device, its packages, its
-    files and folders.
-    """
+    """Yield why the run cannot start here: device, packages, files and folders."""
     try:
         pick_device(config.device)
     except ConfigError as error:
@@ -141,30 +141,36 @@ def _problems_here(config: Config) -> Iterator[str]:
 
 def _refuse_norms(config: Config, model: nn.Module) -> None:
     """Raise NormLayerError if the norm layers of the model do not fit the settings."""
-    if not config.resume and _replaces_nothing(config):  # an older run may go on
+    # A run that began without this check may go on.
+    if not config.resume and _replaces_nothing(config):
         raise NormLayerError(
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no"
             " BatchNorm. Use norm='batch'."
         )
-    if unfit := misfits(config, model):
-        lines = [
-            f"{fit.text}; model {config.model!r} has {fit.has or _norms(model)}."
-            for fit in unfit
-        ]
+    lines = []
+    for fit in misfits(config, model):
+        has = fit.has or _norms(model)
+        lines.append(f"{fit.text}; model {config.model!r} has {has}.")
+    if lines:
         raise NormLayerError("\n".join(lines) + _WAYS)
-    if config.protected:
-        refuse_cumulative(
-            model, f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
-        )
-    if config.test_bn and not any(
-        isinstance(m, _BatchNorm) and m.running_mean is not None
-        for m in model.modules()
-    ):
+
+    # With a protection BN's counters count rounds; a cumulative average needs batches.
+    if config.dp != "off":
+        refuse_cumulative(model, f"dp={config.dp}")
+    elif config.masked_sums:
+        refuse_cumulative(model, "masked-sums=true")
+
+    if config.test_bn and not _has_statistics(model):
         raise NormLayerError(
             f"test-bn={config.test_bn} needs BatchNorm with running statistics; model"
             f" {config.model!r} has {_norms(model)}. Leave test-bn out, or use a model"
             " with BatchNorm."
         )
+
+
+def _has_statistics(model: nn.Module) -> bool:
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return any(layer.running_mean is not None for layer in layers)
 
 
 def refuse_too_few_clients(config: Config, num_clients: int) -> None:
@@ -184,49 +190,43 @@ def refuse_too_few_clients(config: Config, num_clients: int) -> None:
 
 
 def _replaces_nothing(config: Config) -> bool:
-    """Return whether a norm finds no BatchNorm to replace; wsconv and fixup act without
-    it, or refuse the model.
-    """
+    """Return whether a norm finds no BatchNorm to replace."""
+    # The others, wsconv and fixup, act without BatchNorm, or refuse the model.
     if config.norm not in ("group", "layer", "instance", "group+ws", "batch-renorm"):
         return False
-    return not split_state(
-        build_model(**{**build_options(config), "norm": "batch"})
-    ).layers
+    options = {**build_options(config), "norm": "batch"}
+    return not split_state(build_model(**options)).layers
 
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:
-    """Return why the model does not fit the method of a config; BN layers that
-    ``train-only`` leaves out do not count.
-
-    A method for BatchNorm would have no effect on layers that do not change.
-    """
+    """Return why the model does not fit the method of a config."""
     if config.strategy == CENTRALIZED:
         return []
-    shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+    # the layers that the model has
     methods, parts = method_of(config).methods, split_state(model)
+    shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
     run = replace(method_of(config).run_settings, parts=parts, shapes=shapes)
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
-    if not found:
+    if found:
+        return found
+
+    # the layers that train: on BN that does not change a method has no effect
+    run = replace(run, parts=learning_parts(model))
+    found = [problem for problem in methods.problems(run) if problem.kind == "model"]
+    by = "freezes them itself"
+    if config.train_only:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
-        by = (
-            f"train-only={config.train_only} freezes {which} them"
-            if config.train_only
-            else "freezes them itself"
-        )
-        has = f"{parts.named_layers()}, and {by}"
-        run = replace(run, parts=learning_parts(model))
-        found = [
-            problem._replace(has=has)
-            for problem in methods.problems(run)
-            if problem.kind == "model"
-        ]
-    return found
+        by = f"train-only={config.train_only} freezes {which} them"
+    has = f"{parts.named_layers()}, and {by}"
+    return [problem._replace(has=has) for problem in found]
 
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:
     """Return what looks wrong in the model's outputs; its statistics move."""
+    # in eval mode, with the augmentation, which may not fit the images
     examples = torch.zeros(2, *data_of(config).shape, dtype=torch.uint8)
-    if augment := Augment.parse(config.augment):
+    augment = data_of(config).augmentation
+    if augment:
         examples = augment(examples, torch.Generator())
     _outputs(config, model.eval(), examples.float())
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -234,13 +234,14 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
             f"model {config.model!r} has no parameter to train: all have"
             " requires_grad=False, or there are none. Leave some of them trainable."
         )
+
+    # in train mode, on inputs that are not all the same
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
     outputs = _outputs(config, model.train(), noise)
     if data_of(config).task.name not in (CLASSIFICATION.name, SEGMENTATION.name):
         return []
-    if (outputs < 0).any() or not torch.allclose(
-        outputs.float().sum(1), torch.ones(())
-    ):
+    sums = outputs.float().sum(1)
+    if (outputs < 0).any() or not torch.allclose(sums, torch.ones(())):
         return []
     return [
         f"model {config.model!r} seems to end with a softmax: its outputs are not"
@@ -250,24 +251,19 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
 
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
-    """Return the buffers that a step of training changes: running statistics, or an
-    average of a user's own.
+    """Return the buffers that a step of training changes.
+
+    Running statistics, or an average of a user's own.
     """
     trial = copied(model).to("cpu").train()
-    before = {
-        name: buffer.clone()
-        for name, buffer in trial.named_buffers(remove_duplicate=False)
-    }
-    _outputs(
-        config,
-        trial,
-        torch.rand(
-            2, *data_of(config).shape, generator=torch.Generator().manual_seed(0)
-        ),
-    )
-    now = trial.named_buffers(remove_duplicate=False)
+    buffers = dict(trial.named_buffers(remove_duplicate=False))
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    generator = torch.Generator().manual_seed(0)
+    _outputs(config, trial, torch.rand(2, *data_of(config).shape, generator=generator))
+    # A layer may put another tensor in the place of a buffer.
+    now = dict(trial.named_buffers(remove_duplicate=False))
     return frozenset(
-        name for name, buffer in now if not torch.equal(buffer, before[name])
+        name for name, buffer in now.items() if not torch.equal(buffer, before[name])
     )
 
 
@@ -277,10 +273,9 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     Raises:
         ConfigError: the model fails, or its outputs do not fit the task.
     """
-    what = (
-        f"{'in train mode ' if model.training else ''}for a batch of inputs"
-        f" {tuple(examples.shape)}"
-    )
+    what = f"for a batch of inputs {tuple(examples.shape)}"
+    if model.training:
+        what = f"in train mode {what}"
     try:
         with torch.no_grad(), seeded_on_cpu(0):
             outputs = model(examples)
@@ -290,6 +285,8 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
         raise ConfigError(
             f"model {config.model!r} fails {what}: {type(error).__name__}: {error}"
         ) from error
+
+    # an output for each class, and each pixel; a single one may be without its axis
     pixels = examples.shape[2:] if data_of(config).task.by_pixel else ()
     wanted = (2, data_of(config).num_outputs, *pixels)
     got = f"a {type(outputs).__name__}"
@@ -306,18 +303,18 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
 
 def _norms(model: nn.Module) -> str:
     """Return the kinds and the first paths of the model's norm layers, for messages."""
-    kinds: dict[str, str] = {}
+    found: dict[str, str] = {}
     for path, module in model.named_modules():
+        # a subclass of a user's is what it is made of: the first of torch's own
         in_torch = [
             kind.__name__
             for kind in type(module).__mro__
             if kind.__module__.startswith("torch.nn")
         ]
         if in_torch and "Norm" in in_torch[0]:
-            kinds[path] = in_torch[0]
-    if not kinds:
+            found[path] = in_torch[0]
+    if not found:
         return "no normalisation"
-    return (
-        f"only {' and '.join(sorted(set(kinds.values())))} ({', '.join([*kinds][:2])},"
-        " ...)"
-    )
+    kinds = " and ".join(sorted(set(found.values())))
+    paths = ", ".join([*found][:2])
+    return f"only {kinds} ({paths}, ...)"
