@@ -269,12 +269,11 @@ def write_cityscapes() -> WriteCityscapes:
         val: Mapping[str, int],
         size: tuple[int, int],
     ) -> Path:
-        cities = [("train", city, n) for city, n in train.items()] + [
-            ("val", city, n) for city, n in val.items()
-        ]
-        for part, city, number in (
-            (part, city, i) for part, city, count in cities for i in range(count)
-        ):
+        images = []
+        for part, cities in (("train", train), ("val", val)):
+            for city, count in cities.items():
+                images += [(part, city, number) for number in range(count)]
+        for part, city, number in images:
             ids = np.random.default_rng(number).integers(0, 34, (4, 4)).astype(np.uint8)
             ids = np.kron(ids, np.ones((size[0] // 4, size[1] // 4), np.uint8))
             ids[0, 0] = 255  # the licence plate's -1, as a byte

@@ -69,29 +69,29 @@ APART = (
     ("lab/data", "lab/export"),
     ("lab/models", "lab/export"),
     ("lab/runs", "lab/finished_runs"),
-    *(
-        (room, "lab/deployment")
-        for room in (
-            "lab/data",
-            "lab/models",
-            "lab/export",
-            "lab/files",
-            "lab/own_code",
-        )
-    ),
+    ("lab/data", "lab/deployment"),
+    ("lab/models", "lab/deployment"),
+    ("lab/export", "lab/deployment"),
+    ("lab/files", "lab/deployment"),
+    ("lab/own_code", "lab/deployment"),
 )
 """Rooms of one level that do not know each other."""
+
+
+LEVEL_OF: dict[str, int] = {}
+for number, layers in enumerate(LEVELS):
+    LEVEL_OF |= dict.fromkeys(layers, number)
 
 
 def group_of(name: str) -> str | None:
     """The layer of a module, given its dotted name below the package; None where it has
     none.
     """
-    layers = [layer for level in LEVELS for layer in level]
     parts = name.split(".")
-    return next(
-        (layer for layer in ("/".join(parts[:2]), parts[0]) if layer in layers), None
-    )
+    for layer in ("/".join(parts[:2]), parts[0]):
+        if layer in LEVEL_OF:
+            return layer
+    return None
 
 
 def modules() -> list[tuple[str | None, Path]]:
@@ -108,13 +108,14 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
     statement, in functions too.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    lazy = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING")
-        for node in ast.walk(block)
-    }
+    # what is in a function, or for type checkers alone, does not run on import
+    lazy: set[int] = set()
+    for block in ast.walk(tree):
+        in_function = isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
+        if in_function or (
+            isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        ):
+            lazy.update(id(node) for node in ast.walk(block))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -152,7 +153,6 @@ def test_torch_only_modules_do_not_know_flower() -> None:
 
 
 def test_arrows() -> None:
-    level = {layer: number for number, layers in enumerate(LEVELS) for layer in layers}
     wrong = []
     for layer, path in modules():
         for name, line, _ in imports(path):
@@ -160,7 +160,7 @@ def test_arrows() -> None:
             if layer is None or other is None or not name.startswith("fedbn_flwr."):
                 continue
             if (
-                level[other] > level[layer]
+                LEVEL_OF[other] > LEVEL_OF[layer]
                 or (layer, other) in APART
                 or (other, layer) in APART
             ):
@@ -209,16 +209,14 @@ def test_no_module_imports_from_the_package_root() -> None:
 
 
 def test_the_lists_above_name_real_rooms() -> None:
-    layers = {layer for level in LEVELS for layer in level}
-    assert layers == {layer for layer, _ in modules() if layer}
-    assert set(TORCH_ONLY) | {layer for pair in APART for layer in pair} <= layers
+    assert LEVEL_OF.keys() == {layer for layer, _ in modules() if layer}
+    assert LEVEL_OF.keys() >= set(TORCH_ONLY).union(*APART)
 
 
 def test_no_module_state() -> None:
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for _, path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Global)
-    ]
+    wrong = []
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Global):
+                wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert wrong == []

@@ -5,7 +5,7 @@ other pair refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -35,17 +35,10 @@ from fedbn_flwr.strategies.fedopt import FedAdamMethod
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, STEPS, RATE, T_STAR = 4, 2, 0.1, 2
-MU, AGC, SERVER_RATE, MOMENTUM, ETA, TAU, BETA_1, BETA_2, SHARE = (
-    0.3,
-    0.05,
-    0.7,
-    0.8,
-    0.07,
-    2e-3,
-    0.85,
-    0.95,
-    0.3,
-)
+# none is a default, so a setting that does not arrive shows
+MU, AGC, SHARE = 0.3, 0.05, 0.3
+SERVER_RATE, MOMENTUM = 0.7, 0.8
+ETA, TAU, BETA_1, BETA_2 = 0.07, 2e-3, 0.85, 0.95
 SETTINGS: dict[str, dict[str, Any]] = {
     "agc": {"agc": AGC},
     "affine": {"freeze_affine": True},
@@ -90,11 +83,14 @@ MORE = [
     ("mtfl", "fixbn", "fedyogi", "fedprox"),
     ("fixbn", "affine", "fedadam"),
     ("mtfl", "fixbn", "affine"),
-    *(
-        (name, "agc")
-        for name in ("fedprox", "scaffold", "fixbn", "fedbn", "fedadam", "staticbn")
+    *itertools.product(
+        ("fedprox", "scaffold", "fixbn", "fedbn", "fedadam", "staticbn"), ("agc",)
     ),
 ]
+
+
+def cloned(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
 
 
 class Reference:
@@ -107,59 +103,58 @@ class Reference:
         self.make, self.datasets = make, datasets
         model = make()
         parts = split_state(model)
-        self.statistics, self.counters, self.affine = map(
-            set, (parts.statistics, parts.counters, parts.affine)
-        )
+        self.statistics = set(parts.statistics)
+        self.counters = set(parts.counters)
+        self.affine = set(parts.affine)
         self.trainable = [name for name, _ in model.named_parameters()]
-        kept = {
-            "fedbn": parts.affine + parts.statistics + parts.counters,
-            "mtfl": parts.affine,
-        }
-        kept["silobn"] = parts.statistics + parts.counters
-        self.local = {name for method in self.has & set(kept) for name in kept[method]}
-        self.state = {name: value.clone() for name, value in model.state_dict().items()}
-        self.own = [
-            {name: self.state[name].clone() for name in self.local} for _ in datasets
-        ]
+        self.local: set[str] = set()
+        if "fedbn" in self.has:
+            self.local = self.affine | self.statistics | self.counters
+        if "silobn" in self.has:
+            self.local = self.statistics | self.counters
+        if "mtfl" in self.has:
+            self.local = self.affine
+        # the global model, and what each client keeps of it
+        self.state = cloned(model.state_dict())
+        initial = {name: self.state[name] for name in self.local}
+        self.own = [cloned(initial) for _ in datasets]
+        # SCAFFOLD's variates, of the server and of each client
         shared = [name for name in self.trainable if name not in self.local]
         self.c = {name: torch.zeros_like(self.state[name]) for name in shared}
-        self.c_own = [
-            {name: value.clone() for name, value in self.c.items()} for _ in datasets
-        ]
+        self.c_own = [cloned(self.c) for _ in datasets]
+        # HBN's share of the batch, which starts at 1/2 in each channel
         self.alpha = [torch.zeros(4).double().requires_grad_() for _ in datasets]
-        self.m = {
-            name: torch.zeros_like(value)
-            for name, value in self.state.items()
-            if value.is_floating_point()
-        }
-        self.v = {name: value.clone() for name, value in self.m.items()}
+        # the moments of a server optimizer
+        self.m: dict[str, Tensor] = {}
+        for name, value in self.state.items():
+            if value.is_floating_point():
+                self.m[name] = torch.zeros_like(value)
+        self.v = cloned(self.m)
 
     def round(self, t: int, chosen: Sequence[int]) -> None:
-        frozen = (bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR) or (
-            "fbn" in self.has and t > 1
-        )
+        frozen = bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR
+        if "fbn" in self.has and t > 1:  # its warm-up is one round
+            frozen = True
         fixed = self.affine if frozen and self.has & {"affine"} else set()
         synchronised = bool(self.has & {"fedtan", "fedtan2"}) and not frozen
+        # each client starts at the global model with its own entries
         clients = [self.make().train() for _ in chosen]
-        hidden: list[list[Tensor]] = [[] for _ in chosen]
         starts = [{**self.state, **self.own[i]} for i in chosen]
         for client, start in zip(clients, starts, strict=True):
             client.load_state_dict(start)
             for layer in client.modules():
                 if isinstance(layer, _BatchNorm) and frozen:
                     layer.eval()
-        for client, values in (
-            zip(clients, hidden, strict=True) if "fbn" in self.has else ()
-        ):
-            client[1].register_forward_pre_hook(
-                lambda _, args, values=values: values.append(args[0].detach())
-            )
+        # the inputs of the BN layer: FBN's of every step, HBN's of a pass before them
+        hidden: list[list[Tensor]] = [[] for _ in chosen]
+        for client, values, i in zip(clients, hidden, chosen, strict=True):
+            if "fbn" in self.has:
+                client[1].register_forward_pre_hook(
+                    lambda _, args, values=values: values.append(args[0].detach())
+                )
+            if "hbn" in self.has:
+                values.append(client[0](self.datasets[i].inputs).detach())
         self.hybrid = "hbn" in self.has and t > 1
-        if "hbn" in self.has:
-            hidden = [
-                [c[0](self.datasets[i].inputs).detach()]
-                for c, i in zip(clients, chosen, strict=True)
-            ]
         total = sum(len(self.datasets[i]) for i in chosen)
         p = [len(self.datasets[i]) / total for i in chosen]
         for step in range(STEPS):
@@ -171,47 +166,38 @@ class Reference:
                     for one in zip(clients, chosen, starts, strict=True)
                 ]
             for i, client, found in zip(chosen, clients, gradients, strict=True):
-                for name, parameter in [
-                    (n, q) for n, q in client.named_parameters() if n not in fixed
-                ]:
+                for name, parameter in client.named_parameters():
+                    if name in fixed:
+                        continue
                     g = found[name]
                     if "scaffold" in self.has and name in self.c:
                         g = g - self.c_own[i][name] + self.c[name]
                     parameter.data -= RATE * g
-        ends = [
-            {name: value.clone() for name, value in client.state_dict().items()}
-            for client in clients
-        ]
-        still = frozen or self.has & {"staticbn", "fbn", "hbn"}
-        fixed = fixed | (self.statistics | self.counters if still else set())
+        ends = [cloned(client.state_dict()) for client in clients]
+        if frozen or self.has & {"staticbn", "fbn", "hbn"}:
+            fixed = fixed | self.statistics | self.counters
         self.aggregate(t, fixed, chosen, p, starts, ends)
         if self.has & {"fbn", "hbn"}:
-            self.pool(
-                1.0 if t == 1 else SHARE, p, [torch.cat(values) for values in hidden]
-            )
+            # after the warm-up the pooled statistics replace the global ones
+            share = 1.0 if t == 1 else SHARE
+            self.pool(share, p, [torch.cat(values) for values in hidden])
 
     def mixed(self, client: nn.Module, i: int) -> Tensor:
         """The outputs of Linear, BatchNorm with mixed statistics, ReLU, Linear."""
-        h, layer, a = (
-            client[0](self.datasets[i].inputs),
-            client[1],
-            1 / (1 + self.alpha[i].exp()),
-        )
+        h, layer = client[0](self.datasets[i].inputs), client[1]
+        a = 1 / (1 + self.alpha[i].exp())
         mean = a * h.mean(0) + (1 - a) * layer.running_mean
         var = a * ((h - h.mean(0)) ** 2).mean(0) + (1 - a) * layer.running_var
-        return client[3](
-            (layer.weight * (h - mean) / (var + layer.eps).sqrt() + layer.bias).relu()
-        )
+        normalised = (h - mean) / (var + layer.eps).sqrt()
+        return client[3]((layer.weight * normalised + layer.bias).relu())
 
     def pool(self, share: float, p: Sequence[float], inputs: Sequence[Tensor]) -> None:
         """Move the statistics towards those of the inputs of all clients' steps."""
         mean = sum(w * h.mean(0) for w, h in zip(p, inputs, strict=True))
         var = sum(w * ((h - mean) ** 2).mean(0) for w, h in zip(p, inputs, strict=True))
         n = sum(map(len, inputs))
-        for name, new in (
-            ("1.running_mean", mean),
-            ("1.running_var", var * n / (n - 1)),
-        ):
+        unbiased = var * n / (n - 1)
+        for name, new in (("1.running_mean", mean), ("1.running_var", unbiased)):
             self.state[name] = (1 - share) * self.state[name] + share * new
 
     def gradients(
@@ -343,10 +329,11 @@ class Reference:
 def equals_the_reference(
     methods: Sequence[str], make: Any, datasets: Sequence[Any], federate: Any
 ) -> None:
-    settings = {
-        key: value for name in methods for key, value in SETTINGS.get(name, {}).items()
-    }
-    strategy = combined(*(STRATEGIES[name] for name in methods if name in STRATEGIES))(
+    settings: dict[str, Any] = {}
+    for name in methods:
+        settings |= SETTINGS.get(name, {})
+    classes = [STRATEGIES[name] for name in methods if name in STRATEGIES]
+    strategy = combined(*classes)(
         fraction_train=0.5, min_train_nodes=2, seed=3, **settings
     )
     run = federate(
@@ -363,17 +350,17 @@ def equals_the_reference(
         assert report.rejected == {}
         assert len(report.participants) == 2
         reference.round(report.server_round, report.participants)
-    got = tensors(
-        {name: a for name, a in run.state.items() if name not in reference.local}
-    )
-    for name, value in got.items():
-        # those are re-estimated for the tests
-        if not (name in reference.statistics and strategy.methods.reestimates):
+    for name, value in tensors(run.state).items():
+        # statistics that are re-estimated for the tests have a law of their own
+        reestimated = name in reference.statistics and strategy.methods.reestimates
+        if name not in reference.local and not reestimated:
             torch.testing.assert_close(
                 value, reference.state[name], rtol=1e-9, atol=1e-11, msg=name
             )
-    trained = {client for report in strategy.reports for client in report.participants}
-    for client in trained if reference.local else ():
+    trained: set[int] = set()
+    if reference.local:
+        trained.update(*(report.participants for report in strategy.reports))
+    for client in trained:
         for name, value in tensors(run.local_state(client)).items():
             torch.testing.assert_close(
                 value, reference.own[client][name], rtol=1e-9, atol=1e-11, msg=name
@@ -497,10 +484,8 @@ def test_a_server_step_of_the_users_own_does_not_move_what_fixbn_has_frozen(
     assert strategy.name == "momentum+fixbn"
     history = federate(strategy, mlp, datasets, rounds=3).history
     affine = split_state(mlp()).affine
-    frozen, last = (
-        {name: history[server_round][name] for name in affine}
-        for server_round in (1, 3)
-    )
+    frozen = {name: history[1][name] for name in affine}
+    last = {name: history[3][name] for name in affine}
     same_bits(frozen, last)
 
 

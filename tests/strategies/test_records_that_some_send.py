@@ -9,6 +9,7 @@ compared with what the server sends in the next round.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,9 @@ def shares(values: Sequence[float]) -> list[float]:
 
 def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
     """The |D_i|-weighted mean of each entry."""
-    names = {name for record in sent for name in record}
+    names: set[str] = set()
+    for record in sent:
+        names |= record.keys()
     found = {}
     for name in names:
         having = [
@@ -170,8 +173,7 @@ OF_THE_LATEST = ("averaged-bn", "bn-variates")
 LOST = ("in round 2", "always", "a layer")
 RUNS = [
     (case, lost)
-    for case in CASES
-    for lost in LOST
+    for case, lost in itertools.product(CASES, LOST)
     if lost != "a layer" or CASES[case][1] != "averaged-bn"
 ]
 """A part of a client's BN is refused."""
@@ -205,9 +207,9 @@ def test_the_server_takes_those_who_have_it(
         for message in run.grid.received
         if message.metadata.message_type == "train"
     ]
-    first, second = (
-        [from_record(content[record]) for content in replies[i : i + 3]] for i in (0, 3)
-    )
+    # three clients, two rounds
+    records = [from_record(content[record]) for content in replies[:6]]
+    first, second = records[:3], records[3:]
     assert bool(second[BAD]) == (lost == "a layer")
     sent = second
     if record in OF_THE_LATEST:

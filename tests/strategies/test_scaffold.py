@@ -139,21 +139,20 @@ def test_scaffold_equals_a_slow_reference(federate, subject, monkeypatch) -> Non
             name: torch.zeros_like(v) for name, v in x.items() if "running" in name
         }
         for i in round_:
+            # the client half: corrected steps from x to y
             client = copy.deepcopy(reference).train()
-            steps = local(
-                client,
-                datasets[i],
-                rate,
-                {name: c[name] - own[i][name] for name in names},
-            )
+            correction = {name: c[name] - own[i][name] for name in names}
+            steps = local(client, datasets[i], rate, correction)
             y = client.state_dict()
             for name in names:
+                # option II of the paper: c_i+ = c_i - c + (x - y) / (K eta)
                 new = own[i][name] - c[name] + (x[name] - y[name]) / (steps * rate)
                 change[name] += (new - own[i][name]) / len(round_)
                 moved[name] += (y[name] - x[name]) / len(round_)
                 own[i][name] = new
             for name in averaged:
                 averaged[name] += len(datasets[i]) / total * y[name]
+        # the server half: variates and parameters by plain means, BN by |D_i|
         for name in names:
             c[name] += len(round_) / len(datasets) * change[name]
         with torch.no_grad():  # by parameter, not by name: a tied one has two names
@@ -193,10 +192,8 @@ def test_variates_use_the_rate_of_each_step_and_group(mlp, points) -> None:
     """
     model, data = mlp(), points(20, 1)
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    server, own = (
-        {name: torch.full_like(p, value) for name, p in zeros.items()}
-        for value in (0.3, -0.2)
-    )
+    server = {name: torch.full_like(p, 0.3) for name, p in zeros.items()}
+    own = {name: torch.full_like(p, -0.2) for name, p in zeros.items()}
     groups = [
         {"params": model[0].parameters(), "lr": 0.05},
         {"params": [*model[1].parameters()]},
@@ -211,21 +208,18 @@ def test_variates_use_the_rate_of_each_step_and_group(mlp, points) -> None:
     rules = Hooks(model, {"variates": hook})
     hook.begin(model)
     rules.wrap(optimizer)
-    weighted, rates = (
-        {name: v.clone() for name, v in zeros.items()},
-        dict.fromkeys(zeros, 0.0),
-    )
+    weighted = {name: v.clone() for name, v in zeros.items()}
+    rates = dict.fromkeys(zeros, 0.0)
     for inputs, targets in zip(
         data.inputs.split(4), data.targets.split(4), strict=True
     ):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         for name, p in model.named_parameters():
-            for group in (
-                g for g in optimizer.param_groups if any(p is q for q in g["params"])
-            ):
-                weighted[name] += group["lr"] * p.grad
-                rates[name] += group["lr"]
+            for group in optimizer.param_groups:
+                if any(p is q for q in group["params"]):
+                    weighted[name] += group["lr"] * p.grad
+                    rates[name] += group["lr"]
         optimizer.step()
         scheduler.step()
     hook.end(model)

@@ -9,13 +9,13 @@ def changed_lines(diff: Path) -> tuple[list[str], list[str]]:
     """Return the lines that a diff removes, and those that it adds without blank lines
     and docstrings; stripped.
     """
-    lines = diff.read_text().splitlines()
-    old, new = (
-        [
-            x[1:].strip()
-            for x in lines
-            if x.startswith(sign) and not x.startswith(3 * sign)
-        ]
-        for sign in "-+"
-    )
-    return old, [line for line in new if line and not line.startswith('"""')]
+    removed, added = [], []
+    for line in diff.read_text().splitlines():
+        if line.startswith(("---", "+++")):  # the names of the files
+            continue
+        text = line[1:].strip()
+        if line.startswith("-"):
+            removed.append(text)
+        elif line.startswith("+") and text and not text.startswith('"""'):
+            added.append(text)
+    return removed, added

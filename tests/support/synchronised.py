@@ -84,14 +84,14 @@ def distances(found: State, oracle: State, start: State) -> list[float]:
             if v.is_floating_point() and ("running_" in n) == statistics
         ]
         if names:
-            off, update = (
-                torch.cat(
-                    [(a[n].double() - b[n].double()).flatten() for n in names]
-                ).norm()
-                for a, b in ((found, oracle), (oracle, start))
-            )
-            ratios.append(float(off / update))
+            off = _distance(found, oracle, names)
+            ratios.append(float(off / _distance(oracle, start, names)))
     return ratios
+
+
+def _distance(one: State, other: State, names: Sequence[str]) -> Tensor:
+    differences = [(one[n].double() - other[n].double()).flatten() for n in names]
+    return torch.cat(differences).norm()
 
 
 class WeightedBatchNorm(nn.Module):
