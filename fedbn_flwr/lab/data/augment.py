@@ -1,5 +1,4 @@
-"""Random changes of a batch of byte images, drawn for each sample from a given
-generator.
+"""Random changes of a batch of byte images, drawn for each from a given generator.
 
 Crops with padding and flips work on the batch, on uint8 pixels before normalisation, so
 the padding is pixel value 0 (black), as in torchvision's
@@ -32,12 +31,17 @@ RESIZED_CROP = "resized-crop"
 EACH = (RESIZED_CROP, "color-jitter", "auto-augment", "rand-augment", "trivial-augment")
 """Names of torchvision's transforms, in the order in which they act."""
 
-_GEOMETRIC = (RESIZED_CROP,)  # those that also move the classes of pixels
+# Those that also move the classes of pixels.
+_GEOMETRIC = (RESIZED_CROP,)
 
 
 class Draw(NamedTuple):
-    """What is drawn for a batch: a seed for each image, offsets of the crops (2, B),
-    flips (B,); None if not needed.
+    """What is drawn for a batch of B images; None where it is not needed.
+
+    Attributes:
+        seeds: a seed for the transforms of each image, (B,).
+        offsets: rows and columns of the crops, (2, B).
+        flips: whether each image is mirrored, (B,).
     """
 
     seeds: Tensor | None
@@ -62,10 +66,10 @@ class Augment:
 
     @classmethod
     def parse(cls, text: str) -> Augment | None:
-        """Return the augmentation of a comma list of ``cropN`` (N >= 1 pixels),
-        ``flip`` and names of ``EACH``.
+        """Return the augmentation of a config's ``augment``; None for ``""``.
 
-        None for ``""``. The order in the list does not matter: transforms of single
+        This is a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of
+        ``EACH``. The order in the list does not matter: transforms of single
         images come first, then crops, then flips.
 
         Raises:
@@ -77,8 +81,10 @@ class Augment:
         crops = [
             entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)
         ]
+        # Only the first crop is known, so a second one of another size is refused, too.
+        known = ("flip", *EACH, *crops[:1])
         for entry in entries:
-            if entry not in ("flip", *EACH, *crops[:1]) or entries.count(entry) > 1:
+            if entry not in known or entries.count(entry) > 1:
                 raise ConfigError(
                     f"augment={text!r}: {entry!r} is unknown, or there twice. Allowed:"
                     " a comma list with at most one each of cropN (zero padding of N"
@@ -86,9 +92,8 @@ class Augment:
                     " 'crop4,flip', or '' for none."
                 )
         crop = int(crops[0].removeprefix("crop")) if crops else 0
-        return cls(
-            crop, "flip" in entries, tuple(name for name in EACH if name in entries)
-        )
+        each = tuple(name for name in EACH if name in entries)
+        return cls(crop, "flip" in entries, each)
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return the augmented copy of ``inputs``.
@@ -107,9 +112,7 @@ class Augment:
         return self.apply(*self.apply_each(inputs, labels, draw), draw)[0]
 
     def check(self, height: int, width: int) -> None:
-        """Raise ConfigError if the padding is as large as an image of this size, so
-        that a crop could miss it.
-        """
+        """Raise ConfigError if a crop could miss an image of this size altogether."""
         if self.crop >= min(height, width):
             raise ConfigError(
                 f"augment: crop{self.crop} could miss an image of {height}x{width}"
@@ -125,43 +128,44 @@ class Augment:
                 this order: a seed for each image, if ``each`` is not empty; offsets of
                 the crops, (2, B) integers in [0, 2 * crop], rows then columns; B flips.
         """
-        seeds = (
-            torch.randint(2**62, (count,), generator=generator) if self.each else None
-        )
-        offsets = (
-            torch.randint(0, 2 * self.crop + 1, (2, count), generator=generator)
-            if self.crop
-            else None
-        )
-        flips = torch.rand(count, generator=generator) < 0.5 if self.flip else None
+        # Nothing is drawn that is not needed: the draws of a run with crop4,flip do not
+        # depend on what other transforms there are.
+        seeds = offsets = flips = None
+        if self.each:
+            seeds = torch.randint(2**62, (count,), generator=generator)
+        if self.crop:
+            most = 2 * self.crop
+            offsets = torch.randint(0, most + 1, (2, count), generator=generator)
+        if self.flip:
+            flips = torch.rand(count, generator=generator) < 0.5
         return Draw(seeds, offsets, flips)
 
     def apply_each(
         self, inputs: Tensor, targets: Tensor, draw: Draw
     ) -> tuple[Tensor, Tensor]:
-        """Return the images (uint8 (B, C, H, W)) after the transforms of single images,
-        and their targets.
-        """
+        """Return images (uint8 (B, C, H, W)) and targets after ``each`` transform."""
         if draw.seeds is None:
             return inputs, targets
-        masks = list(targets) if targets.ndim == 3 else [None] * len(inputs)
+        by_pixel = targets.ndim == 3
         size = (inputs.shape[2], inputs.shape[3])
-        images = zip(inputs, masks, draw.seeds.tolist(), strict=True)
-        changed = [
-            transform_image(image, mask, self.each, size, seed)
-            for image, mask, seed in images
-        ]
-        if targets.ndim == 3:
-            targets = torch.stack([mask for _, mask in changed if mask is not None])
-        return torch.stack([image for image, _ in changed]), targets
+        images, masks = list[Tensor](), list[Tensor]()
+        for at, seed in enumerate(draw.seeds.tolist()):
+            given = targets[at] if by_pixel else None
+            image, mask = transform_image(inputs[at], given, self.each, size, seed)
+            images.append(image)
+            if mask is not None:
+                masks.append(mask)
+        if by_pixel:
+            targets = torch.stack(masks)
+        return torch.stack(images), targets
 
     def apply(
         self, inputs: Tensor, targets: Tensor, draw: Draw
     ) -> tuple[Tensor, Tensor]:
-        """Return cropped and flipped images (uint8 (B, C, H, W)) and targets; classes
-        of pixels move with the images.
+        """Return cropped and flipped images (uint8 (B, C, H, W)), and their targets.
 
-        A crop adds 255, the ignored class, around classes of pixels.
+        Classes of pixels move with the images; a crop adds 255, the ignored class,
+        around them.
         """
         if targets.ndim != 3:
             return self._moved(inputs, draw), targets
@@ -175,9 +179,8 @@ class Augment:
             self.check(*inputs.shape[2:])
             inputs = _crop(inputs, self.crop, draw.offsets.to(inputs.device))
         if draw.flips is not None:
-            inputs = torch.where(
-                draw.flips.to(inputs.device).view(-1, 1, 1, 1), inputs.flip(3), inputs
-            )
+            flips = draw.flips.to(inputs.device).view(-1, 1, 1, 1)
+            inputs = torch.where(flips, inputs.flip(3), inputs)
         return inputs
 
 
@@ -188,30 +191,31 @@ def transform_image(
     size: tuple[int, int],
     seed: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return one image, uint8 (C, H, W), and its classes of pixels, uint8 (H, W) or
-    None, after the transforms.
+    """Return one image and its classes of pixels after the transforms.
 
     Args:
-        image: the image; ``RESIZED_CROP`` takes one of any size.
-        mask: the classes of its pixels.
+        image: uint8 (C, H, W); ``RESIZED_CROP`` takes one of any size.
+        mask: the classes of its pixels, uint8 (H, W), or None.
         each: names of ``EACH``.
         size: (height, width) of the result of ``RESIZED_CROP``.
         seed: of torchvision's draws; the default generator of torch stays as it was.
     """
+    # torchvision takes longer to import than torch, and few runs need it here.
     from torchvision import tv_tensors
 
+    # Its transforms draw from torch's default generator and take no other one.
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
         for name in each:
             transform = _transform(name, size)
-            if mask is not None and name in _GEOMETRIC:
-                moved, kept = transform(
-                    tv_tensors.Image(image), tv_tensors.Mask(mask[None])
-                )
-                image, mask = moved.as_subclass(Tensor), kept.as_subclass(Tensor)[0]
-            else:
+            if mask is None or name not in _GEOMETRIC:
                 image = transform(image)
+                continue
+            # The types tell torchvision to move both alike, and classes to the nearest.
+            pair = tv_tensors.Image(image), tv_tensors.Mask(mask[None])
+            image, mask = (part.as_subclass(Tensor) for part in transform(*pair))
+            mask = mask[0]
     finally:
         torch.default_generator.set_state(state)
     return image, mask
@@ -232,21 +236,21 @@ def _transform(name: str, size: tuple[int, int]) -> Callable[..., Any]:
 
 
 def _crop(inputs: Tensor, padding: int, offsets: Tensor) -> Tensor:
-    """Return the windows of the zero-padded ``inputs`` (B, C, H, W) at ``offsets`` (2,
-    B), with one gather.
+    """Return the windows of the zero-padded ``inputs`` at ``offsets``.
+
+    Args:
+        inputs: uint8 images (B, C, H, W).
+        padding: pixels on each side.
+        offsets: rows and columns where the windows begin, (2, B).
     """
     count, channels, height, width = inputs.shape
     padded = F.pad(inputs, (padding, padding, padding, padding))
-    rows = offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device).view(
-        1, -1, 1
+    # The number of each wanted pixel among the padded ones, so that one gather serves
+    # all images: a loop over them is much slower.
+    rows = (
+        offsets[0].view(-1, 1, 1) + torch.arange(height, device=inputs.device)[:, None]
     )
-    columns = offsets[1].view(-1, 1, 1) + torch.arange(
-        width, device=inputs.device
-    ).view(1, 1, -1)
-    flat = (
-        (rows * padded.shape[3] + columns)
-        .flatten(1)
-        .unsqueeze(1)
-        .expand(-1, channels, -1)
-    )
-    return padded.flatten(2).gather(2, flat).view(count, channels, height, width)
+    columns = offsets[1].view(-1, 1, 1) + torch.arange(width, device=inputs.device)
+    wanted = (rows * padded.shape[3] + columns).flatten(1)
+    wanted = wanted.unsqueeze(1).expand(-1, channels, -1)
+    return padded.flatten(2).gather(2, wanted).view(count, channels, height, width)

@@ -1,5 +1,4 @@
-"""A multi-domain data set without a download: scikit-learn's digits under five
-transformations.
+"""Five domains without a download: scikit-learn's digits under five transformations.
 
 Ours, for tests of feature shift: every domain changes the digits in another way, in
 integer arithmetic and with fixed seeds, so the bytes are the same on every machine and
@@ -37,27 +36,21 @@ def _inverted(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 
 def _blurred(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return the images convolved with (1 2 1; 2 4 2; 1 2 1) / 16, rounded, with zero
-    padding.
-    """
+    """Return the images convolved with (1 2 1; 2 4 2; 1 2 1) / 16, zeros around them."""
     padded = F.pad(images, (1, 1, 1, 1))
+    # The kernel is (1 2 1) twice, over rows and columns; adding 8 rounds.
     rows = padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]
     return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:] + 8) // 16
 
 
 def _noisy(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return the images with an integer from -96..96 added to each pixel, cut off at 0
-    and 255.
-    """
-    return (
-        images + torch.from_numpy(rng.integers(-_NOISE, _NOISE + 1, images.shape))
-    ).clamp(0, 255)
+    """Return the images with an integer from -96..96 added to each pixel."""
+    noise = torch.from_numpy(rng.integers(-_NOISE, _NOISE + 1, images.shape))
+    return (images + noise).clamp(0, 255)
 
 
 def _coloured(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """Return each image in two random colours: a dark colour for 0, a bright colour
-    for 255.
-    """
+    """Return each image in two random colours: a dark one for 0, a bright one for 255."""
     dark, bright = (
         torch.from_numpy(rng.integers(low, low + 128, (len(images), 3, 1, 1)))
         for low in (0, 128)
@@ -81,43 +74,40 @@ DOMAINS: dict[str, Transform] = {
 
 
 def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
-    """Return the five domains, 8x8 RGB: 1,438 training images in all, 359 test images
-    in each; no file is read.
+    """Return the five domains, 8x8 RGB; no file is read.
+
+    There are 1,438 training images in all, and 359 test images in each domain.
     """
     train, test = embedded_digits()
     every_digit = torch.arange(len(test))
-    parts = {
-        name: (
+    parts = {}
+    chosen = _split_over_domains(train.targets)
+    for name, indices in zip(DOMAINS, chosen, strict=True):
+        parts[name] = (
             _transformed(train, indices, name, "train"),
             _transformed(test, every_digit, name, "test"),
         )
-        for name, indices in zip(
-            DOMAINS, _split_over_domains(train.targets), strict=True
-        )
-    }
     # The transformations are for the published 8x8 pixels. The caller resizes the
     # images if a model needs it.
     return merged(parts, Shape(3, 8, 8))
 
 
 def _split_over_domains(targets: Tensor) -> list[Tensor]:
-    """Return the indices of each domain; sizes of domains, and of a class in the
-    domains, differ by at most one.
-    """
+    """Return the indices of each domain; their sizes differ by at most one."""
     labels = targets.numpy()
     rng = numpy_generator(_SEED, "digits-domains")
     order = np.concatenate(
         [rng.permutation(np.flatnonzero(labels == label)) for label in range(10)]
     )
-    return [
-        torch.from_numpy(np.sort(order[start :: len(DOMAINS)]))
-        for start in range(len(DOMAINS))
-    ]
+    # Every fifth one of the examples by class: the sizes of a class are even, too.
+    parts = []
+    for start in range(len(DOMAINS)):
+        parts.append(torch.from_numpy(np.sort(order[start :: len(DOMAINS)])))
+    return parts
 
 
 def _transformed(samples: Samples, indices: Tensor, name: str, part: str) -> Samples:
-    images = samples.inputs[indices].to(torch.int64)
-    images = DOMAINS[name](images, numpy_generator(_SEED, "digits-domains", name, part))
-    return Samples(
-        images.to(torch.uint8).expand(-1, 3, -1, -1), samples.targets[indices]
-    )
+    rng = numpy_generator(_SEED, "digits-domains", name, part)
+    images = DOMAINS[name](samples.inputs[indices].to(torch.int64), rng)
+    images = images.to(torch.uint8).expand(-1, 3, -1, -1)
+    return Samples(images, samples.targets[indices])

@@ -1,6 +1,6 @@
-"""Data sets of several domains: the same classes in different kinds of images. The
-domains are the groups.
+"""Data sets of several domains: the same classes in other kinds of images.
 
+The domains are the groups.
 Each domain is an npz file (x_train, y_train, x_test, y_test; uint8 (N, H, W) or (N, H,
 W, 3)) or a folder with a folder of images per class. In a folder, every 5th file of a
 class, by name, is a test image (ours: no split is published).
@@ -74,49 +74,46 @@ DOMAINNET10 = (
         "zebra",
     ),
 )
-"""Domains and classes of the part of DomainNet with ten classes that FedBN's authors
-use.
-"""
+"""Domains and classes of the part of DomainNet that FedBN's authors use."""
 
 DIGITS_FIVE = ("mnist", "svhn", "usps", "synth-digits", "mnist-m")
 """Domains of Digits-Five, in the order of FedBN's authors."""
 
-_USPS_PARTS, _USPS_TEST, _SEED = (7291, 2007), 1860, 0
+_USPS_PARTS = (7291, 2007)  # as published: training and test images
+_USPS_TEST = 1860
+_SEED = 0
 
 
 def read_domains(
     names: Sequence[str], domains: Sequence[str], classes: Sequence[str]
 ) -> Reader:
-    """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``; ROOT is a
-    named subfolder or the folder.
+    """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``.
 
-    All domains are archives, or all are folders. All domains and classes must be there;
-    folders of other classes are ignored.
+    ROOT is a named subfolder, or the folder. All domains are archives, or all are
+    folders. All domains and classes must be there; other folders are ignored.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
         root = root_of(folder, *names)
+        # The first domain stands for all: with some of each kind a reader says what
+        # is absent.
         if (root / f"{domains[0]}.npz").is_file():
-            return merged(
-                {
-                    name: read_archive(root / f"{name}.npz", len(classes))
-                    for name in domains
-                },
-                shape,
-            )
-        return _of_files(
-            {name: files_of_classes(root / name, classes) for name in domains}, shape
-        )
+            parts = {}
+            for name in domains:
+                parts[name] = read_archive(root / f"{name}.npz", len(classes))
+            return merged(parts, shape)
+        files = {name: files_of_classes(root / name, classes) for name in domains}
+        return _of_files(files, shape)
 
     return read
 
 
 def read_digits_five(folder: Path, shape: Shape) -> Loaded:
-    """Return the domains of ``DIGITS_FIVE`` that are there: as published, or as the
-    only npz file in ``FOLDER/NAME/``.
+    """Return the domains of ``DIGITS_FIVE`` that are there.
 
-    Nothing is downloaded. Images of all domains get the requested shape, so that one
-    tensor holds them all. The two published parts of USPS are pooled and split anew,
+    Each is there as published, or as the only npz file in ``FOLDER/NAME/``. Nothing is
+    downloaded. Images of all domains get the requested shape, so that one tensor holds
+    them all. The two published parts of USPS are pooled and split anew,
     see ``_split_anew``.
 
     Raises:
@@ -133,9 +130,10 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         published, names = _PUBLISHED[domain]
         if archives:
             parts[domain] = read_archive(archives[0], 10)
-        # so that nothing is downloaded
+        # The reader would download what is absent, and an absent domain is left out.
         elif published and all(is_there(folder / name) for name in names):
-            parts[domain] = published(folder, shape)[:2]
+            loaded = published(folder, shape)
+            parts[domain] = (loaded.train, loaded.test)
     if "usps" in parts:
         parts["usps"] = _split_anew(parts["usps"])
     if not parts:
@@ -144,8 +142,7 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
 
 
 def _split_anew(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
-    """Return USPS with 7,438 training and 1,860 test images: 80 and 20 % of its two
-    published parts together.
+    """Return USPS with 7,438 training and 1,860 test images: 80 and 20 % of all.
 
     So FedBN's authors have it, whose other domains are cut to 7,438 images. Which
     images are for testing is ours: drawn with a fixed seed, the same in every run.
@@ -154,24 +151,20 @@ def _split_anew(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
     train, test = usps
     if (len(train), len(test)) != _USPS_PARTS:
         return usps
-    inputs, targets = (
-        torch.cat([train.inputs, test.inputs]),
-        torch.cat([train.targets, test.targets]),
+    inputs = torch.cat([train.inputs, test.inputs])
+    targets = torch.cat([train.targets, test.targets])
+    rng = numpy_generator(_SEED, "digits-five", "usps")
+    order = torch.from_numpy(rng.permutation(len(targets)))
+    to_test = order[:_USPS_TEST].sort().values
+    to_train = order[_USPS_TEST:].sort().values
+    return (
+        Samples(inputs[to_train], targets[to_train]),
+        Samples(inputs[to_test], targets[to_test]),
     )
-    order = torch.from_numpy(
-        numpy_generator(_SEED, "digits-five", "usps").permutation(len(targets))
-    )
-    chosen = (order[_USPS_TEST:].sort().values, order[:_USPS_TEST].sort().values)
-    new_train, new_test = (
-        Samples(inputs[indices], targets[indices]) for indices in chosen
-    )
-    return new_train, new_test
 
 
 def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded:
-    """Return the (train, test) of all domains as one data set in the requested shape;
-    each domain is a group.
-    """
+    """Return the (train, test) of all domains as one data set in this shape."""
     train, test = (
         _joined(samples, shape) for samples in zip(*parts.values(), strict=True)
     )
@@ -191,24 +184,25 @@ def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
 
 def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
     """Return domains that are all folders of files; each domain is a group."""
-    parts: tuple[Files, Files] = ([], [])  # training and test files of all domains
-    groups: tuple[list[int], list[int]] = ([], [])
+    train, test = Files(), Files()
+    train_groups, test_groups = list[int](), list[int]()
     for number, of_domain in enumerate(files.values()):
-        for which, part in enumerate(_train_and_test(of_domain)):
-            parts[which].extend(part)
-            groups[which].extend([number] * len(part))
-    train, test = hold_files(parts, shape)
+        train_files, test_files = _train_and_test(of_domain)
+        train += train_files
+        test += test_files
+        train_groups += [number] * len(train_files)
+        test_groups += [number] * len(test_files)
+    # Together, so that what fits into memory is decided for all domains at once.
+    held = hold_files([train, test], shape)
     return Loaded(
-        train.regrouped(torch.tensor(groups[0])),
-        test.regrouped(torch.tensor(groups[1])),
+        held[0].regrouped(torch.tensor(train_groups)),
+        held[1].regrouped(torch.tensor(test_groups)),
         tuple(files),
     )
 
 
 def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
-    """Return the (train, test) files; every 5th file of a class (the 5th, the 10th,
-    ...) is a test file.
-    """
+    """Return the (train, test) files; every 5th file of a class is a test file."""
     train, test = hold_files(_train_and_test(files), shape)
     return train, test
 
@@ -217,7 +211,8 @@ def _train_and_test(files: Files) -> tuple[Files, Files]:
     train, test, seen = Files(), Files(), Counter[int]()
     for path, label in files:
         seen[label] += 1
-        (train if seen[label] % 5 else test).append((path, label))
+        part = train if seen[label] % 5 else test
+        part.append((path, label))
     return train, test
 
 
@@ -228,8 +223,8 @@ def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
         if absent:
             raise DataError(f"{path} lacks {', '.join(sorted(absent))}.")
         train, test = (
-            _checked(path, archive[f"x_{p}"], archive[f"y_{p}"], num_classes)
-            for p in ("train", "test")
+            _checked(path, archive[f"x_{part}"], archive[f"y_{part}"], num_classes)
+            for part in ("train", "test")
         )
     return train, test
 
@@ -241,11 +236,9 @@ def _checked(
     num_classes: int,
 ) -> Samples:
     # Other numbers would become bytes and classes without a word.
-    if (
-        images.dtype != np.uint8
-        or labels.dtype.kind not in "iu"
-        or labels.shape != images.shape[:1]
-    ):
+    are_bytes = images.dtype == np.uint8
+    are_classes = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
+    if not are_bytes or not are_classes:
         raise DataError(
             f"{path}: {images.dtype} images {images.shape} with {labels.dtype} labels"
             f" {labels.shape}; uint8 images with an integer each needed, the class"
@@ -262,14 +255,16 @@ def _checked(
 def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     """Return Ganin's synthetic digits, 32x32 RGB, in SVHN's file format."""
     del shape
+    # SciPy takes long to import, and few processes read this data set.
     from scipy.io import loadmat
 
-    parts = (loadmat(folder / f"synth_{part}_32x32.mat") for part in ("train", "test"))
-    train, test = (
-        as_samples(part["X"].transpose(3, 0, 1, 2), part["y"].reshape(-1) % 10)
-        for part in parts
-    )
-    return Loaded(train, test)
+    parts = []
+    for part in ("train", "test"):
+        content = loadmat(folder / f"synth_{part}_32x32.mat")
+        # SVHN's format: the number of the image is last, and the digit 0 may be 10.
+        images = content["X"].transpose(3, 0, 1, 2)
+        parts.append(as_samples(images, content["y"].reshape(-1) % 10))
+    return Loaded(parts[0], parts[1])
 
 
 # The reader of each domain's published files, and these files; MNIST-M is published in

@@ -24,12 +24,12 @@ __all__ = ["split_domain", "split_natural"]
 
 
 def split_domain(request: PartitionRequest) -> list[Indices]:
-    """Split a share of each domain evenly (sizes differ by at most 1) over the clients
-    of that domain.
+    """Split a share of each domain evenly over its clients; sizes differ by at most 1.
 
     ``domain_share`` up to 1 is the fraction of each domain's examples (rounded down)
     that is used; a whole number above 1 is the number of examples of each domain.
     """
+    # Fewer clients than domains would leave out a domain without a word.
     parts: list[Indices] = [np.empty(0, np.int64)] * request.num_clients
     members = _members("domain", request)
     if request.num_clients < len(members):
@@ -41,27 +41,24 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
     for domain, (group, examples) in enumerate(members.items()):
         name = _named(request, [group])
         used = _used(request.domain_share, len(examples), name)
-        holders = range(domain, request.num_clients, len(members))
-        if used < len(holders):
+        # Client i has domain i mod D.
+        clients = range(domain, request.num_clients, len(members))
+        if used < len(clients):
             raise DataError(
                 f"partition 'domain': domain-share={request.domain_share} leaves {used}"
                 f" of the {len(examples)} examples of domain {name} for its"
-                f" {len(holders)} clients. Use a larger share or fewer clients."
+                f" {len(clients)} clients. Use a larger share or fewer clients."
             )
-        shuffled = numpy_generator(
-            request.seed, "partition", "domain", group
-        ).permutation(examples)[:used]
-        for client, part in zip(
-            holders, np.array_split(shuffled, len(holders)), strict=True
-        ):
-            parts[client] = part
+        rng = numpy_generator(request.seed, "partition", "domain", group)
+        shuffled = rng.permutation(examples)[:used]
+        shares = np.array_split(shuffled, len(clients))
+        for client, share in zip(clients, shares, strict=True):
+            parts[client] = share
     return parts
 
 
 def split_natural(request: PartitionRequest) -> list[Indices]:
-    """Give each client all examples of one group, in the order of the groups; empty
-    groups have no client.
-    """
+    """Give each client all examples of one group; empty groups have no client."""
     members = _members("natural", request)
     if request.num_clients != len(members):
         raise ConfigError(
@@ -79,18 +76,17 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
             f"partition {name!r} needs a data set with groups (domains, cities,"
             " writers), such as 'digits-domains'. Use another partition or data set."
         )
-    return {
-        int(group): np.flatnonzero(request.groups == group).astype(np.int64)
-        for group in np.unique(request.groups)
-    }
+    members = {}
+    for group in np.unique(request.groups).tolist():
+        members[group] = np.flatnonzero(request.groups == group).astype(np.int64)
+    return members
 
 
 def _named(request: PartitionRequest, members: Iterable[int]) -> str:
     """Return the names of the groups; their numbers if they have no names."""
-    return ", ".join(
-        request.group_names[group] if request.group_names else str(group)
-        for group in members
-    )
+    if not request.group_names:
+        return ", ".join(map(str, members))
+    return ", ".join(request.group_names[group] for group in members)
 
 
 def _used(share: float, count: int, domain: str) -> int:

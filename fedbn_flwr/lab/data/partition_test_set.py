@@ -1,6 +1,4 @@
-"""The partition of the test examples that belongs to a partition of the training
-examples; counts of a partition.
-"""
+"""The test examples that belong to a partition of training examples; counts of both."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ def partition_test_set(
     train_groups: Indices | None = None,
     test_groups: Indices | None = None,
 ) -> list[Indices]:
-    """Return each client's test examples; its share of a class is the same as in
-    training.
+    """Return each client's test examples: its share of a class as in training.
 
     The rule is the same for every kind of split. If the data set has groups, a class in
     one group counts as a class, so clients of one domain get test examples of that
@@ -42,51 +39,48 @@ def partition_test_set(
             groups.
         test_groups: group of each test example, int64; None where there are no groups.
     """
-    train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
-    num_cells = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
+    # A cell is a class, or a class in a group.
+    train_cells, test_cells = np.asarray(train_labels), np.asarray(test_labels)
+    num_cells = _highest(train_cells, test_cells) + 1
     if train_groups is not None and test_groups is not None:
-        train_labels, test_labels = (
-            train_labels + num_cells * train_groups,
-            test_labels + num_cells * test_groups,
-        )
-        num_cells = (
-            int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
-        )
-    counts = partition_counts(train_partition, train_labels, num_cells)
-    # test examples, and the client of each
+        train_cells = train_cells + num_cells * train_groups
+        test_cells = test_cells + num_cells * test_groups
+        num_cells = _highest(train_cells, test_cells) + 1
+    counts = partition_counts(train_partition, train_cells, num_cells)
+    # The test examples of all cells, and the client of each.
     given, owners = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     clients = np.arange(len(train_partition))
-    for label in range(num_cells):
-        examples = np.flatnonzero(test_labels == label).astype(np.int64)
-        held, total = counts[:, label], int(counts[:, label].sum())
-        if total == 0:
+    for cell, of_clients in enumerate(counts.T):
+        examples = np.flatnonzero(test_cells == cell).astype(np.int64)
+        total = int(of_clients.sum())
+        if not total:
             continue
-        # All numbers are integers: quotas and remainders are exact, and every machine
-        # sees the same ties.
-        sizes, remainders = np.divmod(held * len(examples), total)
-        sizes[
-            np.argsort(-remainders, kind="stable")[: len(examples) - int(sizes.sum())]
-        ] += 1
+        # The quota of each client; the largest remainders get what these leave. All
+        # numbers are integers, so every machine sees the same ties.
+        sizes, remainders = np.divmod(of_clients * len(examples), total)
+        left = len(examples) - int(sizes.sum())
+        sizes[np.argsort(-remainders, kind="stable")[:left]] += 1
         # "deal-test" is part of the seed: another word would change every split.
-        given.append(numpy_generator(seed, "deal-test", label).permutation(examples))
+        given.append(numpy_generator(seed, "deal-test", cell).permutation(examples))
         owners.append(np.repeat(clients, sizes))
+    # Sorted once by client, then by example: no loop over clients and cells, of which
+    # there may be thousands each.
     all_given, all_owners = np.concatenate(given), np.concatenate(owners)
     by_client = all_given[np.lexsort((all_given, all_owners))]
-    return np.split(
-        by_client, np.cumsum(np.bincount(all_owners, minlength=len(clients)))[:-1]
-    )
+    ends = np.cumsum(np.bincount(all_owners, minlength=len(clients)))
+    return np.split(by_client, ends[:-1])
+
+
+def _highest(train: Indices, test: Indices) -> int:
+    return int(max(train.max(initial=0), test.max(initial=0)))
 
 
 def partition_counts(
     partition: Sequence[Indices], labels: Indices, num_classes: int
 ) -> Indices:
-    """Return the number of examples of each class on each client, int64 (clients,
-    classes).
-    """
-    owners = np.repeat(np.arange(len(partition)), [len(part) for part in partition])
-    cells = owners * num_classes + labels[np.concatenate(partition)]
-    return (
-        np.bincount(cells, minlength=len(partition) * num_classes)
-        .reshape(len(partition), -1)
-        .astype(np.int64)
-    )
+    """Return the examples of each class on each client, int64 (clients, classes)."""
+    # One count of (client, class) pairs: thousands of clients take no loop.
+    clients = np.repeat(np.arange(len(partition)), [len(part) for part in partition])
+    pairs = clients * num_classes + labels[np.concatenate(partition)]
+    counts = np.bincount(pairs, minlength=len(partition) * num_classes)
+    return counts.reshape(len(partition), -1).astype(np.int64)

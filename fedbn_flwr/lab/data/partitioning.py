@@ -101,14 +101,19 @@ def make_partition(
     if name not in PARTITIONS:
         raise unknown_name("partition", name, PARTITIONS)
     labels = np.asarray(labels, dtype=np.int64)
+    if groups is not None:
+        groups = np.asarray(groups, dtype=np.int64)
+    if num_classes is None:
+        num_classes = int(labels.max(initial=-1)) + 1
     if not 1 <= num_clients <= len(labels):
         raise DataError(
             f"num-clients={num_clients}: 1 to {len(labels)} needed, the number of"
             " training examples."
         )
+    # Each split uses what it needs of the request.
     request = PartitionRequest(
         labels=labels,
-        num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
+        num_classes=num_classes,
         num_clients=num_clients,
         seed=seed,
         alpha=alpha,
@@ -116,9 +121,10 @@ def make_partition(
         min_size=min_size,
         shards_per_client=shards_per_client,
         domain_share=domain_share,
-        groups=None if groups is None else np.asarray(groups, dtype=np.int64),
+        groups=groups,
         group_names=tuple(group_names),
     )
+    # Sorted: the order of the draws is no property of a partition.
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     empty = sum(not len(part) for part in partition)
     if empty:
@@ -133,10 +139,10 @@ def make_partition(
 def split_dataset(
     dataset: Dataset, name: str, num_clients: int, *, seed: int, **settings: Any
 ) -> tuple[list[Indices], list[Indices]]:
-    """Return the training and the test examples of each client: ``make_partition``,
-    then ``partition_test_set``.
+    """Return the training and the test examples of each client.
 
-    Under ``natural`` a client has all test examples of its group.
+    These are ``make_partition`` and ``partition_test_set``; under ``natural`` a client
+    has all test examples of its group.
 
     Args:
         dataset: the data to split.
@@ -160,52 +166,50 @@ def split_dataset(
             f"partition {name!r} splits by class; the examples of dataset"
             f" {dataset.name!r} have no single class. Use one of {allowed}."
         )
-    labels, test_labels = (
-        dataset.train.labels.cpu().numpy(),
-        dataset.test.labels.cpu().numpy(),
-    )
+    labels = dataset.train.labels.cpu().numpy()
     groups, test_groups = _array(dataset.train.groups), _array(dataset.test.groups)
     units = _array(dataset.train.units)
-    if units is not None and groups is not None and PARTITIONS[name].by_group:
-        # a patient of two hospitals is one of each
-        units = units * (int(groups.max()) + 1) + groups
-    of_unit, members = (
-        (np.arange(len(labels)), None) if units is None else _by_unit(units)
-    )
-    train = make_partition(
-        name,
-        labels[of_unit],
-        num_clients,
-        seed=seed,
-        num_classes=len(dataset.label_names),
-        groups=None if groups is None else groups[of_unit],
-        group_names=dataset.group_names,
-        **settings,
-    )
-    if members is not None:
-        train = [
-            np.sort(np.concatenate([members[unit] for unit in part])) for part in train
-        ]
-    # all test examples of its group
+    settings |= {
+        "seed": seed,
+        "num_classes": len(dataset.label_names),
+        "group_names": dataset.group_names,
+    }
+    if units is None:
+        train = make_partition(name, labels, num_clients, groups=groups, **settings)
+    else:
+        # A patient of two hospitals is one of each.
+        if groups is not None and PARTITIONS[name].by_group:
+            units = units * (int(groups.max()) + 1) + groups
+        # The first example of each unit is split; the others of the unit follow it.
+        members = _examples_of_units(units)
+        first = np.array([examples[0] for examples in members])
+        if groups is not None:
+            settings["groups"] = groups[first]
+        train = []
+        for part in make_partition(name, labels[first], num_clients, **settings):
+            train.append(np.sort(np.concatenate([members[unit] for unit in part])))
+    # A client of ``natural`` is a group, so its tests are all of the group, also of
+    # classes that it has no training examples of.
     if name == "natural" and groups is not None and test_groups is not None:
-        return train, [
-            np.flatnonzero(test_groups == groups[part[0]]).astype(np.int64)
-            for part in train
-        ]
-    return train, partition_test_set(
-        train, labels, test_labels, seed, groups, test_groups
-    )
+        of_clients = [groups[part[0]] for part in train]
+        tests = [np.flatnonzero(test_groups == group) for group in of_clients]
+    else:
+        test_labels = dataset.test.labels.cpu().numpy()
+        tests = partition_test_set(
+            train, labels, test_labels, seed, groups, test_groups
+        )
+    return train, tests
 
 
 def _array(values: Tensor | None) -> Indices | None:
     return None if values is None else values.cpu().numpy()
 
 
-def _by_unit(units: Indices) -> tuple[Indices, list[Indices]]:
-    """Return the first example of each unit, and all examples of each."""
+def _examples_of_units(units: Indices) -> list[Indices]:
+    """Return the examples of each unit, in their order; units in that of their numbers."""
     order = np.argsort(units, kind="stable")
     starts = np.flatnonzero(np.diff(units[order], prepend=-1))
-    return order[starts], np.split(order, starts[1:])
+    return np.split(order, starts[1:])
 
 
 _INFOS = (

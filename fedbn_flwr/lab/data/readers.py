@@ -1,8 +1,7 @@
-"""Readers of public image data sets, from torchvision's files and downloads to byte
-tensors.
+"""Readers of public image data sets: torchvision's files and downloads as byte tensors.
 
-The readers import torchvision and SciPy themselves: these take long to import, and most
-processes read one data set.
+They import torchvision themselves, which takes long, as most processes read one data
+set.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ __all__ = [
 
 
 class Loaded(NamedTuple):
-    """The result of a reader: both sets, and the names of the groups if the samples
-    have groups.
-    """
+    """What a reader returns: both sets, and the names of the groups, if there are any."""
 
     train: Samples
     test: Samples
@@ -86,36 +83,33 @@ def read_digits(folder: Path, shape: Shape) -> Loaded:
 
 
 def embedded_digits() -> tuple[Samples, Samples]:
-    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the
-    test set.
+    """Return scikit-learn's 1,797 digits, 8x8 grey; 20 % of each class are for tests.
 
-    The file is the one that ``sklearn.datasets.load_digits`` reads; it is found without
-    importing scikit-learn.
+    The file is the one that ``sklearn.datasets.load_digits`` reads.
     """
+    # Found without importing scikit-learn, which takes as long as the whole run of a
+    # small model.
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("scikit-learn, whose files hold the digits, is not installed")
-    with gzip.open(
-        Path(spec.origin).parent / "datasets/data/digits.csv.gz", "rt"
-    ) as file:
-        # 64 pixels from 0 to 16, and the digit
+    path = Path(spec.origin).parent / "datasets/data/digits.csv.gz"
+    with gzip.open(path, "rt") as file:
         rows = np.loadtxt(file, delimiter=",", dtype=np.int64)
+    # A row is 64 pixels from 0 to 16, and the digit.
     pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
     inputs = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8))
     in_test = np.zeros(len(labels), dtype=bool)
     for label in range(10):
         members = np.flatnonzero(labels == label)
-        shuffled = numpy_generator(
-            _DIGITS_SPLIT_SEED, "digits-split", label
-        ).permutation(members)
-        in_test[shuffled[: round(_DIGITS_TEST_SHARE * len(members))]] = True
+        rng = numpy_generator(_DIGITS_SPLIT_SEED, "digits-split", label)
+        count = round(_DIGITS_TEST_SHARE * len(members))
+        in_test[rng.permutation(members)[:count]] = True
     targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
     return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
 
 
 def read_idx(class_name: str) -> Reader:
-    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and data sets in its
-    format.
+    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and its format.
 
     If the unpacked files are absent, the .gz files are read directly. Nothing is
     written, so read-only folders work. torchvision's class only downloads missing
@@ -129,12 +123,11 @@ def read_idx(class_name: str) -> Reader:
             from torchvision import datasets
 
             getattr(datasets, class_name)(str(folder), train=True, download=True)
-        train_images, train_labels, test_images, test_labels = (
+        images, labels, test_images, test_labels = (
             _idx_array(raw / stem) for stem in IDX_FILES
         )
-        return Loaded(
-            as_samples(train_images, train_labels), as_samples(test_images, test_labels)
-        )
+        test = as_samples(test_images, test_labels)
+        return Loaded(as_samples(images, labels), test)
 
     return read
 
@@ -145,33 +138,25 @@ def is_there(path: Path) -> bool:
 
 
 def read_torchvision(class_name: str) -> Reader:
-    """Return the reader of torchvision's CIFAR10, CIFAR100, USPS, or SVHN (without
-    ``extra``).
-    """
+    """Return the reader of torchvision's CIFAR10, CIFAR100, USPS or SVHN."""
 
     def read(folder: Path, shape: Shape) -> Loaded:
         del shape
         from torchvision import datasets
 
         source = getattr(datasets, class_name)
-        if class_name == "SVHN":
-            parts = [
-                _present_or_downloaded(source, str(folder), split=split)
-                for split in ("train", "test")
-            ]
-            train, test = (
-                as_samples(part.data.transpose(0, 2, 3, 1), part.labels)
-                for part in parts
-            )
-        else:
-            parts = [
-                _present_or_downloaded(source, str(folder), train=train)
-                for train in (True, False)
-            ]
-            train, test = (
-                as_samples(np.asarray(part.data), part.targets) for part in parts
-            )
-        return Loaded(train, test)
+        both = []
+        for part in ("train", "test"):
+            # SVHN has an argument, attributes and an order of axes of its own.
+            if class_name == "SVHN":
+                data = _present_or_downloaded(source, str(folder), split=part)
+                samples = as_samples(data.data.transpose(0, 2, 3, 1), data.labels)
+            else:
+                is_train = part == "train"
+                data = _present_or_downloaded(source, str(folder), train=is_train)
+                samples = as_samples(np.asarray(data.data), data.targets)
+            both.append(samples)
+        return Loaded(both[0], both[1])
 
     return read
 
@@ -179,9 +164,8 @@ def read_torchvision(class_name: str) -> Reader:
 def _present_or_downloaded(
     source: Callable[..., Any], folder: str, **split: Any
 ) -> Any:
-    """Return torchvision's data set from the files in ``folder``; if this fails,
-    download them first.
-    """
+    """Return torchvision's data set; if its files fail, download them first."""
+    # First without: with download=True it writes into the folder, which may be read-only.
     try:
         return source(folder, download=False, **split)
     except (OSError, RuntimeError):
@@ -208,6 +192,7 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     shape = tuple(
         int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)
     )
+    # Both ways: a cut download, and one that was written over a longer file.
     values = np.frombuffer(content[start:], dtype=np.uint8)
     if len(content) < start or values.size != math.prod(shape):
         raise DataError(
@@ -218,18 +203,19 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
-    """Return samples with copies of (N, H, W) grey or (N, H, W, 3) RGB images and of
-    their labels.
+    """Return samples of (N, H, W) grey or (N, H, W, 3) RGB images and their labels.
 
     Raises:
         DataError: the images have another shape.
     """
-    if images.ndim not in (3, 4) or (
-        images.ndim == 4 and images.shape[3] not in (1, 3)
-    ):
+    if images.ndim == 3:
+        rows = images[:, None]
+    elif images.ndim == 4 and images.shape[3] in (1, 3):
+        rows = images.transpose(0, 3, 1, 2)
+    else:
         raise DataError(
             f"images of shape {images.shape}: (N, H, W) or (N, H, W, 3) needed."
         )
-    rows = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    # Copies: readers return views of files, or arrays that cannot be written to.
     inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))
     return Samples(inputs, torch.from_numpy(np.array(labels, dtype=np.int64)))

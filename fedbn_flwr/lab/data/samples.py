@@ -1,6 +1,4 @@
-"""Labelled examples: images as bytes; features of tables, signals and the like as
-float32.
-"""
+"""Labelled examples: images as bytes; rows of tables, signals and the like as float32."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ class LazyInputs(ABC):
         each: Sequence[str] = (),
         seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the inputs with these numbers, and the targets that are read with
-        them, if there are some.
+        """Return the inputs with these numbers, and the targets that come with them.
 
         Args:
             numbers: of the inputs, 0..N-1.
@@ -98,16 +95,11 @@ class Samples:
         Raises:
             DataError: dtypes or numbers are not as above.
         """
-        self.source, self._targets, self.groups, self.units = (
-            inputs,
-            targets,
-            groups,
-            units,
-        )
+        self.source, self._targets = inputs, targets
+        self.groups, self.units = groups, units
         images = inputs.dtype == torch.uint8 and len(inputs.shape) == 4
-        if not images and not (
-            inputs.dtype == torch.float32 and len(inputs.shape) >= 2
-        ):
+        numbers = inputs.dtype == torch.float32 and len(inputs.shape) >= 2
+        if not images and not numbers:
             raise DataError(
                 f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)};"
                 " uint8 (N, C, H, W) needed for images, float32 (N, ...) for features"
@@ -127,19 +119,16 @@ class Samples:
         return len(self.source)
 
     def to(self, device: str | torch.device) -> Samples:
-        """Return the same samples on ``device``; tensors that are there already are not
-        copied.
-        """
+        """Return the same samples on ``device``, without a copy of what is there."""
         targets, groups, units = (
             None if part is None else part.to(device)
             for part in (self._targets, self.groups, self.units)
         )
         inputs = self.source
-        # channels share their memory
+        # The channels of grey images share their memory: one is moved, not three.
         if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.stride(1) == 0:
-            return Samples(
-                inputs[:, :1].to(device).expand_as(inputs), targets, groups, units
-            )
+            moved = inputs[:, :1].to(device).expand_as(inputs)
+            return Samples(moved, targets, groups, units)
         return Samples(inputs.to(device), targets, groups, units)
 
     def regrouped(self, groups: Tensor | None, units: Tensor | None = None) -> Samples:
@@ -190,44 +179,33 @@ class Samples:
 
     @property
     def targets(self) -> Tensor:
-        """Target of each example; reads all examples if targets are read with the
-        inputs.
-        """
-        return (
-            self.take(torch.arange(len(self)))[1]
-            if self._targets is None
-            else self._targets
-        )
+        """Target of each example; reads all inputs where targets come with them."""
+        if self._targets is None:
+            return self.take(torch.arange(len(self)))[1]
+        return self._targets
 
     @property
     def labels(self) -> Tensor:
-        """The class of each example for splits over clients, int64 (N,); all 0 if an
-        example has not one class.
-        """
-        return (
-            self.targets
-            if self.by_class
-            else torch.zeros(len(self), dtype=torch.int64, device=self.device)
-        )
+        """The class of each example for splits, int64 (N,); 0 where there is not one."""
+        if self.by_class:
+            return self.targets
+        return torch.zeros(len(self), dtype=torch.int64, device=self.device)
 
     def take(
         self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the examples at these numbers (int64 (B,)) and their targets,
-        augmented by what was drawn.
-        """
+        """Return these examples (int64 (B,)) and their targets, augmented as drawn."""
+        # Transforms of single images come before those of the batch. Files take part in
+        # them as they are stored, before they are resized, so ``read`` applies them.
         if isinstance(self.source, LazyInputs):
             each = () if augment is None else augment.each
             seeds = () if draw is None or draw.seeds is None else draw.seeds.tolist()
             inputs, read = self.source.read(chosen.tolist(), each, seeds)
             targets = self.targets.index_select(0, chosen) if read is None else read
         else:
-            # index_select, because indexing with [] takes several times as long for a
-            # batch.
-            inputs, targets = (
-                self.source.index_select(0, chosen),
-                self.targets.index_select(0, chosen),
-            )
+            # Indexing with [] takes several times as long as index_select for a batch.
+            inputs = self.source.index_select(0, chosen)
+            targets = self.targets.index_select(0, chosen)
             if augment is not None and draw is not None:
                 inputs, targets = augment.apply_each(inputs, targets, draw)
         if augment is not None and draw is not None:

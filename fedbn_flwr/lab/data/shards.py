@@ -1,5 +1,4 @@
-"""Splits by shards: the examples, sorted by class, are cut into equal shards, and
-clients get whole shards.
+"""Splits by shards: equal pieces of the examples sorted by class; clients get whole ones.
 
 ``shards``: McMahan et al. 2017, section 3; Li et al. (FedBS) V-A, "balanced label
 distribution skew": 200 shards of 300 (MNIST) or 250 (CIFAR-10) examples, two for each
@@ -28,21 +27,15 @@ _SHARD_SIZE = 50
 
 
 def split_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client ``shards_per_client`` (0 = 2) random shards, of as many as all
-    clients use.
-    """
+    """Give each client ``shards_per_client`` (0 = 2) random shards; all are used."""
     each = request.shards_per_client or _SHARDS_PER_CLIENT
     return _split_shards(request, [each] * request.num_clients, "shards")
 
 
 def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
-    """Split shards of 50 examples over the clients, 1 to ``shards_per_client`` (0 = 30)
-    each.
-    """
-    clients, most = (
-        request.num_clients,
-        request.shards_per_client or _MOST_SHARDS_PER_CLIENT,
-    )
+    """Give each client 1 to ``shards_per_client`` (0 = 30) shards of 50 examples."""
+    clients = request.num_clients
+    most = request.shards_per_client or _MOST_SHARDS_PER_CLIENT
     shards = len(request.labels) // _SHARD_SIZE
     if not clients <= shards <= clients * most:
         raise ConfigError(
@@ -51,36 +44,34 @@ def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
             " num-clients or shards-per-client."
         )
     rng = numpy_generator(request.seed, "partition", "unbalanced-shards-sizes")
-    return _split_shards(
-        request, _drawn_sizes(clients, shards, most, rng), "unbalanced-shards"
-    )
+    sizes = _drawn_sizes(clients, shards, most, rng)
+    return _split_shards(request, sizes, "unbalanced-shards")
 
 
 def _drawn_sizes(
     clients: int, shards: int, most: int, rng: np.random.Generator
 ) -> list[int]:
-    """Return uniform draws from 1..most given their sum: all such sums equal to
-    ``shards`` are equally likely.
-    """
+    """Return uniform draws from 1..most, given that their sum is ``shards``."""
     # ways[k][s]: the number of ways to write s as a sum of k numbers from 1..most, in
-    # exact integers. The difference of neighbours has only two terms.
+    # exact integers. Neighbours of a row differ by two terms of the row before.
     ways = [[1] + [0] * shards]
     for _ in range(clients):
         before, row = ways[-1], [0]
         for total in range(1, shards + 1):
-            row.append(
-                row[-1]
-                + before[total - 1]
-                - (before[total - 1 - most] if total > most else 0)
-            )
+            number = row[-1] + before[total - 1]
+            if total > most:
+                number -= before[total - 1 - most]
+            row.append(number)
         ways.append(row)
+    # A client's number has the share of the ways that go on with it; each later client
+    # needs at least one of the shards that are left.
     sizes = []
-    for rest in range(clients - 1, -1, -1):
-        options = range(1, min(most, shards - rest) + 1)
+    for later in range(clients - 1, -1, -1):
+        options = range(1, min(most, shards - later) + 1)
         # The division of integers is correctly rounded, also beyond the floating point
         # range.
         chances = [
-            ways[rest][shards - option] / ways[rest + 1][shards] for option in options
+            ways[later][shards - option] / ways[later + 1][shards] for option in options
         ]
         sizes.append(int(rng.choice(options, p=np.array(chances) / sum(chances))))
         shards -= sizes[-1]
@@ -90,15 +81,14 @@ def _drawn_sizes(
 def _split_shards(
     request: PartitionRequest, sizes: list[int], purpose: str
 ) -> list[Indices]:
-    """Return each client's examples: ``sizes`` random shards of nearly equal size, cut
-    from the examples by class.
-    """
+    """Return each client's examples: as many random shards as ``sizes`` says."""
     count = sum(sizes)
     if count > len(request.labels):
         raise ConfigError(
             f"shards-per-client={sizes[0]} needs {count} shards, more than the"
             f" {len(request.labels)} training examples."
         )
+    # Shuffled before the stable sort, so that a shard is a random part of its class.
     rng = numpy_generator(request.seed, "partition", purpose)
     shuffled = rng.permutation(len(request.labels)).astype(np.int64)
     by_class = shuffled[np.argsort(request.labels[shuffled], kind="stable")]

@@ -1,5 +1,4 @@
-"""Splits by class: each takes a request and returns one index vector per client, in any
-order.
+"""Splits by class: a request in, one index vector per client out, in any order.
 
 ``dirichlet-equal``: Hsu, Qi & Brown 2019, section 2: each client draws its class mix q
 and takes examples that are left in these proportions. Later clients do not use a class
@@ -54,9 +53,7 @@ _DRAWS_PER_SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class PartitionRequest:
-    """The arguments of a split, see ``make_partition``; each kind uses those that it
-    needs.
-    """
+    """The arguments of a split, see ``make_partition``; each kind uses what it needs."""
 
     labels: Indices
     num_classes: int
@@ -78,9 +75,7 @@ def split_iid(request: PartitionRequest) -> list[Indices]:
 
 
 def split_dirichlet(request: PartitionRequest) -> list[Indices]:
-    """Split each class in Dirichlet proportions; draw again until every client has
-    ``min_size`` examples.
-    """
+    """Split each class in Dirichlet proportions, so that each client has ``min_size``."""
     _check_alpha(request.alpha)
     if request.num_clients * request.min_size > len(request.labels):
         raise DataError(
@@ -104,9 +99,12 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
 
 
 def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indices]:
-    """Return the split of one seed; ValueError if no draw of flwr-datasets gives every
-    client ``min_size``.
+    """Return the split of one seed.
+
+    Raises:
+        ValueError: no draw of flwr-datasets gives every client ``min_size``.
     """
+    # Its import takes seconds, and other splits do without it.
     from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
@@ -117,15 +115,14 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
         shuffle=False,  # the table is already shuffled
         seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
     )
+    # It warns of each draw that is too uneven; the next one is made without a word.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
         return _partitioned(partitioner, *_shuffled(request, "dirichlet-order"))
 
 
 def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
-    """Give every client the same number of examples (sizes differ by at most 1), in
-    proportions that it draws.
-    """
+    """Give every client as many examples (sizes differ by at most 1), in its own mix."""
     _check_alpha(request.alpha)
     rng = numpy_generator(request.seed, "partition", "dirichlet-equal")
     order, labels = _shuffled(request, "dirichlet-equal-order")
@@ -134,29 +131,32 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
     small, larger = divmod(len(order), request.num_clients)
     partition = []
     for client in range(request.num_clients):
+        # Hsu et al., section 2: q of this client, then its examples by q.
         mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
-        before, left = left, left - _filled(small + (client < larger), mix, left, rng)
-        taken = [
-            pool[start:end]
-            for pool, start, end in zip(pools, left, before, strict=True)
+        taken = _filled(small + (client < larger), mix, left, rng)
+        # Taken from the end of each class, so that ``left`` says where the rest ends.
+        left = left - taken
+        slices = [
+            pool[rest : rest + size]
+            for pool, rest, size in zip(pools, left, taken, strict=True)
         ]
-        partition.append(np.concatenate(taken))
+        partition.append(np.concatenate(slices))
     return partition
 
 
 def _filled(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> Indices:
-    """Return how many examples of each class to take: ``size`` draws from ``mix``, at
-    most ``left`` of a class.
-    """
+    """Return how many of the examples ``left`` of each class ``size`` draws take."""
     taken = np.zeros_like(left)
-    while (missing := size - int(taken.sum())) > 0:
+    missing = size
+    while missing > 0:
         weights = np.where(taken < left, mix, 0.0)
-        # no class of the mix has examples left: draw in proportion to the other classes
+        # No class of the mix has examples left: draw in proportion to the other classes.
         if not weights.sum() > 0:
             weights = (left - taken).astype(np.float64)
-        taken = np.minimum(
-            taken + rng.multinomial(missing, weights / weights.sum()), left
-        )
+        # A class gives at most what is left; what it lacks is drawn again.
+        drawn = rng.multinomial(missing, weights / weights.sum())
+        taken = np.minimum(taken + drawn, left)
+        missing = size - int(taken.sum())
     return taken
 
 
@@ -169,34 +169,25 @@ def _check_alpha(alpha: float) -> None:
 
 
 def _shuffled(request: PartitionRequest, purpose: str) -> tuple[Indices, Indices]:
-    """Return a seeded order of the examples, and their labels in it; splits cut this
-    table in order.
-    """
-    order = (
-        numpy_generator(request.seed, "partition", purpose)
-        .permutation(len(request.labels))
-        .astype(np.int64)
-    )
+    """Return a seeded order of the examples, and their labels in it."""
+    rng = numpy_generator(request.seed, "partition", purpose)
+    order = rng.permutation(len(request.labels)).astype(np.int64)
     return order, request.labels[order]
 
 
 def _partitioned(
     partitioner: Partitioner, order: Indices, labels: Indices
 ) -> list[Indices]:
-    """Return the parts of a flwr-datasets partitioner on the table (index, label), in
-    memory.
-    """
+    """Return the parts of a flwr-datasets partitioner on the table (index, label)."""
     import datasets
 
     partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels})
-    parts = (
-        partitioner.load_partition(client)
-        for client in range(partitioner.num_partitions)
-    )
-    return [
-        part.with_format("arrow")[:]["index"].to_numpy().astype(np.int64)
-        for part in parts
-    ]
+    parts = []
+    for client in range(partitioner.num_partitions):
+        # As Arrow's columns: a list of Python's numbers takes seconds.
+        table = partitioner.load_partition(client).with_format("arrow")[:]
+        parts.append(table["index"].to_numpy().astype(np.int64))
+    return parts
 
 
 def split_classes(request: PartitionRequest) -> list[Indices]:
@@ -211,23 +202,20 @@ def split_classes(request: PartitionRequest) -> list[Indices]:
             f"classes-per-client={wanted}: 1 to {classes} allowed, the number of"
             " classes."
         )
-    parts: list[list[Indices]] = [[] for _ in range(request.num_clients)]
-    starts = [
-        client * classes // request.num_clients for client in range(request.num_clients)
-    ]
-    for label in range(classes):
-        holders = [
-            parts[client]
-            for client, start in enumerate(starts)
-            if (label - start) % classes < wanted
-        ]
+    # The clients of each class, by Appendix D: k classes from a client's first one on.
+    clients_of = [list[int]() for _ in range(classes)]
+    for client in range(request.num_clients):
+        start = client * classes // request.num_clients
+        for label in range(start, start + wanted):
+            clients_of[label % classes].append(client)
+    # Each class is shuffled by itself, so that its parts do not depend on the others.
+    parts = [list[Indices]() for _ in range(request.num_clients)]
+    for label, clients in enumerate(clients_of):
+        if not clients:
+            continue
         examples = np.flatnonzero(request.labels == label).astype(np.int64)
-        shuffled = numpy_generator(
-            request.seed, "partition", "classes", label
-        ).permutation(examples)
-        if holders:
-            for holder, part in zip(
-                holders, np.array_split(shuffled, len(holders)), strict=True
-            ):
-                holder.append(part)
+        rng = numpy_generator(request.seed, "partition", "classes", label)
+        shares = np.array_split(rng.permutation(examples), len(clients))
+        for client, share in zip(clients, shares, strict=True):
+            parts[client].append(share)
     return [np.concatenate(part) for part in parts]

@@ -1,6 +1,4 @@
-"""Subsets of shared examples: they hold indices but no copy of the examples, and make
-normalised batches.
-"""
+"""Subsets of shared examples, without a copy of these: they make normalised batches."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from fedbn_flwr.lab.data.samples import Samples
 
 __all__ = ["Subset"]
 
-_BLOCK = 2**21  # bytes of floats that are made at once: they stay in a cache
-_ALIGNED = 64  # bytes, the alignment of torch's memory
+# Bytes of floats that are made at once: so many stay in a cache.
+_BLOCK = 2**21
+# Bytes, the alignment of torch's memory.
+_ALIGNED = 64
 
 
 class Subset:
-    """The examples of one client or one evaluation: each position 0..len-1 stands for
-    one of shared examples.
-    """
+    """The examples of one client or one test: positions 0..len-1 of shared examples."""
 
     __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")
 
@@ -50,13 +48,13 @@ class Subset:
             augment: ``batch`` applies it if it gets a generator.
         """
         self._samples, self._augment = samples, augment
-        self._indices = (
-            None if indices is None else torch.as_tensor(indices, device=samples.device)
-        )
+        self._indices: Tensor | None = None
+        if indices is not None:
+            self._indices = torch.as_tensor(indices, device=samples.device)
+        # As (C, 1, 1), to be broadcast over the images of a batch.
+        shape = (-1, *[1] * len(samples.shape[1:]))
         self._mean, self._std = (
-            torch.tensor(values, dtype=torch.float32, device=samples.device).view(
-                -1, *[1] * len(samples.shape[1:])
-            )
+            torch.tensor(values, dtype=torch.float32, device=samples.device).view(shape)
             for values in (mean, std)
         )
 
@@ -72,36 +70,29 @@ class Subset:
     @property
     def targets(self) -> Tensor:
         """Targets of the examples, see ``Samples``, on the samples' device."""
-        return (
-            self._samples.targets
-            if self._indices is None
-            else self._samples.targets[self._indices]
-        )
+        return self._of_positions(self._samples.targets)
 
     @property
     def indices(self) -> Tensor:
         """The example at each position, int64 (n,)."""
-        return (
-            torch.arange(len(self._samples)) if self._indices is None else self._indices
-        )
+        if self._indices is None:
+            return torch.arange(len(self._samples))
+        return self._indices
 
     @property
     def groups(self) -> Tensor | None:
-        """Groups of the examples, int64 (n,), on the samples' device; None if the
-        samples have no groups.
-        """
+        """Groups of the examples, int64 (n,), on the samples' device; None without."""
         groups = self._samples.groups
-        return (
-            groups if groups is None or self._indices is None else groups[self._indices]
-        )
+        return None if groups is None else self._of_positions(groups)
 
     @property
     def units(self) -> Tensor | None:
-        """The unit (patient) of each example, int64 (n,), on the samples' device; None
-        if each one is its own.
-        """
+        """The unit (patient) of each example, int64 (n,); None if each is its own."""
         units = self._samples.units
-        return units if units is None or self._indices is None else units[self._indices]
+        return None if units is None else self._of_positions(units)
+
+    def _of_positions(self, values: Tensor) -> Tensor:
+        return values if self._indices is None else values[self._indices]
 
     def batch(
         self, positions: Tensor, generator: torch.Generator | None = None
@@ -125,12 +116,9 @@ class Subset:
             IndexError: a position is outside the subset (on the CPU; on other devices
                 torch reports it differently).
         """
-        positions = positions.to(self._samples.device)
-        chosen = (
-            positions
-            if self._indices is None
-            else self._indices.index_select(0, positions)
-        )
+        chosen = positions.to(self._samples.device)
+        if self._indices is not None:
+            chosen = self._indices.index_select(0, chosen)
         draw = None
         if generator is not None and self._augment is not None:
             draw = self._augment.draw(len(positions), generator)
@@ -144,36 +132,40 @@ class Subset:
         Images in memory become floating point several batches at a time, which has the
         same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes.
         """
-        if self._samples.in_memory and (generator is None or self._augment is None):
-            for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
-                inputs, targets = self.batch(
-                    torch.cat(block) if len(block) > 1 else block[0]
-                )
-                sizes = [len(batch) for batch in block]
-                yield from zip(
-                    torch.split(inputs, sizes), torch.split(targets, sizes), strict=True
-                )
+        # Augmentation draws batch by batch, and files are read for one batch at a time.
+        augmented = generator is not None and self._augment is not None
+        if augmented or not self._samples.in_memory:
+            for batch in positions:
+                yield self.batch(batch, generator)
             return
-        for batch in positions:
-            yield self.batch(batch, generator)
+        for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
+            together = torch.cat(block) if len(block) > 1 else block[0]
+            inputs, targets = self.batch(together)
+            sizes = [len(batch) for batch in block]
+            parts = (torch.split(values, sizes) for values in (inputs, targets))
+            yield from zip(*parts, strict=True)
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # In place after the first operation, which makes a copy: the samples stay.
         if inputs.dtype == torch.uint8:
             inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
         elif len(self._mean):
             inputs = inputs.sub(self._mean).div_(self._std)
-        return inputs, (
-            targets.to(torch.int64) if targets.dtype == torch.uint8 else targets
-        )
+        # Bytes are classes of pixels; losses need int64.
+        if targets.dtype == torch.uint8:
+            targets = targets.to(torch.int64)
+        return inputs, targets
 
 
 def _blocks(positions: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Yield the batches in lists of at most ``_BLOCK`` bytes, or of one batch;
-    ``size``: bytes of one example.
+    """Yield lists of batches: of one, or of more with at most ``_BLOCK`` bytes.
 
-    Matrix products of the same numbers at another alignment may differ in their last
-    bits, so examples of an odd size are not put together.
+    Args:
+        positions: the batches.
+        size: bytes of one example.
     """
+    # Matrix products of the same numbers at another alignment may differ in their last
+    # bits, so examples of an odd size are not put together.
     block: list[Tensor] = []
     room = _BLOCK
     for batch in positions:

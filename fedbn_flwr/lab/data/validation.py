@@ -21,8 +21,7 @@ def split_off(
     seed: int,
     units: Indices | None = None,
 ) -> tuple[Indices, Indices]:
-    """Return (rest, part): ``part`` has ``share`` of the examples, and of each class by
-    largest remainder.
+    """Return (rest, part): ``part`` has ``share`` of the examples, and of each class.
 
     The size of the part is ``share`` of the examples, rounded half up, and at least one
     example or unit stays in the rest. With units, these go over as a whole, in a random
@@ -47,43 +46,46 @@ def split_off(
     """
     if not 0 <= share < 1:
         raise ConfigError(f"share={share} must be in [0, 1)")
+    # The order of the draws (the shares, then the examples, then the units) is part of
+    # every recorded split.
     rng = numpy_generator(seed, "split-off")
     examples = np.sort(np.asarray(indices, np.int64))
     _, classes = np.unique(np.asarray(labels)[examples], return_inverse=True)
     wanted = _shares(np.bincount(classes), Fraction(str(share)), rng)
     order = rng.permutation(len(examples))
-    chosen = np.zeros(len(examples), bool)
     if units is None:
+        # Of each class the first ones in a random order.
+        chosen = np.zeros(len(examples), bool)
         for label, number in enumerate(wanted):
             chosen[order[classes[order] == label][:number]] = True
     else:
-        _, owners = np.unique(np.asarray(units)[examples], return_inverse=True)
-        left, counts = (
-            wanted.copy(),
-            np.zeros((int(owners.max(initial=-1)) + 1, len(wanted)), np.int64),
-        )
-        np.add.at(counts, (owners, classes), 1)
-        taken = np.zeros(len(counts), bool)
-        for unit in rng.permutation(len(counts)):
+        # The examples of each unit by class, and the units that bring nearer to these.
+        _, unit_of = np.unique(np.asarray(units)[examples], return_inverse=True)
+        num_units = int(unit_of.max(initial=-1)) + 1
+        counts = np.zeros((num_units, len(wanted)), np.int64)
+        np.add.at(counts, (unit_of, classes), 1)
+        left = wanted
+        taken = np.zeros(num_units, bool)
+        for unit in rng.permutation(num_units):
             nearer = np.abs(left - counts[unit]).sum() < np.abs(left).sum()
-            if nearer and taken.sum() + 1 < len(counts):
-                taken[unit], left = True, left - counts[unit]
-        chosen = taken[owners]
+            if nearer and taken.sum() + 1 < num_units:
+                taken[unit] = True
+                left = left - counts[unit]
+        chosen = taken[unit_of]
     return examples[~chosen], examples[chosen]
 
 
 def _shares(counts: Indices, share: Fraction, rng: np.random.Generator) -> Indices:
-    """Return how many examples of each class go over; equal remainders are ordered at
-    random.
-    """
+    """Return how many examples of each class go over, by largest remainder."""
+    # Fractions, since a share such as 0.1 has no exact float: ties would not be ties.
     total = int(counts.sum())
     size = max(0, min(math.floor(share * total + Fraction(1, 2)), total - 1))
     exact = [share * int(count) for count in counts]
     numbers = np.array([math.floor(number) for number in exact], np.int64)
     remainders = [float(number - math.floor(number)) for number in exact]
-    ranking = sorted(
-        rng.permutation(len(counts)).tolist(), key=lambda label: -remainders[label]
-    )
+    # Equal remainders are in a random order, or the first classes would win each tie.
+    ranking = rng.permutation(len(counts)).tolist()
+    ranking.sort(key=lambda label: -remainders[label])
     missing = size - int(numbers.sum())
     numbers[ranking[: max(missing, 0)]] += 1
     return numbers

@@ -1,6 +1,4 @@
-"""``fedbn-flwr evaluate``: the model of a finished run on any data, with its metrics
-and predictions.
-"""
+"""``fedbn-flwr evaluate``: the model of a finished run on any data."""
 
 from __future__ import annotations
 
@@ -53,12 +51,11 @@ ADAPT = "adapt"
 ALL = "all"
 
 _CLIENT = re.compile(r"own:(\d+)")
-# Settings of a run that the model and its inputs depend on; all others are those of the
-# new data.
+# The model and its inputs depend on these settings of the run.
 _OF_THE_MODEL = ("norm", "norm-groups", "model", "bn-momentum", "seed", "batch-size")
-# Settings that say how data are read: those of the run, unless the new data have
-# others.
+# How data are read: as in the run, unless the new data have other settings.
 _OF_READING = ("task", "metrics", "test-share")
+# What the new data may say.
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
 
 
@@ -112,74 +109,58 @@ def evaluate_run(
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.
     """
+    # What the run gives, what the new data give, and the examples under both. A folder
+    # that is in use is refused before any work.
     if out is not None:
         RunFolder.refuse_used(out)
-    saved = _load(run, bn, state_dir)
+    saved = load_model(run, _choice(bn, state_dir))
     config = _config(saved, data)
     examples = _examples(saved, config)
     model, task = on_device(saved.model, config), data_of(config).test_task
     if bn == ADAPT:
         _adapt(model, examples.all, task, saved)
-    what = f"{saved.what}; {examples.which}"
-    warnings = [
-        text
-        for text in (saved.description.code_changed(), _overlap(saved.config, config))
-        if text
-    ]
+    warnings = [saved.description.code_changed(), _overlap(saved.config, config)]
+    warnings = [warning for warning in warnings if warning]
     for warning in warnings:
         logger.warning("%s", warning)
 
+    # The tests; outputs are kept where they are written. Those of pixels are not: a
+    # table of them would be larger than the images.
     outputs: list[Tensor] = []
 
     def keep(of_batch: Tensor, _: Tensor) -> None:
-        outputs.append(of_batch.cpu())
+        if out is not None and not task.by_pixel:
+            outputs.append(of_batch.cpu())
 
-    writes_predictions = out is not None and not task.by_pixel
-    rows = [
-        Row(
-            ALL,
-            evaluate(
-                model,
-                examples.all,
-                task=task,
-                on_batch=keep if writes_predictions else None,
-            ),
-        )
-    ]
-    rows += [
-        Row(name, evaluate(model, view, task=task))
-        for name, view in examples.groups.items()
-    ]
+    rows = [Row(ALL, evaluate(model, examples.all, task=task, on_batch=keep))]
+    for name, view in examples.groups.items():
+        rows.append(Row(name, evaluate(model, view, task=task)))
+
+    what = f"{saved.what}; {examples.which}"
     if out is not None:
         about = {"model": what, "dataset": config.dataset, "warnings": warnings}
         files = {"metrics.json": _json(about, rows)}
         if outputs:
-            columns = predictions(
-                torch.cat(outputs),
-                examples.all.targets,
-                task,
-                saved.description.classes,
-            )
+            targets, classes = examples.all.targets, saved.description.classes
+            columns = predictions(torch.cat(outputs), targets, task, classes)
             files["predictions.csv"] = _csv(examples.where, columns)
         _write(out, files)
     return Evaluation(what, rows)
 
 
-def _load(run: Path, bn: str, state_dir: Path | None) -> SavedModel:
-    """Return the model that ``bn`` names; for ``ADAPT`` it is the global one, which is
-    adapted later.
-    """
+def _choice(bn: str, state_dir: Path | None) -> Choice:
+    """Return the model that ``bn`` names; ``ADAPT`` starts from the global one."""
     if bn in ("", ADAPT):
-        return load_model(run, Choice(state_dir=state_dir))
+        return Choice(state_dir=state_dir)
     if bn == "averaged":
-        return load_model(run, Choice(averaged=True, state_dir=state_dir))
+        return Choice(averaged=True, state_dir=state_dir)
     client = _CLIENT.fullmatch(bn)
     if client is None:
         raise ConfigError(
             f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2),"
             f" {ADAPT}, or no bn."
         )
-    return load_model(run, Choice(client=int(client[1]), state_dir=state_dir))
+    return Choice(client=int(client[1]), state_dir=state_dir)
 
 
 def _adapt(model: nn.Module, data: Subset, task: Task, saved: SavedModel) -> None:
@@ -216,11 +197,12 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     settings = {"partition": "iid", "num-clients": 1, **data}
     dataset = str(data.get("dataset"))
     if is_own(dataset):
-        # targets of a few examples may look like those of another one
+        # The targets of a few examples may look like those of another task, and may
+        # lack a class.
         shared["task"] = saved.description.task
         if saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
             shared["num-classes"] = saved.description.num_classes
-        # it gives the data of a site: those of all sites of the run
+        # A function is asked site by site: for all sites of the run.
         if OwnData.parse(dataset)[0] == FUNCTION:
             settings["num-clients"] = saved.config.num_clients
     return Config.make_of_shared(shared, settings)[0]
@@ -251,14 +233,14 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
             examples of the run.
     """
     taken = saved.description
-    _refuse_other_task(taken, config)  # without the data, which may be large
+    # Before the data are loaded, which may be large.
+    _refuse_other_task(taken, config)
+    # Own data without a split of their own are all new, unless they are the run's.
     which = "on the test examples"
     if is_own(config.dataset) and not is_divided(data_of(config).own):
         if _place(config) != _place(saved.config):
-            config, which = (
-                config.model_copy(update={"test_share": 1.0}),
-                "on all examples",
-            )
+            which = "on all examples"
+            config = config.model_copy(update={"test_share": 1.0})
         elif has_other_data(saved.run, config):
             raise ConfigError(
                 f"dataset={config.dataset!r} has changed since the run, or is divided"
@@ -269,6 +251,7 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
     _refuse_unfit(taken, data, config.dataset)
 
+    # The run's mean and std: the model has learned from inputs that these scaled.
     def view(indices: Tensor | None = None) -> Subset:
         return Subset(data.test, indices, mean=taken.mean, std=taken.std)
 
@@ -278,33 +261,27 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     if numbers is not None:
         where["group"] = [data.group_names[number] for number in numbers.tolist()]
         for number in torch.unique(numbers).tolist():
-            groups[data.group_names[number]] = view(
-                torch.nonzero(numbers == number).flatten()
-            )
+            chosen = torch.nonzero(numbers == number).flatten()
+            groups[data.group_names[number]] = view(chosen)
+    # A user finds a file or a row of an array, but no position of ours.
     if is_own(config.dataset) and not data_of(config).by_function:
         where = {**own_tests(data_of(config).own)}
     return _Examples(view(), groups, where, which)
 
 
 def _place(config: Config) -> tuple[str, Path | str]:
-    """Return the kind of a config's data and where they are, however the path is
-    spelled.
-    """
+    """Return the kind of a config's data, and where they are, in one spelling."""
     kind, _, path = config.dataset.partition(":")
     return kind, Path(path).resolve() if path else path
 
 
 def _overlap(ran: Config, config: Config) -> str:
-    """Return a sentence if the files of a run's data and of others lie one in the
-    other; else "".
-    """
+    """Return a sentence if the data are in the folder of a run's data or around it."""
     (kind, here), (other, there) = _place(config), _place(ran)
-    if (
-        kind != other
-        or here == there
-        or not isinstance(here, Path)
-        or not isinstance(there, Path)
-    ):
+    # The same place is the run's own data, which are divided as in the run.
+    if kind != other or here == there:
+        return ""
+    if not isinstance(here, Path) or not isinstance(there, Path):
         return ""
     if not (here.is_relative_to(there) or there.is_relative_to(here)):
         return ""
@@ -316,9 +293,7 @@ def _overlap(ran: Config, config: Config) -> str:
 
 
 def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
-    """Raise ConfigError if the task or the number of classes differ from those of the
-    model.
-    """
+    """Raise ConfigError if the model is for another task or number of classes."""
     task, num_classes = data_of(config).task.name, data_of(config).info.num_classes
     if task != taken.task:
         raise ConfigError(f"the model is for {taken.task}, the data are for {task}.")
@@ -331,9 +306,7 @@ def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
 
 
 def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
-    """Raise ConfigError if the shape of the inputs or the names of the classes differ
-    from those of the model.
-    """
+    """Raise ConfigError if inputs have another shape, or classes other names."""
     if data.test.shape != taken.shape:
         raise ConfigError(
             f"the model takes inputs {taken.shape}, those of dataset={dataset} are"
@@ -350,18 +323,15 @@ def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
 
 def _names(classes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes; () if they are called by their numbers."""
-    return (
-        ()
-        if list(classes) == [str(number) for number in range(len(classes))]
-        else tuple(classes)
-    )
+    if list(classes) == [str(number) for number in range(len(classes))]:
+        return ()
+    return tuple(classes)
 
 
 def predictions(
     outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Return the columns of ``predictions.csv``: target, prediction and probability,
-    each of one or of several outputs.
+    """Return the columns of ``predictions.csv``: target, prediction and probability.
 
     Args:
         outputs: the model's outputs (N, ...).
@@ -370,9 +340,11 @@ def predictions(
         classes: the names of the classes or labels.
     """
     count = len(outputs)
+    # In double precision, or probabilities near 1 would be 1.
     outputs, probabilities = outputs.double().reshape(count, -1), task.probabilities()
     values = {"target": targets.cpu().reshape(count, -1)}
     if isinstance(task, LabelTask):
+        # An output above 0 is a probability above one half.
         values["prediction"] = (outputs > 0).long()
         positive = f"-{classes[-1]}" if task.single and classes else ""
         values[f"probability{positive}"] = probabilities(outputs)
@@ -381,11 +353,14 @@ def predictions(
     else:
         values["prediction"] = outputs.argmax(1, keepdim=True)
         values["probability"] = probabilities(outputs)
+    # One column keeps its name; several have the names of the classes added.
     columns: dict[str, list[float]] = {}
     for kind, value in values.items():
         for at, column in enumerate(value.T.tolist()):
-            named = classes[at] if at < len(classes) else str(at)
-            columns[kind if value.shape[1] == 1 else f"{kind}-{named}"] = column
+            name = kind
+            if value.shape[1] > 1:
+                name = f"{kind}-{classes[at] if at < len(classes) else at}"
+            columns[name] = column
     return columns
 
 
@@ -395,7 +370,7 @@ def _csv(
     import pandas as pd
 
     table = pd.DataFrame({**where, **columns})
-    # float32, to be read again
+    # Nine digits give the same float32 when the file is read again.
     text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")
     return text
 
@@ -403,13 +378,14 @@ def _csv(
 def _json(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     results = []
     for row in rows:
-        metrics = row.result.named()
-        # JSON has no NaN
-        known = {
-            name: None if math.isnan(value) else value
-            for name, value in metrics.items()
+        about_row: dict[str, Any] = {
+            "data": row.data,
+            "examples": row.result.num_examples,
         }
-        results.append({"data": row.data, "examples": row.result.num_examples, **known})
+        # JSON has no NaN.
+        for name, value in row.result.named().items():
+            about_row[name] = None if math.isnan(value) else value
+        results.append(about_row)
     return json.dumps({**about, "results": results}, indent=2, allow_nan=False) + "\n"
 
 

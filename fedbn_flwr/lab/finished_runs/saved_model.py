@@ -1,6 +1,4 @@
-"""The model of a finished run, ready to use: the global one, with averaged BN, or a
-client's own.
-"""
+"""The model of a finished run: the global one, with averaged BN, or a client's own."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.client.personal_model import (
     AVERAGED,
     client_file,
@@ -29,7 +27,8 @@ from fedbn_flwr.lab.setup import in_memory_format
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
-GLOBAL = "global"  # the metadata of a part that is the server's
+# The metadata of a part that is the server's.
+GLOBAL = "global"
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class SavedModel:
 
 
 def run_config(run: Path) -> Config:
-    """Return the settings of a run; they are not checked again where its own data are
-    not here.
+    """Return the settings of a run.
 
     Raises:
         ConfigError: the folder has none, or this version cannot read them.
@@ -79,6 +77,8 @@ def run_config(run: Path) -> Config:
     refuse_no_run(run)
     try:
         return Config.load(run / CONFIG_FILE)
+    # A check of own data reads them, and they may be on another machine: the settings
+    # of a finished run were checked when it began.
     except ConfigError:
         values = RunFolder.settings(run)
         fields = {
@@ -86,9 +86,8 @@ def run_config(run: Path) -> Config:
         }
         if not is_own(str(values.get("dataset"))) or values.keys() - fields:
             raise
-        return Config.model_construct(
-            **{fields[key]: value for key, value in values.items()}
-        )
+        known = {fields[key]: value for key, value in values.items()}
+        return Config.model_construct(**known)
 
 
 def load_model(run: Path, choice: Choice) -> SavedModel:
@@ -99,6 +98,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
         StateError: the folder lacks the model or a part of it; the error says what to
             do.
     """
+    # A resumed run has the model of its earlier end until it ends again.
     if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
         raise StateError(
             f"the run in {run} is not finished; a model there is that of an earlier"
@@ -121,11 +121,10 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
 
 
 def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:
-    """Return the state of a client's own model; if the run's folder lacks it, say
-    whether its state folder is here.
-    """
+    """Return the state of a client's own model from the run's folder."""
     try:
         return personal_state(run, client)
+    # A run over a network never has it: each site has its own. Perhaps it is this one.
     except StateError as error:
         folder = config.state_dir
         if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
@@ -143,52 +142,55 @@ def _state(
     choice: Choice,
 ) -> tuple[dict[str, Tensor], str]:
     """Return the state of the chosen model, and what it is."""
-    client, clients, parts = choice.client, config.num_clients, split_state(model)
+    # A run over a network counts its nodes: num-clients=0 says nothing.
+    client, clients = choice.client, config.num_clients
     if client is not None and clients and not 0 <= client < clients:
         raise ConfigError(
             f"client={client}: the run has the clients 0 to {clients - 1}."
         )
     if choice.averaged:
         _check_averaged(run, about, choice)
-    local = (
-        frozenset()
-        if config.strategy == CENTRALIZED
-        else method_of(config).methods.local
-    )
-    kept = ", ".join(part for part in Part if part in local and parts.select([part]))
+    parts = split_state(model)
+    # A site's own model, a client's of the run's folder, or the global one.
     if choice.state_dir is not None:
         shapes = {
             name: tuple(entry.shape) for name, entry in model.state_dict().items()
         }
-        site = site_state(run, choice.state_dir, parts.fingerprint(shapes), client)
-        state, client = site
-        here = True
-    elif client is not None:
-        state = _personal_state(run, config, client)
-        here = client_file(run, client).is_file()
+        fingerprint = parts.fingerprint(shapes)
+        state, client = site_state(run, choice.state_dir, fingerprint, client)
+        return state, _what_of_client(config, parts, client, kept_here=True)
     if client is not None:
-        if here and kept:
-            return (
-                state,
-                (
-                    f"the own model of client {client}, with the {kept} entries that it"
-                    " kept"
-                ),
-            )
-        why = (
-            "it kept nothing, since it did not train"
-            if kept
-            else f"under {config.title} all clients have it"
-        )
-        return state, f"the global model for client {client}: {why}"
+        state = _personal_state(run, config, client)
+        kept_here = client_file(run, client).is_file()
+        return state, _what_of_client(config, parts, client, kept_here)
+    return global_state(run), _what_of_all(parts, about)
+
+
+def _what_of_client(config: Config, parts: Parts, client: int, kept_here: bool) -> str:
+    local = frozenset[Part]()
+    if config.strategy != CENTRALIZED:
+        local = method_of(config).methods.local
+    kept = ", ".join(part for part in Part if part in local and parts.select([part]))
+    if not kept:
+        why = f"under {config.title} all clients have it"
+    elif kept_here:
+        return f"the own model of client {client}, with the {kept} entries that it kept"
+    else:
+        why = "it kept nothing, since it did not train"
+    return f"the global model for client {client}: {why}"
+
+
+def _what_of_all(parts: Parts, about: Mapping[str, str]) -> str:
+    # The parts by where they are from: averages of the clients', say.
     notes: dict[str, list[str]] = {}
     for part in Part:
-        if parts.select([part]) and (text := about.get(part, GLOBAL)) != GLOBAL:
-            notes.setdefault(text, []).append(part)
+        source = about.get(part, GLOBAL)
+        if source != GLOBAL and parts.select([part]):
+            notes.setdefault(source, []).append(part)
     what = "the global model"
-    for text, names in notes.items():
-        what += f"; its {', '.join(names)} entries: {text}"
-    return global_state(run), what
+    for source, names in notes.items():
+        what += f"; its {', '.join(names)} entries: {source}"
+    return what
 
 
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:
@@ -198,7 +200,8 @@ def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None
             " folder."
         )
     if AVERAGED not in about.values():
-        global_state(run)  # if BN is absent, its error says what to do
+        # If BN is absent altogether, this raises, and says what to do.
+        global_state(run)
         raise ConfigError(
             f"{run}: bn=averaged is for runs whose clients keep BN; here it is global."
             " Leave it out."

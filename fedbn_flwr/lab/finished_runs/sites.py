@@ -1,5 +1,6 @@
-"""The table by site of a finished run: the main metric with an interval, and the paired
-difference to another run.
+"""The table by site of a finished run, also beside that of another run.
+
+A row has the main metric with an interval, and the paired difference to the other run.
 
 The interval is the percentile bootstrap of ``scipy.stats`` over the groups of a site
 (patients): all examples of a group are drawn together. It speaks of other groups of the
@@ -41,12 +42,11 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class SiteTest:
-    """What a model gives for the test examples of one site.
+    """What a model gives for the N test examples of one site.
 
     Attributes:
         task: the learning task; its score is the metric.
-        outputs: (N, ...); of a segmentation the confusion matrix of each example in
-            their place.
+        outputs: (N, ...); of a segmentation the confusion matrices of the examples.
         targets: (N, ...).
         groups: the positions of the examples of each group.
     """
@@ -57,47 +57,46 @@ class SiteTest:
     groups: list[Indices]
 
     def metric(self, groups: Indices) -> float:
-        """Return the main metric of these groups together, of which each may be there
-        several times.
-        """
-        # an example a group: a thousand draws of lists would take a minute
+        """Return the main metric of these groups together; one may be there twice."""
+        # The examples of the groups. Where each is its own group, a thousand draws of
+        # lists would take a minute.
         if len(self.groups) == len(self.targets):
-            rows = torch.from_numpy(np.concatenate(self.groups)[groups])
+            chosen = np.concatenate(self.groups)[groups]
         else:
-            rows = torch.from_numpy(
-                np.concatenate([self.groups[group] for group in groups])
-            )
-        outputs, targets, score = (
-            self.outputs[rows],
-            self.targets[rows],
-            self.task.score,
-        )
+            chosen = np.concatenate([self.groups[group] for group in groups])
+        rows = torch.from_numpy(chosen)
+        outputs, targets = self.outputs[rows], self.targets[rows]
+        # As ``evaluate`` defines each metric, from what was kept of a single test.
+        score = self.task.score
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         if self.task.by_pixel:
-            counts = outputs.sum(0)
-            of_counts = {"miou": mean_iou, "dice": dice}
-            return (
-                of_counts[score](counts)
-                if score in of_counts
-                else float(counts.trace() / counts.sum())
-            )
+            return _score_of_pixels(score, outputs.sum(0))
         if score == "accuracy":
-            return float(self.task.correct(outputs, targets)) / float(
-                self.task.counted(targets)
+            correct, counted = (
+                self.task.correct(outputs, targets),
+                self.task.counted(targets),
             )
+            return float(correct) / float(counted)
         return self.task.measure(outputs, targets)[score]
 
     def has_examples_of(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same groups."""
-        if self.targets.shape != other.targets.shape or len(self.groups) != len(
-            other.groups
-        ):
+        if self.targets.shape != other.targets.shape:
             return False
-        same_targets = bool(
-            torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True).all()
-        )
-        return same_targets and all(map(np.array_equal, self.groups, other.groups))
+        # NaN is a target that is not known.
+        same = torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True)
+        if len(self.groups) != len(other.groups) or not same.all():
+            return False
+        return all(map(np.array_equal, self.groups, other.groups))
+
+
+def _score_of_pixels(score: str, counts: Tensor) -> float:
+    if score == "miou":
+        return mean_iou(counts)
+    if score == "dice":
+        return dice(counts)
+    return float(counts.trace() / counts.sum())
 
 
 def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
@@ -107,20 +106,24 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     outputs, targets = [], []
 
     def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:
+        # A confusion matrix for each image: outputs of all pixels would fill the memory.
         if task.by_pixel and task.score != "loss":
-            rows = range(len(of_batch))
-            counts = [
-                confusion(of_batch[i : i + 1], targets_of_batch[i : i + 1], task.ignore)
-                for i in rows
-            ]
+            counts = []
+            for row in range(len(of_batch)):
+                here = slice(row, row + 1)
+                counts.append(
+                    confusion(of_batch[here], targets_of_batch[here], task.ignore)
+                )
             of_batch = torch.stack(counts)
-            targets_of_batch = of_batch.sum(2)  # the targets of each class
+            # The number of targets of each class.
+            targets_of_batch = of_batch.sum(2)
         outputs.append(of_batch.cpu())
         targets.append(targets_of_batch.cpu())
 
     evaluate(model, data, task=task, on_batch=keep)
     if not outputs:
         return SiteTest(task, torch.empty(0), torch.empty(0), [])
+    # Without patients each example is drawn by itself.
     units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
     groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
     return SiteTest(task, torch.cat(outputs), torch.cat(targets), groups)
@@ -130,18 +133,15 @@ test_site.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's
 
 
 def interval(site: SiteTest) -> tuple[float | None, float | None, float | None]:
-    """Return the main metric of a site and the ends of its interval; None where one is
-    not defined.
-    """
+    """Return the main metric of a site and the ends of its interval, or None."""
     return _bootstrap(site.metric, len(site.groups))
 
 
 def difference(
     one: SiteTest, other: SiteTest
 ) -> tuple[float | None, float | None, float | None]:
-    """Return the metric of a model minus that of another one on the same examples, and
-    the ends of its interval.
-    """
+    """Return the metric minus that of another model, and the ends of its interval."""
+    # Each draw is used for both: the examples that are hard for both cancel out.
     return _bootstrap(
         lambda groups: one.metric(groups) - other.metric(groups), len(one.groups)
     )
@@ -154,22 +154,21 @@ def _bootstrap(
         return None, None, None
     everyone = np.arange(num_groups)
     value = metric(everyone)
+    # One group drawn again and again is that group.
     if not np.isfinite(value) or num_groups == 1:
         return _or_none(value), None, None
+    # SciPy takes long to import, and only this table needs it.
     from scipy import stats
 
-    settings = {
-        "confidence_level": LEVEL,
-        "n_resamples": _RESAMPLES,
-        "method": "percentile",
-    }
     with np.errstate(all="ignore"):
         found = stats.bootstrap(
             (everyone,),
             metric,
             vectorized=False,
             rng=np.random.default_rng(_SEED),
-            **settings,
+            confidence_level=LEVEL,
+            n_resamples=_RESAMPLES,
+            method="percentile",
         )
         ends = found.confidence_interval
     # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is no
@@ -195,8 +194,11 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
         DataError: the data are not here.
         StateError: a run lacks its model, or a client's own one.
     """
+    # Both by the metric of the first run.
     tested = _tests(run, "")
-    others = _tests(against, data_of(run_config(run)).task.score) if against else {}
+    others = {}
+    if against:
+        others = _tests(against, data_of(run_config(run)).task.score)
     rows = []
     for name, site in tested.items():
         value, low, high = interval(site)
@@ -216,9 +218,13 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
 
 
 def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
-    """Return the tests of a run's models by site; ``metric`` is the main metric, "" =
-    that of the run.
+    """Return the tests of a run's models by site.
+
+    Args:
+        run: the run's folder.
+        metric: the main metric, "" = that of the run.
     """
+    # The test examples must be those of the run, and a model must give one result.
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
@@ -226,24 +232,28 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
             " examples may be training examples of the run. Restore the data, or"
             " evaluate new data with --dataset."
         )
-    if (test := method_of(config).tests[0]).endswith(TEST_BN):
+    method = method_of(config)
+    test = method.tests[0]
+    if test.endswith(TEST_BN):
         raise ConfigError(
             f"{run}: its main test, {test}, has BatchNorm statistics of the test"
             " inputs."
         )
-    data = partitioned_data(config, count_clients(config))
-    federated = config.strategy != CENTRALIZED
-    personal = federated and (
-        test.startswith("personal") or method_of(config).shares_nothing
-    )
-    own = personal and bool(method_of(config).methods.local)
+    # Which model a site has: its own one, or that of all.
+    own = False
+    if config.strategy != CENTRALIZED:
+        personal = test.startswith("personal") or method.shares_nothing
+        own = personal and bool(method.methods.local)
     task = data_of(config).test_task
-    task = task.scored_by(metric) if metric else task
+    if metric:
+        task = task.scored_by(metric)
 
+    # The model of all sites is loaded once; one at a time, as each may fill a GPU.
     @functools.lru_cache(1)
     def model_of(choice: Choice) -> nn.Module:
         return on_device(load_model(run, choice).model, config)
 
+    data = partitioned_data(config, count_clients(config))
     tests = {}
     for client, name in enumerate(site_names(data)):
         choice = Choice(client=client) if own else Choice()
