@@ -288,7 +288,7 @@ def _file(key: Key) -> str:
                 constant for constant, value in vars(module).items() if value is key
             ]:
                 source = Path(module.__file__).read_text(encoding="utf-8")
-                if re.search(rf"^{constant} = Key\(", source, re.MULTILINE):
+                if re.search(rf"^{constant} = Key(\.\w+)?\(", source, re.MULTILINE):
                     return name.removeprefix("fedbn_flwr.").replace(".", "/") + ".py"
     raise LookupError(f"no module declares the key {key!r}")
 

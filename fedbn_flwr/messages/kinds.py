@@ -16,9 +16,7 @@ Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 
 def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
-    """Return the records of this class by name, in order; a change of the dict does not
-    change the content.
-    """
+    """Return the records of this class by name, in order, in a dict of its own."""
     # Not by isinstance, which for these classes, ABCs, is a call in Python.
     found: dict[str, Record] = {}
     for key, record in content.items():

@@ -1,5 +1,4 @@
-"""Messages of Flower's legacy loop as messages with named arrays, so that one mod works
-on both.
+"""Messages of Flower's legacy loop as messages with named arrays, for one mod on both.
 
 The loop's messages number their arrays. ``to_legacy`` sends the names in
 ``config["fedbn-flwr.array-names"]``, as ``messages.numpy_client`` does. A reply has a
@@ -38,8 +37,7 @@ _ASKED, _KNOWN = "getpropertiesins.config", "getpropertiesres"
 
 
 def with_names(mod: Mod) -> Mod:
-    """Return the mod for named arrays as a mod that also works on the legacy loop's
-    messages.
+    """Return the mod as one that also works on the legacy loop's messages.
 
     Messages without array names, from other strategies than ``to_legacy``'s, skip the
     mod.
@@ -51,12 +49,14 @@ def with_names(mod: Mod) -> Mod:
     ) -> Message:
         if _ASKED in message.content:
             return _introduced(call_next(message, context), context)
-        kind = next((ins for ins in _REPLY if f"{ins}.config" in message.content), None)
-        if kind is None:
-            return mod(message, context, call_next)
-        if ARRAY_NAMES not in message.content.config_records[f"{kind}.config"]:
-            return call_next(message, context)
-        return _through(mod, kind, message, context, call_next)
+        for kind in _REPLY:
+            if f"{kind}.config" not in message.content:
+                continue
+            # of another strategy than ours
+            if ARRAY_NAMES not in message.content.config_records[f"{kind}.config"]:
+                return call_next(message, context)
+            return _through(mod, kind, message, context, call_next)
+        return mod(message, context, call_next)
 
     return either
 
@@ -68,19 +68,19 @@ def _through(
     context: Context,
     call_next: ClientAppCallable,
 ) -> Message:
+    """Call the mod with a message of named arrays, and give its reply numbers again."""
+    # In: the list of arrays becomes the records that the names tell.
     key, result = f"{kind}.parameters", _REPLY[kind]
     config = message.content.config_records[f"{kind}.config"]
     names = json.loads(str(config[ARRAY_NAMES]))
-    entries = dict(
-        zip(names, _decoded(message.content.array_records[key]), strict=True)
-    )
+    received = _decoded(message.content.array_records[key])
+    entries = dict(zip(names, received, strict=True))
     for name, record in to_records(key, entries, comma_list(config, EXTRAS)).items():
         message.content[name] = record
 
     def by_number(message: Message, context: Context) -> Message:
-        """Call the client with arrays in order, and add names to the arrays that it
-        returns.
-        """
+        """Call the client, and add names to the arrays that it returns."""
+        # The mod may have taken out and added entries: the client sees their order.
         names = list(message.content.array_records[key])
         config[ARRAY_NAMES] = json.dumps(names)
         reply = call_next(message, context)
@@ -97,6 +97,7 @@ def _through(
             reply.content[key] = to_record(dict(zip(names, returned, strict=True)))
         return reply
 
+    # Out: the mod's reply as the loop reads it.
     try:
         reply = mod(message, context, by_number)
     except _Unanswered as unanswered:
@@ -136,41 +137,34 @@ def _decoded(record: ArrayRecord) -> list[Array]:
 
 
 def _numbered(reply: Message, key: str, result: str) -> None:
-    """Convert a reply to the legacy form: one list of arrays, everything else in the
-    metrics.
-    """
-    records, metrics = (
-        reply.content.array_records,
-        reply.content.config_records[f"{result}.metrics"],
-    )
+    """Give a reply the legacy form: one list of arrays, all else in the metrics."""
+    records = reply.content.array_records
+    metrics = reply.content.config_records[f"{result}.metrics"]
+    # The records become one list, whose names go among the metrics.
     if key in records:
         entries = {}
         for record in list(records):
             for name, array in records.pop(record).items():
                 entries[name if record == key else f"{record}/{name}"] = array
         metrics[ARRAY_NAMES] = json.dumps(list(entries))
-        reply.content[f"{result}.parameters"] = to_record(
-            {name: view(array) for name, array in entries.items()}
-        )
+        arrays = {name: view(array) for name, array in entries.items()}
+        reply.content[f"{result}.parameters"] = to_record(arrays)
+
+    # The loop reads one number of examples, and scalars among the metrics.
+    reported: dict[str, Any] = {}
     counted = reply.content.metric_records[f"{result}.num_examples"]
+    for name in list(counted):
+        if name != "num_examples":
+            reported[name] = counted.pop(name)
     info: Mapping[str, Any] = reply.content.config_records.pop(INFO, {})
-    reported = {
-        name: counted.pop(name) for name in list(counted) if name != "num_examples"
-    }
+    reported |= info
     # A partition id among the metrics would be averaged; it is in the properties.
-    metrics.update(
-        {
-            name: value
-            for name, value in {**reported, **info}.items()
-            if name != PARTITION_ID
-        }
-    )
+    reported.pop(PARTITION_ID, None)
+    metrics.update(reported)
 
 
 def _introduced(reply: Message, context: Context) -> Message:
-    """Return the client's properties with its partition id, even if the client has no
-    properties.
-    """
+    """Return the client's properties, if any, with its partition id."""
     partition_id = partition_of(context)
     if reply.has_content() and partition_id is not None:
         known: Mapping[str, Any] = reply.content.config_records.get(
@@ -179,9 +173,8 @@ def _introduced(reply: Message, context: Context) -> Message:
         stated = known.get(PARTITION_ID)
         # the server reads no text and no float
         number = stated if type(stated) is int else partition_id
-        reply.content[f"{_KNOWN}.properties"] = ConfigRecord(
-            {**known, PARTITION_ID: number}
-        )
+        entries = {**known, PARTITION_ID: number}
+        reply.content[f"{_KNOWN}.properties"] = ConfigRecord(entries)
         # as Flower's NumPyClient
         reply.content[f"{_KNOWN}.status"] = ConfigRecord(
             {"code": Code.OK.value, "message": "Success"}

@@ -1,5 +1,6 @@
-"""The moments of BatchNorm layers as entries of a message: ``PATH.count``,
-``PATH.mean`` and ``PATH.m2``.
+"""The moments of BatchNorm layers as entries of a message.
+
+Of each layer there are ``PATH.count``, ``PATH.mean`` and ``PATH.m2``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ __all__ = ["decode_moments", "encode_moments"]
 def encode_moments(
     moments: Mapping[str, Moments], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries to send: ``PATH.count`` (int64), ``PATH.mean`` and ``PATH.m2``
-    in the running mean's dtype.
+    """Return the entries to send: an int64 count, the others as the running mean.
 
     Args:
         moments: by path of the layer.
@@ -29,9 +29,9 @@ def encode_moments(
     """
     entries: dict[str, torch.Tensor] = {}
     for path, of_layer in moments.items():
-        dtype = torch.promote_types(
-            like[entry_name(path, "running_mean")].dtype, torch.float32
-        )
+        # at least float32: NumPy has no bfloat16
+        running_mean = like[entry_name(path, "running_mean")]
+        dtype = torch.promote_types(running_mean.dtype, torch.float32)
         entries[entry_name(path, "count")] = torch.tensor(of_layer.count)
         entries[entry_name(path, "mean")] = of_layer.mean.to(dtype)
         entries[entry_name(path, "m2")] = of_layer.m2.to(dtype)
@@ -54,6 +54,7 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
     moments: dict[str, Moments] = {}
     left = dict(state)
     for layer in parts.layers:
+        # All three entries or none: without one the others mean nothing.
         names = [entry_name(layer.path, leaf) for leaf in ("count", "mean", "m2")]
         sent = [left.pop(name) for name in names if name in left]
         if not sent:
@@ -64,14 +65,12 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
                 " layer tracks no running statistics: the client's model differs from"
                 " the server's"
             )
+
+        # Before the arithmetic, in which a count of 0 or a negative M2 gives NaN.
         count, mean, m2 = sent
         expected = like[layer.entries["running_mean"]].shape
-        if (
-            count.shape != ()
-            or count.dtype.kind != "i"
-            or mean.shape != expected
-            or m2.shape != expected
-        ):
+        is_number = count.shape == () and count.dtype.kind == "i"
+        if not is_number or mean.shape != expected or m2.shape != expected:
             shapes = f"{count.dtype} {count.shape}, {mean.shape}, {m2.shape}"
             raise ReplyError(
                 f"layer '{layer.path}': {shapes} sent; int64 (), {expected}, {expected}"
@@ -81,10 +80,14 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
             raise ReplyError(
                 f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}"
             )
-        wide = (
-            torch.from_numpy(np.array(array, dtype=np.float64)) for array in (mean, m2)
+
+        # float64, as sums of squares over many clients cancel in float32
+        moments[layer.path] = Moments(
+            int(count),
+            torch.from_numpy(np.array(mean, dtype=np.float64)),
+            torch.from_numpy(np.array(m2, dtype=np.float64)),
         )
-        moments[layer.path] = Moments(int(count), *wide)
+    # A client of another model, of which a part fits.
     if left:
         raise ReplyError(
             f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer"

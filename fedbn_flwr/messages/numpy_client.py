@@ -1,6 +1,7 @@
-"""The codec between the strategies' messages and a NumPyClient's arguments: a list of
-arrays, names in a config.
+"""A message as a NumPyClient's arguments, and what it returns as a reply.
 
+A NumPyClient takes a list of arrays and a config, so the arrays' names are in the
+config.
 ``config["fedbn-flwr.array-names"]`` (a JSON list) holds the array names. Entries of
 further ArrayRecords follow the model's, named ``record/entry``. A client that returns
 other arrays than it received names them in its metrics in the same way.
@@ -42,37 +43,30 @@ Config = dict[str, Any]
 
 
 def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Config]:
-    """Return arrays and config of a message for a NumPyClient; the first ArrayRecord is
-    the model's.
+    """Return arrays and config of a message; the first ArrayRecord is the model's.
 
     ``copy=False`` gives read-only views of the message, for a client that only reads
     them.
     """
     read = decode if copy else view
-    arrays = [
-        read(array)
-        for record in of_kind(message.content, ArrayRecord).values()
-        for array in record.values()
-    ]
+    arrays: list[Array] = []
+    for record in of_kind(message.content, ArrayRecord).values():
+        arrays += [read(array) for array in record.values()]
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
 def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
-    """Return what a client's method ``of`` returned: arrays or a loss, the number of
-    examples, and metrics.
+    """Return what a client's method ``of`` returned, if it has the right form.
 
     Raises:
-        TypeError: it returned something else.
+        TypeError: it is not arrays or a loss, the number of examples, and metrics.
     """
     first = "loss" if of == "evaluate" else "arrays"
     wanted = f"{of} must return ({first}, num_examples, metrics)"
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        what = (
-            f"{len(returned)} values"
-            if isinstance(returned, (tuple, list))
-            else type(returned).__name__
-        )
-        raise TypeError(f"{wanted}; it returned {what}")
+    if not isinstance(returned, (tuple, list)):
+        raise TypeError(f"{wanted}; it returned {type(returned).__name__}")
+    if len(returned) != 3:
+        raise TypeError(f"{wanted}; it returned {len(returned)} values")
     values, num_examples, metrics = returned
     if not isinstance(metrics, Mapping):
         raise TypeError(
@@ -92,30 +86,30 @@ def reply_to_fit(
     metrics: Config,
     of: str = "fit",
 ) -> Message:
-    """Return the reply to a training message, given the result of ``fit`` or of the
-    method ``of``.
+    """Return the reply to a training message, given what the method ``of`` returned.
 
     Raises:
         StateError: more or fewer arrays than names, or a metric cannot be sent.
     """
+    # A client that returns other arrays than it received says their names.
     metrics = dict(metrics)
-    names = (
-        json.loads(str(metrics.pop(ARRAY_NAMES)))
-        if ARRAY_NAMES in metrics
-        else _names(message)
-    )
+    if ARRAY_NAMES in metrics:
+        names = json.loads(str(metrics.pop(ARRAY_NAMES)))
+    else:
+        names = _names(message)
     if len(names) != len(arrays):
         raise StateError(
             f"{of} returned {len(arrays)} arrays for {len(names)} names; if they differ"
             f" from those received, return their names in metrics['{ARRAY_NAMES}'] (a"
             " JSON list)"
         )
+
+    # The records of the message, in its order, also those that the client left empty.
     first, *others = of_kind(message.content, ArrayRecord)
     sent = to_records(first, dict(zip(names, arrays, strict=True)), others)
-    # the message's order
-    records: dict[str, Any] = {
-        key: sent.get(key) or ArrayRecord() for key in (first, *others)
-    }
+    records: dict[str, Any] = {}
+    for key in (first, *others):
+        records[key] = sent.get(key) or ArrayRecord()
     records |= _metrics(num_examples, metrics, of)
     return answer(message, filled(RecordDict, records))
 
@@ -130,14 +124,12 @@ def reply_to_evaluate(
     """
     # in front, and whatever the client's metrics call a loss
     metrics = {LOSS: loss, **metrics} | {LOSS: loss}
-    return answer(
-        message, filled(RecordDict, _metrics(num_examples, metrics, "evaluate"))
-    )
+    records = _metrics(num_examples, metrics, "evaluate")
+    return answer(message, filled(RecordDict, records))
 
 
 def describe(message: Message, properties: Config) -> Message:
-    """Return the reply to the strategies' query: the numbers that ``get_properties``
-    returned.
+    """Return the reply to the strategies' query: the numbers of ``get_properties``.
 
     Raises:
         StateError: a value cannot be sent.
@@ -149,50 +141,48 @@ def describe(message: Message, properties: Config) -> Message:
 def to_records(
     first: str, entries: Mapping[str, Array], further: Collection[str]
 ) -> dict[str, ArrayRecord]:
-    """Return the records of named arrays: the model's, named ``first``, and those in
-    ``further``, of ``record/entry``.
+    """Return the records of named arrays: ``first``, the model's, and ``further`` ones.
 
-    A layer's name may have a slash, too: ``fc/1.weight`` is an entry of the model,
-    unless there is a record ``fc``.
+    ``record/entry`` is an entry of the further record. A layer's name may have a slash,
+    too: ``fc/1.weight`` is an entry of the model, unless there is a record ``fc``.
     """
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
-        record = next((key for key in further if name.startswith(f"{key}/")), None)
-        if record is None:
-            records[first][name] = array
+        for key in further:
+            if name.startswith(f"{key}/"):
+                records.setdefault(key, {})[name.removeprefix(f"{key}/")] = array
+                break
         else:
-            records.setdefault(record, {})[name.removeprefix(f"{record}/")] = array
+            records[first][name] = array
     return {key: to_record(record) for key, record in records.items()}
 
 
 def _names(message: Message) -> list[str]:
+    """Return the names of a message's arrays, as ``to_records`` reads them."""
     names: list[str] = []
-    for index, (key, record) in enumerate(
-        of_kind(message.content, ArrayRecord).items()
-    ):
-        names += [f"{key}/{name}" if index else name for name in record]
+    records = of_kind(message.content, ArrayRecord)
+    for index, (key, record) in enumerate(records.items()):
+        prefix = f"{key}/" if index else ""
+        names += [prefix + name for name in record]
     return names
 
 
 def _metrics(
     num_examples: float, metrics: Config, of: str
 ) -> dict[str, MetricRecord | ConfigRecord]:
-    """Return what the method ``of`` returned: numbers in a MetricRecord, text and bytes
-    in a ConfigRecord.
-    """
+    """Return the records of the numbers and the texts that ``of`` returned."""
     numbers, texts = _split(metrics, of)
+    # in front, and whatever the client's metrics call so
     numbers = {NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples}
-    records: dict[str, MetricRecord | ConfigRecord] = {
-        METRICS: filled(MetricRecord, numbers)
-    }
+    records: dict[str, MetricRecord | ConfigRecord] = {}
+    records[METRICS] = filled(MetricRecord, numbers)
     if texts:
         records[INFO] = filled(ConfigRecord, texts)
     return records
 
 
 def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the numbers and lists of numbers, and text and bytes; those of NumPy and
-    torch become Python's.
+    """Return the numbers and lists of numbers, and the text and bytes, as Python's.
 
     Raises:
         StateError: a value is neither.
@@ -215,9 +205,11 @@ def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
         elif isinstance(value, (list, tuple)) and all(
             isinstance(number, (int, float)) for number in value
         ):
-            # a MetricRecord mixes none
-            kind = float if any(isinstance(number, float) for number in value) else int
-            numbers[key] = [kind(number) for number in value]
+            # A MetricRecord takes no list that mixes the two.
+            if any(isinstance(number, float) for number in value):
+                numbers[key] = [float(number) for number in value]
+            else:
+                numbers[key] = [int(number) for number in value]
         elif value is not None:
             raise StateError(
                 f"{of} returned {key}={value!r:.80}, a {type(value).__name__}: only"

@@ -1,5 +1,4 @@
-"""All arrays of a message in one piece: one array of bytes, which begins with a
-manifest.
+"""All arrays of a message in one piece: one array of bytes, with a manifest in front.
 
 Over a network each array of a message is two objects for Flower, with requests and
 database writes of their own, whatever its size. ``in_one_piece`` puts all array records
@@ -55,43 +54,41 @@ def is_packed(content: RecordDict) -> bool:
 
 
 def in_one_piece(content: RecordDict) -> RecordDict:
-    """Return the content of a message with its arrays in one piece; the same content if
-    it has no array record.
-    """
+    """Return the content of a message with its arrays, if any, in one piece."""
     records = of_kind(content, ArrayRecord)
-    return _with_piece(content, _piece_of(records)) if records else content
+    if not records:
+        return content
+    return _with_piece(content, _piece_of(records))
 
 
 def packed_for(
     messages: Iterable[Message], node_ids: Collection[int]
 ) -> Iterator[Message]:
-    """Yield the messages, with their arrays in one piece those to the nodes
-    ``node_ids``.
+    """Yield the messages; those to ``node_ids`` with their arrays in one piece.
 
     Messages with the same arrays share the piece: it is made once, and Flower computes
     its hash once.
     """
-    pieces: dict[
-        tuple[tuple[str, int], ...], tuple[ArrayRecord, Mapping[str, ArrayRecord]]
-    ] = {}
+    pieces: dict[tuple[tuple[str, int], ...], ArrayRecord] = {}
+    # or another record could get the id of one that has gone
+    alive: list[Mapping[str, ArrayRecord]] = []
     for message in messages:
         node_id = message.metadata.dst_node_id
-        if node_id in node_ids and (records := of_kind(message.content, ArrayRecord)):
-            same = tuple((key, id(record)) for key, record in records.items())
-            if same not in pieces:
-                # which keeps the records alive, and so their ids
-                pieces[same] = _piece_of(records), records
-            yield readdressed(
-                message, _with_piece(message.content, pieces[same][0]), node_id
-            )
-        else:
+        records = of_kind(message.content, ArrayRecord) if node_id in node_ids else None
+        if not records:
             yield message
+            continue
+        same = tuple((key, id(record)) for key, record in records.items())
+        if same not in pieces:
+            pieces[same] = _piece_of(records)
+            alive.append(records)
+        # A message of its own: the same one may go to another node, or again.
+        content = _with_piece(message.content, pieces[same])
+        yield readdressed(message, content, node_id)
 
 
 def unpacked_reply(reply: Message) -> Message:
-    """Return the reply with its array records; an error reply if arrays in one piece do
-    not fit their manifest.
-    """
+    """Return the reply with its array records; an error reply if they are not whole."""
     if not reply.has_content() or not is_packed(reply.content):
         return reply
     try:
@@ -102,8 +99,9 @@ def unpacked_reply(reply: Message) -> Message:
 
 
 def unpacked(content: RecordDict) -> RecordDict:
-    """Return the content of a message whose arrays are in one piece, as it was before,
-    the array records first.
+    """Return the content of a message as it was before ``in_one_piece``.
+
+    Its array records come first.
 
     Raises:
         PackingError: there is no manifest, or it does not fit the bytes: a name is
@@ -121,7 +119,9 @@ def unpacked(content: RecordDict) -> RecordDict:
         raise PackingError(
             f"arrays in one piece that cannot be read: {type(error).__name__}: {error}"
         ) from error
-    if twice := records.keys() & others.keys():
+    # A manifest could put an array record in the place of another record.
+    twice = records.keys() & others.keys()
+    if twice:
         raise PackingError(
             f"arrays in one piece: record '{min(twice):.80}' is there twice"
         )
@@ -130,6 +130,7 @@ def unpacked(content: RecordDict) -> RecordDict:
 
 def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
     """Return a record with all arrays of ``records`` in one array."""
+    # What is in the piece, and the bytes of each array, which ``join`` copies once.
     manifest: list[tuple[str, list[tuple[Any, ...]]]] = []
     parts: list[bytes | memoryview] = []
     for key, record in records.items():
@@ -139,6 +140,8 @@ def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
             arrays.append((name, array.dtype, array.shape, array.stype, len(data)))
             parts.append(data)
         manifest.append((key, arrays))
+
+    # One array for Flower, with the header of NumPy's format as all arrays have it.
     text = json.dumps(manifest, separators=(",", ":")).encode()
     shape = (_LENGTH + len(text) + sum(map(len, parts)),)
     dtype, header = npy_header(np.dtype(np.uint8), shape, False)
@@ -147,12 +150,11 @@ def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
 
 
 def _with_piece(content: RecordDict, piece: ArrayRecord) -> RecordDict:
-    others = {
-        key: record
-        for key, record in content.items()
-        if not isinstance(record, ArrayRecord)
-    }
-    return filled(RecordDict, {PACKED: piece, **others})
+    records: dict[str, Any] = {PACKED: piece}
+    for key, record in content.items():
+        if not isinstance(record, ArrayRecord):
+            records[key] = record
+    return filled(RecordDict, records)
 
 
 def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
@@ -163,6 +165,7 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
             " uint8 needed"
         )
     data = piece.data
+    # Behind the manifest the data begin; each array begins where the last one ends.
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     records: dict[str, ArrayRecord] = {}
     for key, entries in json.loads(bytes(data[_LENGTH:start])):
@@ -171,18 +174,19 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
         for name, dtype, shape, stype, size in entries:
             _refuse_name(f"record '{key}': entry", name, arrays)
             subject = f"arrays in one piece: record '{key}': entry '{name}'"
+            # Before the arithmetic: a negative size would read other arrays' bytes.
             if not _counts([size]) or not isinstance(shape, list) or not _counts(shape):
                 raise PackingError(
                     f"{subject}: shape {shape!r:.80}, {size!r:.80} bytes: whole numbers"
                     " from 0 needed"
                 )
-            array = array_of_bytes(
-                str(dtype), tuple(shape), bytes(data[start : start + size]), str(stype)
-            )
+            own = bytes(data[start : start + size])
+            array = array_of_bytes(str(dtype), tuple(shape), own, str(stype))
             _refuse_other_data(subject, array)
             arrays[name] = array
             start += size
         records[key] = filled(ArrayRecord, arrays)
+    # A slice behind the end is shorter, without an error.
     if start != len(data):
         raise PackingError(
             f"arrays in one piece have {len(data)} bytes, and the manifest names"
@@ -192,6 +196,7 @@ def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
 
 
 def _refuse_name(what: str, name: object, taken: Collection[str]) -> None:
+    """Refuse a name that is none, or that is there twice."""
     if not isinstance(name, str):
         raise PackingError(f"arrays in one piece: {what} {name!r:.80}: a name needed")
     if name in taken:
@@ -199,17 +204,20 @@ def _refuse_name(what: str, name: object, taken: Collection[str]) -> None:
 
 
 def _counts(numbers: Sequence[object]) -> bool:
+    """Return whether all are whole numbers from 0; a bool of JSON is none."""
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _refuse_other_data(subject: str, array: FlowerArray) -> None:
-    """Refuse data that name another dtype or shape; data that are not in NumPy's plain
-    format name neither.
-    """
+    """Refuse data whose own header names another dtype or shape."""
     end = 10 + int.from_bytes(array.data[8:10], "little")
-    known = npy_layout(array.data[: min(end, LONGEST_HEADER)])
-    if known and (str(known[0]), known[1]) != (array.dtype, array.shape):
+    layout = npy_layout(array.data[: min(end, LONGEST_HEADER)])
+    # Data that are not in NumPy's plain format say neither.
+    if layout is None:
+        return
+    dtype, shape, _ = layout
+    if (str(dtype), shape) != (array.dtype, array.shape):
         raise PackingError(
             f"{subject} is {array.dtype} of shape {array.shape}, and its data are"
-            f" {known[0]} of shape {known[1]}"
+            f" {dtype} of shape {shape}"
         )

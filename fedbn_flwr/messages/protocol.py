@@ -1,5 +1,7 @@
-"""All names in the messages between server and clients, and in a client's
-``Context.state``.
+"""All names in the messages, and in a client's ``Context.state``.
+
+First the keys, one by one; then the configs and answers that several of them make up,
+as values with ``read`` and ``write``.
 
 This file declares each record name and key that more than one module uses. The keys of
 a single method are declared in the method's file. No other file may write such a name
@@ -53,8 +55,12 @@ PREFIX = "fedbn-flwr."
 
 
 class Key(str):
-    """The name of a record or of an entry, with the columns of the table in
-    ``docs/reference/messages.md``.
+    """The name of a record or of an entry.
+
+    Attributes:
+        kind: what it holds; like the others a column of the table of all keys.
+        writer: who writes it.
+        reader: who reads it.
     """
 
     kind: str
@@ -67,27 +73,37 @@ class Key(str):
         key.kind, key.writer, key.reader = kind, writer, reader
         return key
 
+    @classmethod
+    def down(cls, name: str, kind: str) -> Self:
+        """Make a key that the server writes and a client reads."""
+        return cls(name, kind, "server", "client")
+
+    @classmethod
+    def up(cls, name: str, kind: str) -> Self:
+        """Make a key that a client writes and the server reads."""
+        return cls(name, kind, "client", "server")
+
+    @classmethod
+    def inside(cls, name: str, kind: str) -> Self:
+        """Make a key that stays in a client."""
+        return cls(name, kind, "client", "client")
+
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Make a copied or pickled key a plain ``str``: messages do not carry this
-        class.
-        """
+        """Copy and pickle a key as a plain ``str``, which is what messages carry."""
         return str, (str(self),)
 
 
 # --- records of a message -------------------------------------------------------------
-METRICS = Key("metrics", "MetricRecord of a reply", "client", "server")
-INFO = Key("properties", "ConfigRecord of a reply: ReplyInfo", "client", "server")
+METRICS = Key.up("metrics", "MetricRecord of a reply")
+INFO = Key.up("properties", "ConfigRecord of a reply: ReplyInfo")
 EXCHANGE = Key(
     "fedtan",
     "ArrayRecord: one exchange of a synchronised step",
     "server, client",
     "client, server",
 )
-EXCHANGE_QUERY = Key(
-    "query.exchange",
-    "message type: one exchange of a synchronised step",
-    "server",
-    "client",
+EXCHANGE_QUERY = Key.down(
+    "query.exchange", "message type: one exchange of a synchronised step"
 )
 PACKED = Key(
     "fedbn-flwr.packed",
@@ -95,32 +111,17 @@ PACKED = Key(
     "server, client",
     "client, server",
 )
-STATISTICS_QUERY = Key(
-    "query.statistics", "message type: re-estimated statistics", "server", "client"
-)
+STATISTICS_QUERY = Key.down("query.statistics", "message type: re-estimated statistics")
 
 # --- config of a message from the server ----------------------------------------------
-SERVER_ROUND = Key("server-round", "int", "server", "client")
-SEED = Key(
-    "fedbn-flwr.seed",
-    "int: seed of the run, for the clients' default generators",
-    "server",
-    "client",
+SERVER_ROUND = Key.down("server-round", "int")
+SEED = Key.down(
+    "fedbn-flwr.seed", "int: seed of the run, for the clients' default generators"
 )
-HOOKS = Key(
-    "fedbn-flwr.hooks", "str, comma list: client hooks to apply", "server", "client"
-)
-EXTRAS = Key(
-    "fedbn-flwr.extras",
-    "str, comma list: the method's further records",
-    "server",
-    "client",
-)
-LOCAL_ENTRIES = Key(
-    "fedbn-flwr.local-entries",
-    "str, JSON list: names of the entries that stay",
-    "server",
-    "client",
+HOOKS = Key.down("fedbn-flwr.hooks", "str, comma list: client hooks to apply")
+EXTRAS = Key.down("fedbn-flwr.extras", "str, comma list: the method's further records")
+LOCAL_ENTRIES = Key.down(
+    "fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay"
 )
 NO_STATE = "none"  # in the place of a hash
 LOCAL_SHA256 = Key(
@@ -129,89 +130,53 @@ LOCAL_SHA256 = Key(
     "server, client",
     "client, server",
 )
-USED_SHA256 = Key(
+USED_SHA256 = Key.down(
     "fedbn-flwr.used-sha256",
     "str: SHA-256 of the kept state after the last round whose reply was used; `none` ="
     " there was none",
-    "server",
-    "client",
 )
-START_ID = Key(
-    "fedbn-flwr.start",
-    "str: id of a second or further start in one run",
-    "server",
-    "client",
+START_ID = Key.down(
+    "fedbn-flwr.start", "str: id of a second or further start in one run"
 )
-SERIES = Key("fedbn-flwr.series", "str: experiment id", "server", "client")
-RUN = Key("fedbn-flwr.run", "str: this run and its resumptions", "server", "client")
-COMMITTED = Key(
-    "fedbn-flwr.committed",
-    "str, comma list: rounds of the checkpoints",
-    "server",
-    "client",
+SERIES = Key.down("fedbn-flwr.series", "str: experiment id")
+RUN = Key.down("fedbn-flwr.run", "str: this run and its resumptions")
+COMMITTED = Key.down(
+    "fedbn-flwr.committed", "str, comma list: rounds of the checkpoints"
 )
-TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
+TEST_SETS = Key.down("test-sets", "str, comma list")
 VALIDATION = "validation"  # in TEST_SETS: the client's validation data
 OWN = "own"  # in TEST_SETS: the client's own test data
-FROZEN = Key(
-    "fedbn-flwr.frozen", "bool: BN is frozen in this round", "server", "client"
+FROZEN = Key.down("fedbn-flwr.frozen", "bool: BN is frozen in this round")
+BARRIER = Key.down(
+    "fedbn-flwr.fedtan-barrier", "str: id of the barrier in this process"
 )
-BARRIER = Key(
-    "fedbn-flwr.fedtan-barrier",
-    "str: id of the barrier in this process",
-    "server",
-    "client",
+CHANNEL_ADDRESS = Key.down("fedbn-flwr.fedtan-address", "str, host:port")
+CHANNEL_TOKEN = Key.down(
+    "fedbn-flwr.fedtan-token", "str: this node's token for this round"
 )
-CHANNEL_ADDRESS = Key("fedbn-flwr.fedtan-address", "str, host:port", "server", "client")
-CHANNEL_TOKEN = Key(
-    "fedbn-flwr.fedtan-token",
-    "str: this node's token for this round",
-    "server",
-    "client",
+CHANNEL_CA = Key.down("fedbn-flwr.fedtan-ca", "bytes, PEM")
+CHANNEL_TIMEOUT = Key.down("fedbn-flwr.fedtan-timeout", "float, seconds")
+ATTEMPT = Key.down(
+    "fedbn-flwr.fedtan-attempt", "int: attempt of a step that travels in messages"
 )
-CHANNEL_CA = Key("fedbn-flwr.fedtan-ca", "bytes, PEM", "server", "client")
-CHANNEL_TIMEOUT = Key("fedbn-flwr.fedtan-timeout", "float, seconds", "server", "client")
-ATTEMPT = Key(
-    "fedbn-flwr.fedtan-attempt",
-    "int: attempt of a step that travels in messages",
-    "server",
-    "client",
+STEP_ONLY = Key.down(
+    "fedbn-flwr.fedtan-step-only", "bool: the training ends after its first step"
 )
-STEP_ONLY = Key(
-    "fedbn-flwr.fedtan-step-only",
-    "bool: the training ends after its first step",
-    "server",
-    "client",
+UNION = Key.down(
+    "fedbn-flwr.fedtan-union", "int: examples in the union of the first batches"
 )
-UNION = Key(
-    "fedbn-flwr.fedtan-union",
-    "int: examples in the union of the first batches",
-    "server",
-    "client",
-)
-FIRST_BATCH = Key(
-    "fedbn-flwr.fedtan-batch-size",
-    "int: examples of this client's first batch",
-    "server",
-    "client",
+FIRST_BATCH = Key.down(
+    "fedbn-flwr.fedtan-batch-size", "int: examples of this client's first batch"
 )
 
 
 # --- masked sums ----------------------------------------------------------------------
-MASK_STAGE = Key(
-    "fedbn-flwr.mask-stage",
-    "str, in a query: keys, shares or reveal",
-    "server",
-    "client",
+MASK_STAGE = Key.down(
+    "fedbn-flwr.mask-stage", "str, in a query: keys, shares or reveal"
 )
-MASK_REPLY = Key(
-    "masks", "ConfigRecord of the answer to such a query", "client", "server"
-)
-MASK_NUMBER = Key(
-    "fedbn-flwr.mask-number",
-    "int: this client's number in the round",
-    "server",
-    "client",
+MASK_REPLY = Key.up("masks", "ConfigRecord of the answer to such a query")
+MASK_NUMBER = Key.down(
+    "fedbn-flwr.mask-number", "int: this client's number in the round"
 )
 MASK_NUMBERS = Key(
     "fedbn-flwr.mask-numbers",
@@ -231,41 +196,23 @@ MASK_SHARES = Key(
     "server, client",
     "client, server",
 )
-MASK_THRESHOLD = Key("fedbn-flwr.mask-threshold", "int: t", "server", "client")
-MASK_ANSWERED = Key(
-    "fedbn-flwr.mask-answered",
-    "list of int: clients whose model has arrived",
-    "server",
-    "client",
+MASK_THRESHOLD = Key.down("fedbn-flwr.mask-threshold", "int: t")
+MASK_ANSWERED = Key.down(
+    "fedbn-flwr.mask-answered", "list of int: clients whose model has arrived"
 )
-MASK_LOST = Key(
-    "fedbn-flwr.mask-lost",
-    "list of int: clients whose model has not",
-    "server",
-    "client",
+MASK_LOST = Key.down("fedbn-flwr.mask-lost", "list of int: clients whose model has not")
+MASK_PRESENT = Key.down(
+    "fedbn-flwr.mask-present", "list of int: the other clients of the round"
 )
-MASK_PRESENT = Key(
-    "fedbn-flwr.mask-present",
-    "list of int: the other clients of the round",
-    "server",
-    "client",
-)
-MASK_WEIGHT = Key("fedbn-flwr.mask-weight", "float: w_i", "server", "client")
-MASK_TOTAL = Key("fedbn-flwr.mask-total-weight", "float: W", "server", "client")
-MASK_EQUAL = Key(
-    "fedbn-flwr.mask-equal-weights", "bool: all weights are 1", "server", "client"
-)
-FRESH_BATCHES = Key(
+MASK_WEIGHT = Key.down("fedbn-flwr.mask-weight", "float: w_i")
+MASK_TOTAL = Key.down("fedbn-flwr.mask-total-weight", "float: W")
+MASK_EQUAL = Key.down("fedbn-flwr.mask-equal-weights", "bool: all weights are 1")
+FRESH_BATCHES = Key.down(
     "fedbn-flwr.fresh-batches",
     "int: number of the attempt; clients draw new batches for it",
-    "server",
-    "client",
 )
-MASKED = Key(
-    "fedbn-flwr.masked",
-    "int64 vector, in the model's record: the masked update",
-    "client",
-    "server",
+MASKED = Key.up(
+    "fedbn-flwr.masked", "int64 vector, in the model's record: the masked update"
 )
 
 # --- arrays as a NumPyClient takes them -----------------------------------------------
@@ -283,60 +230,36 @@ MOD = Key(
 )
 
 # --- metrics of a reply ---------------------------------------------------------------
-NUM_EXAMPLES = Key(
-    "num-examples", "int: training examples, the weight", "client", "server"
+NUM_EXAMPLES = Key.up("num-examples", "int: training examples, the weight")
+VALIDATION_LOSS = Key.up(
+    "validation-loss", "float: after training, on the client's validation data"
 )
-VALIDATION_LOSS = Key(
-    "validation-loss",
-    "float: after training, on the client's validation data",
-    "client",
-    "server",
-)
-LOSS = Key("loss", "float: mean loss on the first test set", "client", "server")
-TRAIN_LOSS = Key("train-loss", "float", "client", "server")
-TRAIN_ACCURACY = Key("train-accuracy", "float", "client", "server")
-EXAMPLES_PROCESSED = Key("examples-processed", "int", "client", "server")
-STEPS = Key("steps", "int", "client", "server")
-DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
-EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
+LOSS = Key.up("loss", "float: mean loss on the first test set")
+TRAIN_LOSS = Key.up("train-loss", "float")
+TRAIN_ACCURACY = Key.up("train-accuracy", "float")
+EXAMPLES_PROCESSED = Key.up("examples-processed", "int")
+STEPS = Key.up("steps", "int")
+DROPPED_BATCHES = Key.up("dropped-batches", "int")
+EXAMPLES_TESTED = Key.up("examples-tested", "int")
 
 # --- entries of ReplyInfo and the query -----------------------------------------------
-APPLIED = Key(
-    "fedbn-flwr.hooks-applied",
-    "str, comma list: client hooks applied",
-    "client",
-    "server",
-)
-LOCAL_HOME = Key("fedbn-flwr.local-home", "str: folder or memory", "client", "server")
-LOCAL_BEGAN = Key(
-    "fedbn-flwr.local-began",
-    "str: the kept state began in this round",
-    "client",
-    "server",
+APPLIED = Key.up("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied")
+LOCAL_HOME = Key.up("fedbn-flwr.local-home", "str: folder or memory")
+LOCAL_BEGAN = Key.up(
+    "fedbn-flwr.local-began", "str: the kept state began in this round"
 )
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
-BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
-UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
-REFUSAL = Key(
-    "refusal", "str: why a mod of the app has refused the query", "client", "server"
+BATCH_SIZE = Key.up("batch-size", "int: examples of the first batch")
+UNUSABLE = Key.up("unusable", "str: why the node cannot take part")
+REFUSAL = Key.up("refusal", "str: why a mod of the app has refused the query")
+VERSIONS = Key.up(
+    "node-versions", "str: of the node's fedbn-flwr, torch and flwr, over a network"
 )
-VERSIONS = Key(
-    "node-versions",
-    "str: of the node's fedbn-flwr, torch and flwr, over a network",
-    "client",
-    "server",
+PACKS = Key.up(
+    "fedbn-flwr.packs", "int: the form of arrays in one piece that the app reads"
 )
-PACKS = Key(
-    "fedbn-flwr.packs",
-    "int: the form of arrays in one piece that the app reads",
-    "client",
-    "server",
-)
-SYNCHRONISES = Key(
-    "fedbn-flwr.synchronises",
-    "bool, in the query: BN layers are synchronised",
-    "server",
-    "client",
+SYNCHRONISES = Key.down(
+    "fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised"
 )
 
 # --- config of a node -----------------------------------------------------------------
@@ -386,29 +309,16 @@ NODE_KEYS = (
 """Keys of a node's config that the default app knows."""
 
 # --- Context.state --------------------------------------------------------------------
-KEPT = Key(
-    "fedbn-flwr.local",
-    "ArrayRecord: entries that stay with the client",
-    "client",
-    "client",
+KEPT = Key.inside("fedbn-flwr.local", "ArrayRecord: entries that stay with the client")
+KEPT_BY_HOOKS = Key.inside(
+    "fedbn-flwr.rules", "ArrayRecord: HOOK/NAME, entries of client hooks"
 )
-KEPT_BY_HOOKS = Key(
-    "fedbn-flwr.rules",
-    "ArrayRecord: HOOK/NAME, entries of client hooks",
-    "client",
-    "client",
-)
-KEPT_ABOUT = Key(
+KEPT_ABOUT = Key.inside(
     "fedbn-flwr.local.about",
     "ConfigRecord: version, fingerprint, start, round, begun, SHA-256",
-    "client",
-    "client",
 )
-KEPT_BEFORE = Key(
-    "fedbn-flwr.before",
-    "records before/NAME: the kept state before the round",
-    "client",
-    "client",
+KEPT_BEFORE = Key.inside(
+    "fedbn-flwr.before", "records before/NAME: the kept state before the round"
 )
 INBOX = Key(
     "fedbn-flwr.inbox",
@@ -428,53 +338,31 @@ MODEL_SPEC = Key(
     "mod",
     "mod",
 )
-STEP_MODEL = Key(
-    "fedbn-flwr.step.model", "ArrayRecord: the round's model", "client", "client"
-)
-STEP_ANSWERS = Key(
-    "fedbn-flwr.step.answers",
-    "ArrayRecord: exchanges answered so far",
-    "client",
-    "client",
+STEP_MODEL = Key.inside("fedbn-flwr.step.model", "ArrayRecord: the round's model")
+STEP_ANSWERS = Key.inside(
+    "fedbn-flwr.step.answers", "ArrayRecord: exchanges answered so far"
 )
 STEP_SENT = Key(
     "fedbn-flwr.step.sent", "ArrayRecord: exchanges sent so far", "mod", "mod"
 )
-STEP_ABOUT = Key(
-    "fedbn-flwr.step", "ConfigRecord: round and attempt", "client", "client"
+STEP_ABOUT = Key.inside("fedbn-flwr.step", "ConfigRecord: round and attempt")
+VERSION = Key.inside("version", "int, in fedbn-flwr.local.about: version of the format")
+FINGERPRINT = Key.inside(
+    "fingerprint", "str, in fedbn-flwr.local.about: fingerprint of the model"
 )
-VERSION = Key(
-    "version",
-    "int, in fedbn-flwr.local.about: version of the format",
-    "client",
-    "client",
-)
-FINGERPRINT = Key(
-    "fingerprint",
-    "str, in fedbn-flwr.local.about: fingerprint of the model",
-    "client",
-    "client",
-)
-BEGUN = Key(
+BEGUN = Key.inside(
     "begun",
     "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0",
-    "client",
-    "client",
 )
-STEP_ATTEMPT = Key("attempt", "int, in fedbn-flwr.step", "client", "client")
-MASK_PARTY = Key(
-    "fedbn-flwr.masks",
-    "ConfigRecord: this client in a round of masked sums",
-    "client",
-    "client",
+STEP_ATTEMPT = Key.inside("attempt", "int, in fedbn-flwr.step")
+MASK_PARTY = Key.inside(
+    "fedbn-flwr.masks", "ConfigRecord: this client in a round of masked sums"
 )
-MASK_SECRETS = Key("secrets", "bytes, in fedbn-flwr.masks", "client", "client")
+MASK_SECRETS = Key.inside("secrets", "bytes, in fedbn-flwr.masks")
 SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
-"""Keys of the client part among the metrics of a ``NumPyClient``; they are left out of
-averages.
-"""
+"""Keys of the client part among a ``NumPyClient``'s metrics, left out of averages."""
 
 # as projects on Flower's legacy strategies write it
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")
@@ -491,24 +379,23 @@ def partition_of(context: Context) -> int | None:
         ConfigError: it is no number.
     """
     number = context.node_config.get(PARTITION_ID)
-    if number is not None and not str(number).isdecimal():
+    if number is None:
+        return None
+    if not str(number).isdecimal():
         raise ConfigError(
             f"partition-id={number!r} of the node's config must be a whole number"
             " from 0"
         )
-    return None if number is None else int(number)
+    return int(number)
 
 
 def num_partitions_of(context: Context) -> int | None:
-    """Return the number of parts of which the node has one; None if its config does not
-    say so, or for own data.
-    """
+    """Return the number of parts of which the node has one; None: it is not known."""
+    # Data of the node's own are not a part of anything.
+    if DATA_PATH in context.node_config:
+        return None
     number = str(context.node_config.get(NUM_PARTITIONS, ""))
-    return (
-        int(number)
-        if number.isdecimal() and DATA_PATH not in context.node_config
-        else None
-    )
+    return int(number) if number.isdecimal() else None
 
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -537,9 +424,11 @@ def message_seed(message: Message, context: Context) -> int:
     and not on the engine. The exchanges of a synchronised step have the seed of the
     training that repeats the step.
     """
-    config, kind = merged_config(message), message.metadata.message_type
+    config = merged_config(message)
     node = context.node_config.get(PARTITION_ID, context.node_id)
-    purpose = MessageType.TRAIN if kind == EXCHANGE_QUERY else kind
+    purpose = message.metadata.message_type
+    if purpose == EXCHANGE_QUERY:
+        purpose = MessageType.TRAIN
     return derive_seed(
         int(config.get(SEED, 0)),
         "client",
@@ -550,8 +439,7 @@ def message_seed(message: Message, context: Context) -> int:
 
 
 def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
-    """Refuse keys of users' configs, given by the argument's name, that begin with
-    ``PREFIX``.
+    """Refuse keys of users' configs, by the argument's name, that are like ours.
 
     Raises:
         ConfigError: there are such keys; all are named.
@@ -568,8 +456,7 @@ def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
 
 @dataclass(frozen=True)
 class Continuity:
-    """Which run this is, for clients with a state folder; and the rounds that it can
-    resume from.
+    """Which run this is, for clients with a state folder.
 
     Attributes:
         series: experiment id; runs of one experiment continue with the same client
@@ -592,32 +479,24 @@ class Continuity:
 
     def write(self) -> dict[str, str]:
         """Return the entries of a message's config."""
-        return without_empty(
-            {
-                SERIES: self.series,
-                RUN: self.run,
-                COMMITTED: ",".join(map(str, self.committed)),
-            }
-        )
+        committed = ",".join(map(str, self.committed))
+        return without_empty({SERIES: self.series, RUN: self.run, COMMITTED: committed})
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Continuity | None:
         """Return the run in a message's config; None if the server does not send it."""
         if SERIES not in config:
             return None
-        return cls(
-            str(config[SERIES]),
-            str(config[RUN]),
-            tuple(map(int, comma_list(config, COMMITTED))),
-        )
+        committed = tuple(map(int, comma_list(config, COMMITTED)))
+        return cls(str(config[SERIES]), str(config[RUN]), committed)
 
 
 def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config without empty text, bytes and lists, for which
-    Flower's message_size_mod fails.
+    """Return the entries of a config without empty text, bytes and lists.
 
     An entry that is not there reads as an empty one.
     """
+    # Flower's message_size_mod fails for an empty one.
     return {
         key: value
         for key, value in entries.items()
@@ -626,9 +505,8 @@ def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_state(sha256: str) -> str:
-    """Return how the hash of a kept state travels: ``NO_STATE`` in the place of "", no
-    state.
-    """
+    """Return how the hash of a kept state travels; "" is no state."""
+    # by a word, as an empty text is not sent (``without_empty``)
     return sha256 or NO_STATE
 
 
@@ -659,19 +537,26 @@ def _entry(
     read: Callable[[Any], Any] = _as_it_is,
     write: Callable[[Any], Any] = _as_it_is,
 ) -> Any:
-    """Declare a field of a ``MessageConfig``: its key, its default, which is not sent,
-    and how its value travels.
+    """Declare a field of a ``MessageConfig``.
+
+    Args:
+        key: its entry.
+        default: its value where the entry is missing; it is not sent.
+        read: makes the field's value of the entry's.
+        write: makes the entry's value of the field's.
     """
     return field(default=default, metadata={"key": key, "read": read, "write": write})
 
 
 @functools.cache
 def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], Any]]]:
-    """Return the name, the key and the function that reads it for each field that is an
-    entry of its own.
-    """
-    entries = [(entry.name, entry.metadata) for entry in fields(kind) if entry.metadata]
-    return [(name, about["key"], about["read"]) for name, about in entries]
+    """Return name, key and reading function of each field declared by ``_entry``."""
+    # remembered: ``fields`` takes longer than to read a config
+    found = []
+    for entry in fields(kind):
+        if entry.metadata:
+            found.append((entry.name, entry.metadata["key"], entry.metadata["read"]))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -703,11 +588,10 @@ class MessageConfig:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
         """Return the values of a message's config; other keys are ignored."""
+        values: dict[str, Any] = {"continuity": Continuity.read(config)}
         server_round = round_in(config)
-        values: dict[str, Any] = {
-            "server_round": 1 if server_round is None else server_round
-        }
-        values["continuity"] = Continuity.read(config)
+        if server_round is not None:
+            values["server_round"] = server_round
         for name, key, read in _readers(cls):  # type: ignore[arg-type]  # a class is hashable
             if key in config:
                 values[name] = read(config[key])
@@ -718,18 +602,19 @@ class MessageConfig:
         entries: dict[str, Any] = {SERVER_ROUND: self.server_round}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            is_set = value is not None if entry.default is None else bool(value)
             if isinstance(value, Continuity):
                 entries |= value.write()
-            elif entry.metadata and is_set:
+                continue
+            # Where None is the default, 0 and "" are values of their own.
+            is_set = value is not None if entry.default is None else bool(value)
+            if entry.metadata and is_set:
                 entries[entry.metadata["key"]] = entry.metadata["write"](value)
         return entries
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(MessageConfig):
-    """The config of a training message. The entries of a client hook are declared in
-    the method's file.
+    """The config of a training message; hooks' entries are in the method's file.
 
     Attributes:
         hooks: names of the client hooks to apply, in order.
@@ -781,27 +666,24 @@ class ReplyInfo:
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
-        """Return the report of a reply; an empty one for an error or for a client
-        without a client part.
-        """
-        configs = of_kind(reply.content, ConfigRecord) if reply.has_content() else {}
-        info: dict[str, Any] = dict(configs[INFO].items()) if INFO in configs else {}
+        """Return the report of a reply; an empty one for an error or another client."""
+        info: Mapping[str, Any] = {}
+        if reply.has_content():
+            info = of_kind(reply.content, ConfigRecord).get(INFO, {})
+        # Whatever a stranger's app has put there.
         partition_id = info.get(PARTITION_ID)
+        if not isinstance(partition_id, int) or partition_id < 0:
+            partition_id = None
         return cls(
-            frozenset(comma_list(info, APPLIED)),
-            str(info.get(LOCAL_SHA256, "")),
-            info.get(LOCAL_HOME) == "folder",
-            LOCAL_BEGAN in info,
-            (
-                partition_id
-                if isinstance(partition_id, int) and partition_id >= 0
-                else None
-            ),
+            applied=frozenset(comma_list(info, APPLIED)),
+            local_sha256=str(info.get(LOCAL_SHA256, "")),
+            durable=info.get(LOCAL_HOME) == "folder",
+            began=LOCAL_BEGAN in info,
+            partition_id=partition_id,
         )
 
     def write(self) -> dict[str, str]:
-        """Return the entries about the kept state: ``local_sha256``, ``durable``,
-        ``began``; empty if nothing is kept.
+        """Return the entries about the kept state; empty if nothing is kept.
 
         The others are written where they are known: the hooks by the training, the
         partition by the client app.
@@ -812,15 +694,15 @@ class ReplyInfo:
             LOCAL_SHA256: self.local_sha256,
             LOCAL_HOME: "folder" if self.durable else "memory",
         }
-        return info | ({LOCAL_BEGAN: "anew"} if self.began else {})
+        if self.began:
+            info[LOCAL_BEGAN] = "anew"
+        return info
 
 
 def add_info(reply: Message, entries: Mapping[str, Any]) -> None:
-    """Add entries to the record of a reply that ``ReplyInfo`` and ``NodeProperties``
-    read.
-    """
-    known: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
+    """Add entries to the record that ``ReplyInfo`` and ``NodeProperties`` read."""
     if entries:
+        known: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
         reply.content[INFO] = ConfigRecord({**known, **entries})
 
 
@@ -851,23 +733,24 @@ class NodeProperties:
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
-        """Return the properties in a reply to the query; negative numbers are ignored."""
+        """Return the properties in a reply to the query, without negative numbers."""
+        # The record has a name that the app has chosen.
         numbers: dict[str, int] = {}
         for metrics in of_kind(reply.content, MetricRecord).values():
-            numbers |= {
-                key: value
-                for key, value in metrics.items()
-                if isinstance(value, int) and value >= 0
-            }
+            for key, value in metrics.items():
+                if isinstance(value, int) and value >= 0:
+                    numbers[key] = value
         info: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
-        known = (
-            numbers.get(PARTITION_ID),
-            numbers.get(NUM_EXAMPLES),
-            numbers.get(BATCH_SIZE),
+        return cls(
+            partition_id=numbers.get(PARTITION_ID),
+            num_examples=numbers.get(NUM_EXAMPLES),
+            batch_size=numbers.get(BATCH_SIZE),
+            unusable=str(info.get(UNUSABLE, "")),
+            refusal=str(info.get(REFUSAL, "")),
+            num_partitions=numbers.get(NUM_PARTITIONS),
+            versions=str(info.get(VERSIONS, "")),
+            packs=info.get(PACKS),
         )
-        unusable, refusal = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL))
-        parts, versions = numbers.get(NUM_PARTITIONS), str(info.get(VERSIONS, ""))
-        return cls(*known, unusable, refusal, parts, versions, info.get(PACKS))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
@@ -875,16 +758,18 @@ class NodeProperties:
             PARTITION_ID: self.partition_id,
             NUM_EXAMPLES: self.num_examples,
             BATCH_SIZE: self.batch_size,
+            NUM_PARTITIONS: self.num_partitions,
         }
-        numbers[NUM_PARTITIONS] = self.num_partitions
-        records: dict[str, MetricRecord | ConfigRecord] = {}
-        records[METRICS] = MetricRecord(
-            {str(key): value for key, value in numbers.items() if value is not None}
-        )
-        info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal}
-        info[VERSIONS] = self.versions
-        if any(info.values()):
-            records[INFO] = ConfigRecord(
-                {str(key): text for key, text in info.items() if text}
-            )
+        known: dict[str, Any] = {
+            str(key): number for key, number in numbers.items() if number is not None
+        }
+        records: dict[str, MetricRecord | ConfigRecord] = {METRICS: MetricRecord(known)}
+        texts = {
+            UNUSABLE: self.unusable,
+            REFUSAL: self.refusal,
+            VERSIONS: self.versions,
+        }
+        info: dict[str, Any] = {str(key): text for key, text in texts.items() if text}
+        if info:
+            records[INFO] = ConfigRecord(info)
         return records

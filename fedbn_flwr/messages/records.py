@@ -1,5 +1,7 @@
-"""State dicts to Flower's ArrayRecords and back, exact in dtype, shape and order, also
-for 0-dim and int64 entries.
+"""State dicts to Flower's ArrayRecords and back, exact in dtype, shape and order.
+
+The bytes are those of Flower's own ``Array``: an array in NumPy's file format. Header
+and data are written and read here, as Flower's way through NumPy copies more often.
 """
 
 from __future__ import annotations
@@ -51,17 +53,16 @@ LONGEST_HEADER = 1024
 
 
 def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """Return the tensors as NumPy arrays, detached and on the CPU; they share memory if
-    torch allows it.
+    """Return the tensors as NumPy arrays on the CPU, which share memory if possible.
 
     Raises:
         StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by
             name.
     """
-    return {
-        name: _to_numpy(name, tensor.detach().contiguous())
-        for name, tensor in state_dict.items()
-    }
+    arrays: dict[str, Array] = {}
+    for name, tensor in state_dict.items():
+        arrays[name] = _to_numpy(name, tensor.detach().contiguous())
+    return arrays
 
 
 def _to_numpy(name: str, tensor: torch.Tensor) -> Array:
@@ -76,8 +77,7 @@ def _to_numpy(name: str, tensor: torch.Tensor) -> Array:
 
 
 def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
-    """Return an ArrayRecord with the entries of a state dict (tensors) or of a state
-    (arrays), in the same order.
+    """Return an ArrayRecord of a state dict (tensors) or a state (arrays), in order.
 
     Raises:
         StateError: a tensor's dtype has no NumPy counterpart (bfloat16, float8), or an
@@ -88,6 +88,7 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
         if isinstance(value, np.ndarray):
             arrays[name] = encode(value)
         elif isinstance(value, torch.Tensor):
+            # A channels-last tensor would be sent in another order on each machine.
             arrays[name] = encode(_to_numpy(name, value), order="C")
         elif value is None or isinstance(value, (bytes, Mapping)):
             raise StateError(
@@ -101,25 +102,28 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
 
 
 def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
-    """Return the array as Flower array, as ``flwr.app.Array(array)`` does, with one
-    copy of the array's bytes.
+    """Return ``flwr.app.Array(array)``, with one copy of the array's bytes.
 
     ``order="C"`` writes C order also for an array in Fortran order, which is written as
     it is otherwise.
     """
+    # Of objects and texts the bytes are not the values.
     if array.dtype.kind not in "biufc":
         return FlowerArray(array)
     fortran = order == "K" and array.flags.fnc
     dtype, header = npy_header(array.dtype, array.shape, fortran)
+    # The bytes of an array in Fortran order are those of its transpose in C order.
     source = array.T if fortran else array
     if source.flags.c_contiguous:
         data = b"".join((header, source.data))
     else:
+        # With gaps, as a slice: NumPy copies it into its place behind the header.
         buffer = BytesIO(bytes(len(header) + array.nbytes))
         buffer.write(header)
-        np.ndarray(array.shape, array.dtype, buffer.getbuffer(), len(header))[...] = (
-            array
-        )
+        place = np.ndarray(array.shape, array.dtype, buffer.getbuffer(), len(header))
+        place[...] = array
+        # ``getvalue`` fails while somebody may write to the buffer
+        del place
         data = buffer.getvalue()
     return array_of_bytes(dtype, array.shape, data)
 
@@ -130,9 +134,8 @@ def npy_header(
 ) -> tuple[str, bytes]:
     """Return the dtype's name and the header of NumPy's file format."""
     out = BytesIO()
-    write_array_header_1_0(
-        out, {"descr": dtype.str, "fortran_order": fortran, "shape": shape}
-    )
+    about = {"descr": dtype.str, "fortran_order": fortran, "shape": shape}
+    write_array_header_1_0(out, about)
     return str(dtype), out.getvalue()
 
 
@@ -152,20 +155,19 @@ def decode(array: FlowerArray) -> Array:
 
 
 def view(array: FlowerArray) -> Array:
-    """Return a Flower array as read-only NumPy array that shares its memory;
-    thread-safe.
+    """Return a Flower array as read-only NumPy array that shares its memory.
 
     A ``BufferArray`` may lie in any buffer of bytes, such as shared memory. What is not
     a plain array in version 1.0 of NumPy's format is read by NumPy, in memory of its
     own.
-
-    NumPy reads the header of its format with ``ast``, which in threads of Python 3.11.7
-    sometimes raises "SystemError: AST constructor recursion depth mismatch"
-    (python/cpython#106905).
     """
+    # Not all by NumPy, which reads a header with ``ast``: in threads of Python 3.11.7
+    # that sometimes raises SystemError (python/cpython#106905).
     data = array.buffer if isinstance(array, BufferArray) else array.data
+    # bytes 8 and 9: the length of the header behind them
     end = 10 + int.from_bytes(data[8:10], "little")
-    if layout := npy_layout(bytes(data[: min(end, LONGEST_HEADER)])):
+    layout = npy_layout(bytes(data[: min(end, LONGEST_HEADER)]))
+    if layout:
         dtype, shape, order = layout
         values = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
     else:
@@ -178,44 +180,39 @@ def view(array: FlowerArray) -> Array:
 def npy_layout(
     header: bytes,
 ) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]] | None:
-    """Return dtype, shape and order that a header of NumPy's file format names; None
-    for another header.
-    """
-    if (match := _NPY.fullmatch(header)) is None:
+    """Return dtype, shape and order that a header names; None if it is not plain."""
+    match = _NPY.fullmatch(header)
+    if match is None:
         return None
+    dtype = np.dtype(match["dtype"].decode())
     shape = tuple(int(size) for size in match["shape"].split(b",") if size.strip())
-    return (
-        np.dtype(match["dtype"].decode()),
-        shape,
-        "F" if match["fortran"] == b"True" else "C",
-    )
+    return dtype, shape, "F" if match["fortran"] == b"True" else "C"
 
 
 def select(record: ArrayRecord, names: Collection[str]) -> ArrayRecord:
-    """Return a record with the entries of these names, in the record's order; it shares
-    their arrays.
-    """
-    return filled(
-        ArrayRecord, {name: array for name, array in record.items() if name in names}
-    )
+    """Return a record with the entries of these names, in order, sharing arrays."""
+    chosen = {name: array for name, array in record.items() if name in names}
+    return filled(ArrayRecord, chosen)
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:
-    """Return the arrays as tensors by name, sharing their memory. Do not write to
-    tensors of read-only arrays.
+    """Return the arrays as tensors by name, sharing their memory.
+
+    Do not write to tensors of read-only arrays.
     """
-    arrays = {name: np.asarray(array) for name, array in state.items()}
-    return {
-        n: torch.from_numpy(a if a.flags.writeable else np.asarray(_Alias(a)))
-        for n, a in arrays.items()
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        array = np.asarray(value)
+        if not array.flags.writeable:
+            array = np.asarray(_Alias(array))
+        found[name] = torch.from_numpy(array)
+    return found
 
 
 class _Alias:
-    """The memory of a read-only array, offered as writable; torch has no read-only
-    tensors and would warn.
-    """
+    """The memory of a read-only array, offered as writable."""
 
+    # torch has no read-only tensors, and would warn.
     def __init__(self, array: Array) -> None:
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
@@ -223,9 +220,7 @@ class _Alias:
 
 
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:
-    """Return the bytes of floating entries and of all others (int64 counters), without
-    headers.
-    """
+    """Return the bytes of floating entries and of all others, without headers."""
     floats = others = 0
     for array in record.values():
         itemsize, is_float = _item(array.dtype)
@@ -244,8 +239,9 @@ def _item(dtype: str) -> tuple[int, bool]:
 
 
 def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
-    """Return the SHA-256 of a state (names, dtypes, shapes, bytes, in order) and of the
-    clients' local parts.
+    """Return the SHA-256 of a state and of the clients' local parts.
+
+    Names, dtypes, shapes and bytes count, and their order.
 
     Args:
         state: the global state.
@@ -256,8 +252,7 @@ def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
     for name, array in state.items():
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    for partition, sha256 in sorted(
-        (local or {}).items(), key=lambda item: int(item[0])
-    ):
+    parts = (local or {}).items()
+    for partition, sha256 in sorted(parts, key=lambda item: int(item[0])):
         digest.update(f"local {partition} {sha256}\n".encode())
     return digest.hexdigest()

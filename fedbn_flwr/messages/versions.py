@@ -1,6 +1,4 @@
-"""The versions of this package, torch and Flower, which a node and its server compare
-before round 1.
-"""
+"""The versions that a node and its server compare before round 1."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ __all__ = ["COMPARED", "as_text", "differences", "own_versions"]
 
 COMPARED = ("fedbn-flwr", "torch", "flwr")
 _LONGEST = 500  # characters that are read of what another machine says
+# of texts such as ``fedbn-flwr 0.2.0`` and ``torch = v2.14.1``
 _ENTRY = re.compile(r"([A-Za-z][\w-]*)[ =]+v?(\d[^\s,;]*)")
 
 
@@ -29,9 +28,7 @@ def own_versions() -> Mapping[str, str]:
 
 
 def as_text(versions: Mapping[str, str]) -> str:
-    """Return versions as ``differences`` reads them:
-    ``fedbn-flwr 0.2.0, torch 2.14.1, flwr 1.41.0``.
-    """
+    """Return versions as ``differences`` reads them: ``torch 2.14.1, flwr 1.41.0``."""
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
@@ -48,19 +45,11 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
     found = []
     for name in COMPARED:
         ours, other = here.get(name, ""), theirs.get(name, "")
-        if not ours or not other or _public(ours) == _public(other):
+        # What names a build says nothing here: 2.14.1+cu130 is 2.14.1.
+        if not ours or not other or ours.split("+")[0] == other.split("+")[0]:
             continue
-        serious = name == "fedbn-flwr" or (
-            name == "flwr" and _minor(ours) != _minor(other)
-        )
+        serious = name == "fedbn-flwr"
+        if name == "flwr":
+            serious = ours.split(".")[:2] != other.split(".")[:2]
         found.append((f"{name} is {ours} here and {other} there", serious))
     return found
-
-
-def _public(version: str) -> str:
-    """Return a version without what names a build: 2.14.1 of 2.14.1+cu130."""
-    return version.partition("+")[0]
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]

@@ -32,13 +32,12 @@ def declared() -> list[Key]:
         id(value): value for value in vars(protocol).values() if isinstance(value, Key)
     }
     for folder in ("strategies", "server"):
-        for path in sorted((PACKAGE / folder).glob("*.py")):
-            module = importlib.import_module(f"fedbn_flwr.{folder}.{path.stem}")
-            found |= {
-                id(value): value
-                for value in vars(module).values()
-                if isinstance(value, Key)
-            }
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            module = importlib.import_module(".".join(("fedbn_flwr", *parts)))
+            for value in vars(module).values():
+                if isinstance(value, Key):
+                    found[id(value)] = value
     return list(found.values())
 
 
