@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -47,8 +47,8 @@ class NodeRegistry:
         timeout: seconds to wait for enough nodes, and for their answers.
         query_config: entries of the query: what a node must know to say whether it can
             take part.
-        num_partitions: number of the parts that all nodes must agree on; None = that of
-            the first node that says one.
+        num_partitions: number of the parts that all nodes must agree on; 0 = that of
+            the first node that says one; None = not compared.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
@@ -64,27 +64,22 @@ class NodeRegistry:
         num_partitions: int | None = None,
     ) -> None:
         self._seed = seed
-        self._num_partitions, self._said_by = num_partitions, "the split of the server"
-        self._query_config = dict(query_config or {})
         self._timeout = timeout
+        self._query_config = dict(query_config or {})
+        self._num_partitions = num_partitions
+        self._said_by = "the split of the server"  # who named ``_num_partitions``
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
         self.silent: dict[int, str] = {}
+        # Labels of a resumed run: its node ids are new.
         self._expected: set[str] = set()
         self._connected: set[int] = set()  # at the last call of `present`
-        # the connected nodes of the last call, as ids and in order
-        self._sorted: tuple[list[int], list[Node]] = [], []
+        # With a thousand nodes sorting costs more than the rest of `present`: the ids
+        # of its last call, and the nodes that it returned.
+        self._last_ids: list[int] = []
+        self._last_nodes: list[Node] = []
 
-    @property
-    def initialised_labels(self) -> list[str]:
-        """The labels of the initialised nodes."""
-        return sorted(
-            {self.node(node_id).label for node_id in self.initialised} | self._expected
-        )
-
-    def expect_initialised(self, labels: Iterable[str]) -> None:
-        """Mark the nodes with these labels as initialised when they are first seen."""
-        self._expected = set(labels)
+    # --- who is there -----------------------------------------------------------------
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Wait for ``at_least`` connected nodes, query the new ones, and return all in
@@ -97,58 +92,17 @@ class NodeRegistry:
         """
         node_ids = self._wait(grid, at_least)
         self._connected = set(node_ids)
-        if node_ids == self._sorted[0]:
-            return self._sorted[1]
-        new = [node_id for node_id in node_ids if node_id not in self._nodes]
+        if node_ids == self._last_ids:
+            return self._last_nodes
         self.silent = {}
+        new = [node_id for node_id in node_ids if node_id not in self._nodes]
         if new:
-            joins, found = bool(self._nodes), self._distinct(self._ask(grid, new))
-            for node in found.values() if joins else ():
-                logger.info("%s joins the run.", node)
-            self._nodes.update(found)
-            if isinstance(grid, ImmediateGrid):
-                grid.name_nodes(found)
-                grid.pack_for(node_id for node_id, node in found.items() if node.packs)
-                if over_network(grid):
-                    _advise_packing(found.values())
-            self.initialised |= {
-                i
-                for i in new
-                if i in self._nodes and self._nodes[i].label in self._expected
-            }
-            self._expected -= {self.node(i).label for i in self.initialised}
+            self._join(grid, new)
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
-        nodes = sorted(known, key=lambda node: node.order)
-        # a node left out is asked again
-        self._sorted = (node_ids if len(known) == len(node_ids) else []), nodes
-        return nodes
-
-    def sample(
-        self, nodes: list[Node], count: int, purpose: str, server_round: int
-    ) -> list[Node]:
-        """Return ``count`` of the nodes in the same order, drawn without replacement
-        with the round's own stream.
-        """
-        if count >= len(nodes):
-            return nodes
-        drawn = numpy_generator(self._seed, f"sample-{purpose}", server_round).choice(
-            len(nodes), count, replace=False
-        )
-        return [nodes[i] for i in sorted(drawn)]
-
-    def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
-        """Return ``count`` of the nodes in the same order: the first of an order that
-        the cohort of this number has.
-
-        A node has its place in that order whoever else is there: where one is lost, the
-        others of the cohort stay.
-        """
-        first = sorted(
-            nodes,
-            key=lambda node: derive_seed(self._seed, "cohort", number, node.label),
-        )[:count]
-        chosen = {node.node_id for node in first}
-        return [node for node in nodes if node.node_id in chosen]
+        self._last_nodes = sorted(known, key=lambda node: node.order)
+        # A node that is not known yet is asked again at the next call.
+        self._last_ids = node_ids if len(known) == len(node_ids) else []
+        return self._last_nodes
 
     def node(self, node_id: int) -> Node:
         """Return the node; an unknown id has empty metadata."""
@@ -159,23 +113,67 @@ class NodeRegistry:
         its partition in the reply.
         """
         node = self.node(reply.metadata.src_node_id)
-        if (
-            node.partition_id is not None
-            or (own := ReplyInfo.read(reply).partition_id) is None
-        ):
+        if node.partition_id is not None:
             return node
-        if all(
-            known.partition_id != own or i not in self._connected
-            for i, known in self._nodes.items()
-        ):
-            node = self._nodes[node.node_id] = replace(node, partition_id=own)
-            self._sorted = [], []
+        partition_id = ReplyInfo.read(reply).partition_id
+        if partition_id is None:
+            return node
+        # A partition has one holder: the name would give a second one its kept state.
+        for node_id, known in self._nodes.items():
+            if known.partition_id == partition_id and node_id in self._connected:
+                return node
+        node = replace(node, partition_id=partition_id)
+        self._nodes[node.node_id] = node
+        self._last_ids = []  # its place in the order has changed
         return node
 
+    @property
+    def initialised_labels(self) -> list[str]:
+        """The labels of the initialised nodes."""
+        labels = {self.node(node_id).label for node_id in self.initialised}
+        return sorted(labels | self._expected)
+
+    def expect_initialised(self, labels: Iterable[str]) -> None:
+        """Mark the nodes with these labels as initialised when they are first seen."""
+        self._expected = set(labels)
+
+    # --- who is drawn -----------------------------------------------------------------
+
+    def sample(
+        self, nodes: list[Node], count: int, purpose: str, server_round: int
+    ) -> list[Node]:
+        """Return ``count`` of the nodes in the same order, drawn without replacement
+        with the round's own stream.
+        """
+        if count >= len(nodes):
+            return nodes
+        generator = numpy_generator(self._seed, f"sample-{purpose}", server_round)
+        drawn = generator.choice(len(nodes), count, replace=False)
+        return [nodes[i] for i in sorted(drawn)]
+
+    def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
+        """Return ``count`` of the nodes in the same order: the first of an order that
+        the cohort of this number has.
+
+        A node has its place in that order whoever else is there: where one is lost, the
+        others of the cohort stay.
+        """
+
+        def place(node: Node) -> int:
+            return derive_seed(self._seed, "cohort", number, node.label)
+
+        first = sorted(nodes, key=place)[:count]
+        chosen = {node.node_id for node in first}
+        return [node for node in nodes if node.node_id in chosen]
+
+    # --- how they join ----------------------------------------------------------------
+
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
+        """Return the ids of the connected nodes, as soon as there are enough."""
         deadline = time.monotonic() + self._timeout
         said = False
-        while len(node_ids := list(grid.get_node_ids())) < at_least:
+        node_ids = list(grid.get_node_ids())
+        while len(node_ids) < at_least:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(node_ids)} node(s) connected after {self._timeout:g} s,"
@@ -190,7 +188,74 @@ class NodeRegistry:
                 )
                 said = True
             time.sleep(0.1)
+            node_ids = list(grid.get_node_ids())
         return node_ids
+
+    def _join(self, grid: Grid, new: list[int]) -> None:
+        """Query new nodes, and add those that can take part beside the others."""
+        joins_later = bool(self._nodes)
+        found = self._distinct(self._ask(grid, new))
+        if joins_later:
+            for node in found.values():
+                logger.info("%s joins the run.", node)
+        self._nodes.update(found)
+        if isinstance(grid, ImmediateGrid):
+            grid.name_nodes(found)
+            grid.pack_for(node_id for node_id, node in found.items() if node.packs)
+            if over_network(grid):
+                _advise_packing(found.values())
+        # A node of the resumed run has its own parts: the shared entries are enough.
+        for node_id, node in found.items():
+            if node.label in self._expected:
+                self.initialised.add(node_id)
+        self._expected -= {self.node(node_id).label for node_id in self.initialised}
+
+    def _ask(self, grid: Grid, node_ids: list[int]) -> dict[int, Node]:
+        """Return the nodes that have answered the query, by id; the others are
+        ``silent``.
+
+        Raises:
+            ConfigError: all nodes of a new run raised it.
+        """
+        found: dict[int, Node] = {}
+        # In one process the grid knows the answers, and no message is sent.
+        if isinstance(grid, ImmediateGrid):
+            answers = grid.node_properties(self._query_config, node_ids)
+            for node_id, properties in answers.items():
+                found[node_id] = _node(node_id, properties)
+        asked = [node_id for node_id in node_ids if node_id not in found]
+        reasons: list[str] = []
+        for reply in self._replies(grid, asked):
+            node_id = reply.metadata.src_node_id
+            if reply.has_content():
+                found[node_id] = _answered(node_id, reply)
+            elif is_mod_refusal(reply):
+                refusal = str(reply.error.reason)
+                found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
+            elif is_app_error(reply):
+                found[node_id] = _failed(node_id, reply)
+                reasons.append(str(reply.error.reason))
+            elif node_id in asked:  # the SuperLink answers for a lost node
+                self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+        if not self._nodes:
+            raise_shared_config_error(reasons, len(node_ids))
+        for node_id in node_ids:
+            if node_id not in found:
+                self.silent.setdefault(node_id, "no answer")
+        _log_answers(found.values(), self.silent)
+        return found
+
+    def _replies(self, grid: Grid, node_ids: list[int]) -> Iterable[Message]:
+        """Send the query to these nodes; return the replies that come in time."""
+        if not node_ids:
+            return ()
+        content = RecordDict()
+        if self._query_config:
+            content["config"] = ConfigRecord(self._query_config)
+        messages = [
+            Message(content, node_id, MessageType.QUERY) for node_id in node_ids
+        ]
+        return grid.send_and_receive(messages, timeout=self._timeout)
 
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
         """Return the new nodes whose partition no other connected node holds; query the
@@ -202,161 +267,147 @@ class NodeRegistry:
             ConfigError: two nodes have the same partition id from the start, or parts
                 of different splits.
         """
-        holders = {
-            n.partition_id: n
-            for n in self._nodes.values()
-            if n.node_id in self._connected
-        }
+        holders: dict[int, Node] = {}
+        for node in self._nodes.values():
+            if node.partition_id is not None and node.node_id in self._connected:
+                holders[node.partition_id] = node
         distinct: dict[int, Node] = {}
+        # In their order, not in that of arrival: it decides which of two is left out.
         for node in sorted(nodes.values(), key=lambda node: node.order):
-            problem, until = self._conflict(node, holders)
-            if not problem:
-                distinct[node.node_id] = holders[node.partition_id] = node
+            problem = self._conflict(node, holders)
+            if problem is None:
+                distinct[node.node_id] = node
+                if node.partition_id is not None:
+                    holders[node.partition_id] = node
             elif not self._nodes:
-                raise ConfigError(problem)
+                raise ConfigError(problem.text)
             else:
-                logger.warning("%s %s", problem, until)
+                logger.warning("%s %s", problem.text, problem.until)
         return distinct
 
-    def _conflict(
-        self, node: Node, holders: Mapping[int | None, Node]
-    ) -> tuple[str, str]:
-        """Return why a new node cannot take part beside the others, and what happens to
-        it; "" if it can.
-        """
-        holder = (
-            holders.get(node.partition_id) if node.partition_id is not None else None
-        )
-        if holder is not None:
-            return (
-                (
-                    f"{holder} and {node} both have partition-id={node.partition_id}:"
-                    " give each SuperNode its own in --node-config."
-                ),
+    def _conflict(self, node: Node, holders: Mapping[int, Node]) -> _Conflict | None:
+        """Return why a new node cannot take part beside the others; None if it can."""
+        if node.partition_id in holders:
+            return _Conflict(
+                f"{holders[node.partition_id]} and {node} both have"
+                f" partition-id={node.partition_id}: give each SuperNode its own in"
+                " --node-config.",
                 "The second one is left out while the first is connected.",
             )
-        if (
-            None in (node.num_partitions, self._num_partitions)
-            or node.unusable
-            or node.refusal
-        ):
-            return "", ""
-        if not self._num_partitions:
-            self._num_partitions, self._said_by = node.num_partitions, str(node)
+        # None = the numbers are not compared; a node that does not take part says
+        # nothing of them.
+        compared = node.num_partitions is not None and self._num_partitions is not None
+        if not compared or node.unusable or node.refusal:
+            return None
+        if self._num_partitions == 0:  # any: the first node says it
+            self._num_partitions = node.num_partitions
+            self._said_by = str(node)
         if node.num_partitions == self._num_partitions:
-            return "", ""
-        return (
-            (
-                f"{self._said_by} has num-partitions={self._num_partitions} and {node}"
-                f" has num-partitions={node.num_partitions}: parts of different splits"
-                " share examples. Give all SuperNodes the same number in"
-                " --node-config."
-            ),
+            return None
+        return _Conflict(
+            f"{self._said_by} has num-partitions={self._num_partitions} and {node} has"
+            f" num-partitions={node.num_partitions}: parts of different splits share"
+            " examples. Give all SuperNodes the same number in --node-config.",
             "The second one is left out.",
         )
 
-    def _ask(self, grid: Grid, node_ids: list[int]) -> Mapping[int, Node]:
-        answered = (
-            grid.node_properties(self._query_config, node_ids)
-            if isinstance(grid, ImmediateGrid)
-            else {}
-        )
-        found = {
-            node_id: _node(node_id, properties)
-            for node_id, properties in answered.items()
-        }
-        content = RecordDict(
-            {"config": ConfigRecord(self._query_config)} if self._query_config else {}
-        )
-        asked = set(node_ids) - found.keys()
-        messages = [
-            Message(content, node_id, MessageType.QUERY)
-            for node_id in node_ids
-            if node_id in asked
-        ]
-        reasons: list[str] = []
-        for reply in (
-            grid.send_and_receive(messages, timeout=self._timeout) if messages else ()
-        ):
-            node_id = reply.metadata.src_node_id
-            if reply.has_content():
-                said = NodeProperties.read(reply)
-                found[node_id] = _node(node_id, said)
-                if other := differences(own_versions(), said.versions):
-                    logger.warning(
-                        "%s: %s. Install one version everywhere.",
-                        found[node_id],
-                        "; ".join(dict(other)),
-                    )
-            elif is_mod_refusal(reply):
-                found[node_id] = Node(
-                    node_id, refusal=str(reply.error.reason), behind_mod=True
-                )
-            elif is_app_error(reply):  # the app has no answer to a query
-                lacks = lacks_function(reply, f"{MessageType.QUERY}.default")
-                found[node_id] = Node(
-                    node_id, failure="" if lacks else _failure(str(reply.error.reason))
-                )
-                reasons.append(str(reply.error.reason))
-                if not lacks:
-                    logger.warning(
-                        "%s: its answer to the query failed: %s",
-                        found[node_id],
-                        found[node_id].failure,
-                    )
-            elif node_id in asked:  # the SuperLink answers for a lost node
-                self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
-        if not self._nodes:
-            raise_shared_config_error(reasons, len(node_ids))
-        self._log_answers(found, node_ids)
-        return found
 
-    def _log_answers(self, found: Mapping[int, Node], node_ids: list[int]) -> None:
-        """Warn of nodes that take no part, are silent, or did not say which partition
-        they have.
-        """
-        for node in found.values():
-            if node.unusable:
-                logger.warning("%s takes no part: %s", node, node.unusable)
-        for node_id in node_ids:
-            # it may return, and its kept state is found by its partition id
-            if node_id not in found:
-                why = self.silent.setdefault(node_id, "no answer")
-                logger.warning(
-                    "node %s did not say who it is (%s); asked again later",
-                    node_id,
-                    why,
-                )
-        if refused := [node for node in found.values() if node.refusal]:
-            logger.warning(
-                "%d of %d nodes did not say what data they hold: %s %s.",
-                len(refused),
-                len(found),
-                refused[0].refusal,
-                MOD_ORDER,
-            )
-        nameless = (
-            node
-            for node in found.values()
-            if node.partition_id is None and not node.refusal
+@dataclass(frozen=True)
+class _Conflict:
+    """Why a new node cannot take part beside the others.
+
+    Attributes:
+        text: the reason, with the remedy.
+        until: what happens to the node in a run that goes on.
+    """
+
+    text: str
+    until: str
+
+
+def _node(node_id: int, said: NodeProperties) -> Node:
+    """Return a node from its answer to the query."""
+    return Node(
+        node_id,
+        partition_id=said.partition_id,
+        num_examples=said.num_examples,
+        batch_size=said.batch_size,
+        unusable=said.unusable,
+        refusal=said.refusal,
+        num_partitions=said.num_partitions,
+        packs=said.packs == FORMAT,
+    )
+
+
+def _answered(node_id: int, reply: Message) -> Node:
+    """Return a node from its reply; warn if it has other versions than the server."""
+    said = NodeProperties.read(reply)
+    node = _node(node_id, said)
+    other = differences(own_versions(), said.versions)
+    if other:
+        logger.warning(
+            "%s: %s. Install one version everywhere.", node, "; ".join(dict(other))
         )
-        unnamed = [node for node in nameless if not node.failure]
-        if unnamed:
-            logger.warning(
-                "%d of %d nodes did not answer the query for their partition id. Until"
-                " a reply names it (ClientApp(mods=[local_bn])), they are ordered by"
-                " node ids, which change in every run: sampling, sums and what these"
-                " clients draw are not repeatable. To answer, wrap the app with"
-                " fedbn_flwr.client_app, or register @app.query() and return"
-                " answer_query(msg, context, loader).",
-                len(unnamed),
-                len(found),
-            )
+    return node
+
+
+def _failed(node_id: int, reply: Message) -> Node:
+    """Return a node whose app raised an error; an app without a function for queries
+    has not failed.
+    """
+    if lacks_function(reply, f"{MessageType.QUERY}.default"):
+        return Node(node_id)
+    code, failure = split_code(str(reply.error.reason))
+    # Where no mod is named, one that comes before ours may have raised it.
+    if code != MOD_RAISED:
+        failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
+    node = Node(node_id, failure=failure)
+    logger.warning("%s: its answer to the query failed: %s", node, failure)
+    return node
+
+
+def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
+    """Warn of nodes that take no part, are silent, or did not say which partition they
+    have.
+    """
+    for node in nodes:
+        if node.unusable:
+            logger.warning("%s takes no part: %s", node, node.unusable)
+    for node_id, why in silent.items():
+        logger.warning(
+            "node %s did not say who it is (%s); asked again later", node_id, why
+        )
+    refused = [node for node in nodes if node.refusal]
+    if refused:
+        logger.warning(
+            "%d of %d nodes did not say what data they hold: %s %s.",
+            len(refused),
+            len(nodes),
+            refused[0].refusal,
+            MOD_ORDER,
+        )
+    unnamed = [
+        node
+        for node in nodes
+        if node.partition_id is None and not node.refusal and not node.failure
+    ]
+    if unnamed:
+        logger.warning(
+            "%d of %d nodes did not answer the query for their partition id. Until"
+            " a reply names it (ClientApp(mods=[local_bn])), they are ordered by"
+            " node ids, which change in every run: sampling, sums and what these"
+            " clients draw are not repeatable. To answer, wrap the app with"
+            " fedbn_flwr.client_app, or register @app.query() and return"
+            " answer_query(msg, context, loader).",
+            len(unnamed),
+            len(nodes),
+        )
 
 
 def _advise_packing(nodes: Collection[Node]) -> None:
     """Log how many new nodes of a network take each array by itself."""
-    if others := [node for node in nodes if not node.packs]:
+    others = [node for node in nodes if not node.packs]
+    if others:
         logger.info(
             "%d of %d nodes read no arrays in one piece; each array costs the server as"
             " much as two megabytes. Let the app answer the query (answer_query), with"
@@ -364,25 +415,3 @@ def _advise_packing(nodes: Collection[Node]) -> None:
             len(others),
             len(nodes),
         )
-
-
-def _node(node_id: int, said: NodeProperties) -> Node:
-    of_data = said.partition_id, said.num_examples, said.batch_size
-    said_else = said.unusable, said.refusal
-    return Node(
-        node_id,
-        *of_data,
-        *said_else,
-        num_partitions=said.num_partitions,
-        packs=said.packs == FORMAT,
-    )
-
-
-def _failure(reason: str) -> str:
-    """Return the error in an answer to the query; where no mod is named, one before
-    ours may have raised it.
-    """
-    code, text = split_code(reason)
-    return (
-        text if code == MOD_RAISED else f"{text}. If a mod raised it: {MOD_ON_QUERIES}"
-    )
