@@ -1,6 +1,17 @@
-"""What a writer of a method needs: its interface, what travels, its settings.
+"""Methods: what a writer of a method needs. No message is sent or read here.
 
-``method`` is the interface of a paper's algorithm, ``travels`` the declaration of what
-is sent, kept and frozen, ``params`` and ``method_params`` are the settings, ``options``
-what every method can have beside its own, ``together`` the methods of one run.
+In the order in which to read them:
+
+- ``method``: the interface of a paper's algorithm, and what it is told of a round.
+- ``node``: a client as a method sees it.
+- ``travels``: the declaration of what is sent, local and frozen in each phase.
+- ``params``: the settings of all methods; ``method_params``: those of one each.
+- ``options``: what every method can have beside its own; ``momentum`` and ``shared_bn``
+  are two of them.
+- ``together``: the methods of one run as one, and what does not fit.
+- ``sent_beside``: what they take from clients beside the model, for privacy.
+
+Not here: the papers' algorithms (``strategies``); the round that calls a method
+(``server.rounds``); its strategy for Flower (``server.strategy``); the client's hooks
+(``training.client_hook``).
 """

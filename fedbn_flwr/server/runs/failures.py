@@ -1,5 +1,7 @@
-"""Failures: error replies, losses that are not finite, rounds without enough usable
-replies, and runs that end so.
+"""Rounds and runs that fail: losses that are not finite, too few usable replies.
+
+What is found out of a run comes first, then what is noted in its report, then what ends
+it; the last part puts it into words.
 """
 
 from __future__ import annotations
@@ -28,16 +30,15 @@ __all__ = [
     "all_not_finite",
     "divergence",
     "ends_run",
-]
-__all__ += [
     "losses_not_finite",
     "note_losses",
     "note_too_few",
     "nothing_trained",
     "raise_if_ends",
     "raise_if_failed",
+    "raise_if_nothing_trains",
+    "training_losses",
 ]
-__all__ += ["raise_if_nothing_trains", "training_losses"]
 
 logger = logging.getLogger("flwr")
 
@@ -46,18 +47,6 @@ _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
 # known
 _PATIENCE = 2
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
-
-
-def all_not_finite(report: RoundReport) -> bool:
-    """Return whether training gave only values that are not finite, and for this reason
-    no reply was usable.
-    """
-    # If too few clients are left for a synchronised step, the others' values are why.
-    codes = [
-        report.codes.get(node_id, set()) & {NOT_FINITE, TOO_FEW_LEFT}
-        for node_id in report.rejected
-    ]
-    return not report.participants and bool(codes) and all(codes)
 
 
 def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -70,23 +59,31 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """
     clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
-        losses = [name for name in values if name.endswith("loss")]
-        # "loss" repeats the first of several tests
-        for name in [name for name in losses if name != "loss"] or losses:
-            loss, prefix = values[name], name.removesuffix("loss")
-            accuracy = values.get(f"{prefix}accuracy", values.get(f"{prefix}acc", 0.0))
-            tested = not isinstance(accuracy, float) or not math.isnan(accuracy)
-            tested = tested and values.get(f"{prefix}{NUM_EXAMPLES}") != 0
-            if tested and isinstance(loss, float) and not math.isfinite(loss):
+        for name in _losses(values):
+            loss = values[name]
+            finite = not isinstance(loss, float) or math.isfinite(loss)
+            if not finite and _was_tested(name.removesuffix("loss"), values):
                 clients_of.setdefault(name, []).append(label or str(loss))
+    if "" in metrics:
+        return [f"{name} is {who[0]}" for name, who in clients_of.items()]
     return [
-        (
-            f"{name} is {who[0]}"
-            if "" in metrics
-            else f"{name} of client {_listed(who)} is not finite"
-        )
+        f"{name} of client {_listed(who)} is not finite"
         for name, who in clients_of.items()
     ]
+
+
+def _losses(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the losses; "loss" repeats the first of several tests."""
+    losses = [name for name in values if name.endswith("loss")]
+    return [name for name in losses if name != "loss"] or losses
+
+
+def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a test had an example that counts."""
+    if values.get(f"{prefix}{NUM_EXAMPLES}") == 0:
+        return False
+    accuracy = values.get(f"{prefix}accuracy", values.get(f"{prefix}acc"))
+    return not (isinstance(accuracy, float) and math.isnan(accuracy))
 
 
 def training_losses(
@@ -107,60 +104,14 @@ def training_losses(
     }
 
 
-def divergence(report: RoundReport, advice: str) -> str:
-    """Return the message for a run that diverged, given the report of its last round,
-    and cause and remedies.
-    """
-    losses = "; ".join(report.diverged)
-    return (
-        f"the run diverged in round {report.diverged_at}: {losses}. {advice} A run goes"
-        " on with on_divergence='continue' as an argument of the strategy,"
-        " on-divergence=continue in a config."
-    )
-
-
-def account(reports: Sequence[RoundReport]) -> str:
-    """Return how many clients the rounds asked, how many replied, and the most frequent
-    reasons of refusals.
-    """
-    reasons = [
-        _NODE.sub("", why) for report in reports for why in report.rejected.values()
-    ]
-    short = Counter(
-        why if len(why) <= _LONGEST else f"...{why[-_LONGEST:]}" for why in reasons
-    )
-    counts = (
-        f"{sum(r.asked for r in reports)} clients asked,"
-        f" {sum(r.replied for r in reports)} replied"
-    )
-    listed = "; ".join(f"{count} x {why}" for why, count in short.most_common(3))
-    more = f"; and {len(short) - 3} other reasons" if len(short) > 3 else ""
-    return f"{counts}, {len(reasons)} refused or lost" + (
-        f": {listed}{more}" if reasons else ""
-    )
-
-
-def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
-    """Return the message for a run in which no round used a reply."""
-    reasons = [why for report in reports for why in report.rejected.values()]
-    first = f" First refused: {reasons[0]}." if reasons else ""
-    # none: resumed with no rounds left
-    counts = f" In all, {account(reports)}." if reports else ""
-    return (
-        f"nothing was trained: no round had min-replies={min_replies} usable"
-        f" replies.{first}{counts}"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
-
-
-def ends_run(run: Run) -> bool:
-    """Return whether the run ends after this round because it diverged."""
-    stops = run.methods.params.on_divergence == "stop"
-    return stops and bool(run.reports) and bool(run.report.diverged)
+def all_not_finite(report: RoundReport) -> bool:
+    """Return whether values that are not finite are why no reply was usable."""
+    if report.participants or not report.rejected:
+        return False
+    # A client whose value was not finite may have left too few of the others for a
+    # synchronised step: its value is why they were refused.
+    causes = {NOT_FINITE, TOO_FEW_LEFT}
+    return all(report.codes.get(node_id, set()) & causes for node_id in report.rejected)
 
 
 def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> None:
@@ -174,18 +125,15 @@ def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> No
     if not losses:
         return
     report = run.report
+    # The remedies are told once, and not in each round of a run that goes on.
     known = any(earlier.diverged for earlier in run.reports[-2:])
     report.diverged += [loss for loss in losses if loss not in report.diverged]
-    report.diverged_at = min(
-        since or report.server_round, report.diverged_at or report.server_round
-    )
-    advice = [] if known else run.methods.advice(run.states, report.server_round)
-    logger.error(
-        "%s",
-        " ".join(
-            [f"round {report.server_round} diverged: {'; '.join(losses)}.", *advice]
-        ),
-    )
+    began = since or report.server_round
+    report.diverged_at = min(began, report.diverged_at or report.server_round)
+    words = [f"round {report.server_round} diverged: {'; '.join(losses)}."]
+    if not known:
+        words += run.methods.advice(run.states, report.server_round)
+    logger.error("%s", " ".join(words))
 
 
 def note_too_few(run: Run, num_usable: int) -> None:
@@ -202,20 +150,24 @@ def note_too_few(run: Run, num_usable: int) -> None:
         run.methods.params.min_replies,
         account([report]),
     )
-    since = 0
-    if all_not_finite(report):
-        since = run.not_finite_since or report.server_round
-    run.not_finite_since = since
-    if since and (since < report.server_round or run.num_rounds == 1):
+    if not all_not_finite(report):
+        run.not_finite_since = 0
+        return
+    # Once may be chance: other clients, or the next batches, may be well.
+    since = run.not_finite_since = run.not_finite_since or report.server_round
+    if since < report.server_round or run.num_rounds == 1:
         first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]
-        note_losses(
-            run,
-            [
-                f"since round {since} all replies hold values that are not finite"
-                f" (first: {first})"
-            ],
-            since,
+        loss = (
+            f"since round {since} all replies hold values that are not finite (first:"
+            f" {first})"
         )
+        note_losses(run, [loss], since)
+
+
+def ends_run(run: Run) -> bool:
+    """Return whether the run ends after this round because it diverged."""
+    stops = run.methods.params.on_divergence == "stop"
+    return stops and bool(run.reports) and bool(run.report.diverged)
 
 
 def raise_if_ends(run: Run, result: Result | None = None) -> None:
@@ -243,26 +195,78 @@ def raise_if_nothing_trains(run: Run) -> None:
 
     That is in its last round if the number of rounds is known, else in the second one.
     """
-    asked = [report for report in run.reports if report.asked]
-    if (
-        len(run.reports) >= (run.num_rounds or _PATIENCE)
-        and len(asked) > 0
-        and _has_trained_nothing(run)
-    ):
+    over = len(run.reports) >= (run.num_rounds or _PATIENCE)
+    if not over or not any(report.asked for report in run.reports):
+        return
+    if _has_trained_nothing(run):
         raise NothingTrainedError(
             nothing_trained(run.methods.params.min_replies, run.reports)
         )
 
 
 def _has_trained_nothing(run: Run) -> bool:
+    """Return whether a run that should train used no reply in any of its rounds."""
     # A resumed run may have trained before: its earlier rounds are not known here.
-    trains = run.options.fraction_train > 0 and not run.after
+    if run.options.fraction_train == 0 or run.after or not run.reports:
+        return False
     # A run that continues after divergence may have no usable reply for that reason
     # alone.
-    diverged = any(report.diverged for report in run.reports)
+    if any(report.diverged for report in run.reports):
+        return False
+    return all(report.kept_previous for report in run.reports)
+
+
+def divergence(report: RoundReport, advice: str) -> str:
+    """Return the message for a run that diverged, given the report of its last round,
+    and cause and remedies.
+    """
+    losses = "; ".join(report.diverged)
     return (
-        bool(run.reports)
-        and trains
-        and not diverged
-        and all(report.kept_previous for report in run.reports)
+        f"the run diverged in round {report.diverged_at}: {losses}. {advice} A run goes"
+        " on with on_divergence='continue' as an argument of the strategy,"
+        " on-divergence=continue in a config."
     )
+
+
+def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
+    """Return the message for a run in which no round used a reply."""
+    reasons = [why for report in reports for why in report.rejected.values()]
+    first = f" First refused: {reasons[0]}." if reasons else ""
+    # none: resumed with no rounds left
+    counts = f" In all, {account(reports)}." if reports else ""
+    return (
+        f"nothing was trained: no round had min-replies={min_replies} usable"
+        f" replies.{first}{counts}"
+    )
+
+
+def account(reports: Sequence[RoundReport]) -> str:
+    """Return how many clients the rounds asked, how many replied, and the most frequent
+    reasons of refusals.
+    """
+    asked = sum(report.asked for report in reports)
+    replied = sum(report.replied for report in reports)
+    # Without the node a reason that several clients share counts once.
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        for why in report.rejected.values():
+            reasons[_shortened(why)] += 1
+    text = (
+        f"{asked} clients asked, {replied} replied, {reasons.total()} refused or lost"
+    )
+    if not reasons:
+        return text
+    listed = "; ".join(f"{count} x {why}" for why, count in reasons.most_common(3))
+    more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"{text}: {listed}{more}"
+
+
+def _shortened(reason: str) -> str:
+    """Return a reason without its node; of a long one the end, as of a traceback."""
+    reason = _NODE.sub("", reason)
+    return reason if len(reason) <= _LONGEST else f"...{reason[-_LONGEST:]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,6 +1,4 @@
-"""What the clients keep between rounds, as far as the server knows it: a value that a
-round gets and hands on.
-"""
+"""What the clients keep between rounds, as far as the server knows it: a value."""
 
 from __future__ import annotations
 
@@ -56,13 +54,15 @@ class Kept:
         """
         entries: dict[str, str] = {}
         unknown = node.partition_id is None
+        # Until it has answered once: from then on it holds the state to restore.
         if (
             self.to_restore is not None
             and node.label not in self.answered
             and not unknown
         ):
             entries[LOCAL_SHA256] = named_state(self.to_restore.get(node.label, ""))
-        if undo and not (self.hashes and unknown and node.label not in self.hashes):
+        may_be_known = self.hashes and unknown and node.label not in self.hashes
+        if undo and not may_be_known:
             entries[USED_SHA256] = named_state(self.hashes.get(node.label, ""))
         return entries
 
@@ -84,6 +84,7 @@ class Kept:
         usable ones share.
         """
         hashes, volatile = dict(self.hashes), set(self.volatile)
+        # A refused reply may be an error, which says as well what its client keeps.
         read = {node.node_id: reply.info for node, _, reply in usable}
         for node, message in received:
             info = read.get(node.node_id) or ReplyInfo.read(message)
@@ -100,10 +101,12 @@ class Kept:
                 volatile.discard(node.label)
             else:
                 volatile.add(node.label)
-        shared = self.shared.with_latest(
-            (node.order, reply.extras.get(SHARED_BN, {}), reply.num_examples)
+        sent = [
+            (node.order, reply.extras[SHARED_BN], reply.num_examples)
             for node, _, reply in usable
-        )
+            if SHARED_BN in reply.extras
+        ]
+        shared = self.shared.with_latest(sent) if sent else self.shared
         return replace(self, hashes=hashes, volatile=frozenset(volatile), shared=shared)
 
     def saved(self) -> dict[str, Any]:

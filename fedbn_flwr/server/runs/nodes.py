@@ -267,7 +267,7 @@ class NodeRegistry:
             ConfigError: two nodes have the same partition id from the start, or parts
                 of different splits.
         """
-        holders: dict[int, Node] = {}
+        holders: dict[int | None, Node] = {}
         for node in self._nodes.values():
             if node.partition_id is not None and node.node_id in self._connected:
                 holders[node.partition_id] = node
@@ -285,11 +285,14 @@ class NodeRegistry:
                 logger.warning("%s %s", problem.text, problem.until)
         return distinct
 
-    def _conflict(self, node: Node, holders: Mapping[int, Node]) -> _Conflict | None:
+    def _conflict(
+        self, node: Node, holders: Mapping[int | None, Node]
+    ) -> _Conflict | None:
         """Return why a new node cannot take part beside the others; None if it can."""
-        if node.partition_id in holders:
+        holder = holders.get(node.partition_id)
+        if holder is not None:
             return _Conflict(
-                f"{holders[node.partition_id]} and {node} both have"
+                f"{holder} and {node} both have"
                 f" partition-id={node.partition_id}: give each SuperNode its own in"
                 " --node-config.",
                 "The second one is left out while the first is connected.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,20 +71,21 @@ class RoundReport:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reject(self, node_id: int, reason: str) -> None:
-        """Add the reason why a node's reply was refused to earlier reasons of this
-        round; it may have a code.
-        """
+        """Add the reason why a node's reply was refused; it may have a code."""
         code, text = split_code(reason)
         if code:
             self.codes.setdefault(node_id, set()).add(code)
-        before = self.rejected.get(node_id)
-        self.rejected[node_id] = text if before is None else f"{before}; {text}"
+        # A node may be named twice: a step lost it, and its reply was refused.
+        if node_id in self.rejected:
+            text = f"{self.rejected[node_id]}; {text}"
+        self.rejected[node_id] = text
 
 
-_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
-_OF_SET = f"-{NUM_EXAMPLES}"  # of one test set
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
+
+_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
+_OF_SET = f"-{NUM_EXAMPLES}"  # ends the count of one test set
 
 
 def average_metrics(
@@ -103,57 +104,58 @@ def average_metrics(
     the metric. It also fails on values of different shapes; here these are left out
     with a warning.
     """
-    values: dict[str, list[tuple[float, Any]]] = {}
+    reported: dict[str, list[tuple[float, Any]]] = {}
     for content in contents:
         (record,) = of_kind(content, MetricRecord).values()
-        weight = float(np.asarray(record[weighted_by_key]))
-        sizes = {
-            key: value
-            for key, value in record.items()
-            if key.endswith(_OF_SET) and _is_whole(value)
-        }
-        sets = {
-            key.removesuffix(NUM_EXAMPLES): float(np.asarray(size))
-            for key, size in sizes.items()
-        }
+        weight_of = _weights(record, weighted_by_key)
         for key, value in record.items():
             if key != weighted_by_key:
-                # mnist, mnist-m
-                fitting = (
-                    [prefix for prefix in sets if key.startswith(prefix)]
-                    if sets
-                    else []
-                )
-                values.setdefault(key, []).append(
-                    (sets[max(fitting, key=len)] if fitting else weight, value)
-                )
+                reported.setdefault(key, []).append((weight_of(key), value))
     averaged = MetricRecord()
-    for key, pairs in values.items():
-        if (
-            len({len(value) if isinstance(value, list) else None for _, value in pairs})
-            > 1
-        ):
+    for key, pairs in reported.items():
+        values = [value for _, value in pairs]
+        if len({_length(value) for value in values}) > 1:
             logger.warning(
                 "metric '%s' has different shapes at different clients and is not"
                 " averaged",
                 key,
             )
             continue
-        if _is_count(key) and all(_is_whole(value) for _, value in pairs):
-            averaged[key] = int(sum(value for _, value in pairs))
+        if _is_count(key) and all(_is_whole(value) for value in values):
+            averaged[key] = int(sum(values))
             continue
-        if quantity_of(key) in METRICS:  # which may be NaN
-            pairs = [
-                (weight, value) for weight, value in pairs if value == value
-            ] or pairs
-        if not (total := sum(weight for weight, _ in pairs)):
-            continue  # of empty test sets alone
-        terms = [
-            np.asarray(value, dtype=np.float64) * (weight / total)
-            for weight, value in pairs
-        ]
-        averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
+        # A metric of a task may be NaN: then this client's test does not define it.
+        if quantity_of(key) in METRICS:
+            pairs = [(weight, value) for weight, value in pairs if value == value]
+            pairs = pairs or reported[key]
+        total = sum(weight for weight, _ in pairs)
+        if total:  # else the test sets are empty
+            terms = [
+                np.asarray(value, dtype=np.float64) * (weight / total)
+                for weight, value in pairs
+            ]
+            averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
+
+
+def _weights(record: MetricRecord, weighted_by_key: str) -> Callable[[str], float]:
+    """Return the function from a metric of this client to its weight."""
+    weight = float(np.asarray(record[weighted_by_key]))
+    sizes: dict[str, float] = {}
+    for key, value in record.items():
+        if key.endswith(_OF_SET) and _is_whole(value):
+            sizes[key.removesuffix(NUM_EXAMPLES)] = float(np.asarray(value))
+
+    def weight_of(key: str) -> float:
+        # The longest name: "mnist-m-loss" begins with that of the set "mnist", too.
+        fitting = [prefix for prefix in sizes if key.startswith(prefix)]
+        return sizes[max(fitting, key=len)] if fitting else weight
+
+    return weight_of
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, list) else None
 
 
 def _is_count(key: str) -> bool:

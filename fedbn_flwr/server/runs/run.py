@@ -1,6 +1,4 @@
-"""What the server knows of a run: its methods and their states, its nodes, what clients
-keep, and its reports.
-"""
+"""The state of a run: its methods and their states, nodes, reports, what clients keep."""
 
 from __future__ import annotations
 
@@ -85,29 +83,30 @@ class Run:
             that say its class.
         kept: what the clients keep.
         reports: the report of each round.
-        arrays: the global model that training continues with; tests may complete it.
-        metrics: the metrics of this round so far, under the names of Flower's
-            ``Result``.
-        before: the global state that was sent in this round.
-        travels: the phase of this round: what travels in it.
-        transport: the way of synchronised steps; made in the first round that has one.
-        num_able: number of nodes with training data, N of the papers.
-        most_able: the largest ``num_able`` of a round so far; counted where
-            ``cohort_rounds`` is above 1.
         reestimated: re-estimated running statistics of the model after this round.
-        statistics_at_start: those of the model at the start of this round.
         not_finite_since: the first of the latest rounds of which all replies were not
             finite; 0 = the last is none.
+        most_able: the largest ``num_able`` of a round so far; counted where
+            ``cohort_rounds`` is above 1.
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used since the start or the
             resumption.
         tested: whether a client was tested since then.
         other_counts: ids of the nodes whose reply had another count of examples than
             their answer to the query.
+        transport: the way of synchronised steps; made in the first round that has one.
+        arrays: the global model that training continues with; tests may complete it.
+        before: the global state that was sent in this round.
+        travels: the phase of this round: what travels in it.
+        metrics: the metrics of this round so far, under the names of Flower's
+            ``Result``.
+        num_able: number of nodes with training data, N of the papers.
+        statistics_at_start: re-estimated statistics at the start of this round.
         travelled: the nodes that messages of this half of the round went to, and the
             replies that came; None where another loop than our ``start`` sends them.
     """
 
+    # Given to the start.
     methods: Methods
     nodes: NodeRegistry
     protection: Protection
@@ -118,24 +117,28 @@ class Run:
     start_id: str | None = None
     num_rounds: int | None = None
     after: int = 0
+
+    # What the rounds so far have left; ``saved`` writes what a resumed run must know.
     begun: bool = False
     states: States = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
     reports: list[RoundReport] = field(default_factory=list)
-    arrays: ArrayRecord = field(default_factory=ArrayRecord)
-    metrics: dict[str, MetricRecord] = field(default_factory=dict)
-    before: State = field(default_factory=dict)
-    travels: Travels = field(default_factory=Travels)
-    transport: Transport | None = None
-    num_able: int = 0
-    most_able: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
-    statistics_at_start: dict[str, Any] = field(default_factory=dict)
     not_finite_since: int = 0
+    most_able: int = 0
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     tested: bool = False
     other_counts: set[int] = field(default_factory=set)
+    transport: Transport | None = None
+
+    # Of this round.
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    before: State = field(default_factory=dict)
+    travels: Travels = field(default_factory=Travels)
+    metrics: dict[str, MetricRecord] = field(default_factory=dict)
+    num_able: int = 0
+    statistics_at_start: dict[str, Any] = field(default_factory=dict)
     travelled: tuple[frozenset[int], Sequence[Message]] | None = None
 
     @property
@@ -168,11 +171,8 @@ class Run:
         """Statistics that were re-estimated before this round, of the model as it is
         now; empty if it has changed.
         """
-        return (
-            self.statistics_at_start
-            if not self.reports or self.report.kept_previous
-            else {}
-        )
+        changed = bool(self.reports) and not self.report.kept_previous
+        return {} if changed else self.statistics_at_start
 
     @property
     def synchronises(self) -> bool:
@@ -181,16 +181,14 @@ class Run:
 
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
         """Return what the methods know of a round; 0 = before the first."""
-        travels = travels or self.methods.whole
-        known = frozenset(self.kept.hashes)
         return Facts(
             number,
             self.num_rounds,
             self.parts,
             self.before,
-            travels,
-            self.num_able,
-            known,
+            travels=travels or self.methods.whole,
+            num_able=self.num_able,
+            known=frozenset(self.kept.hashes),
         )
 
     def begin(self) -> None:
@@ -210,13 +208,11 @@ class Run:
             self.transport = None
 
     def open_round(self, number: int) -> None:
-        """Begin a round with the model of ``set_model``.
-
-        What was re-estimated after the last round is of the model that this one begins
-        with.
-        """
+        """Begin a round with the model of ``set_model``."""
         self.travels = self.methods.phase(self.states, number)
         self.metrics = {}
+        # The model of the last round's end is that of this one's start. Before the new
+        # report: ``known_statistics`` looks at the last one.
         self.statistics_at_start = self.reestimated or self.known_statistics
         self.reestimated = {}
         self.reports.append(RoundReport(number, self.travels.phase))
@@ -241,6 +237,7 @@ class Run:
         """Count the start on this grid; a later one has an id, so that its clients
         forget what they have kept.
         """
+        # A resumed run goes on from what they have kept, and a continuity names the run.
         earlier = _STARTS.get(grid, 0)
         _STARTS[grid] = earlier + 1
         if earlier and not self.after and self.continuity is None:
@@ -259,8 +256,9 @@ class Run:
                 f"the arrays are a {type(arrays).__name__}: pass"
                 " ArrayRecord(model.state_dict())"
             )
+        # A user's aggregate_train may return less than the model. With other names it
+        # is another model, of another run.
         lost = [name for name in self.shapes if name not in arrays]
-        # with other names it is another model, of another run
         if lost and self.shapes.keys() > {*arrays}:
             raise ConfigError(
                 f"the model of round {self.after + len(self.reports) + 1} lacks"
@@ -270,12 +268,11 @@ class Run:
             )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.before = views(arrays)
-        # an earlier run may have had another model
+        # A split by names is made anew: an earlier run may have had another model.
         if self.parts_or_none is None or self.parts_or_none.by_names:
             self.parts_or_none = split_state(arrays)
-        if unknown := [
-            name for name in arrays if name not in self.parts_or_none.part_of
-        ]:
+        unknown = [name for name in arrays if name not in self.parts_or_none.part_of]
+        if unknown:
             raise ConfigError(
                 f"parts= does not know {len(unknown)} of the arrays ({unknown[0]},"
                 " ...): it was made from another model"
@@ -313,7 +310,8 @@ class Run:
             "not_finite_since": self.not_finite_since,
             "methods": self.methods.saved(self.states),
         }
-        if protection := self.protection.state_dict():
+        protection = self.protection.state_dict()
+        if protection:
             saved["protection"] = protection
         return saved
 
@@ -323,9 +321,7 @@ class Run:
         Raises:
             ConfigError: the state belongs to another strategy, or to another version.
         """
-        needed = self.saved().keys() - {"protection"} | (
-            {"protection"} if self.protection.state_dict() else set()
-        )
+        needed = self.saved().keys()
         if saved.keys() != needed:
             raise ConfigError(
                 f"this state does not fit strategy {self.methods.name!r}. Needed:"
