@@ -45,7 +45,6 @@ __all__ = [
     "on_device",
     "partly_without_effect",
     "pick_device",
-    "ready_to_train",
     "refuse_named_gpu",
     "training_model",
 ]
@@ -87,10 +86,12 @@ def refuse_named_gpu(config: Config) -> None:
 
 
 def gpu_share(at_once: int, gpus: int) -> float:
-    """Return the part of a GPU that each of ``at_once`` runs or clients asks for: they
-    share all GPUs evenly.
+    """Return the part of a GPU for each of ``at_once`` runs or clients.
+
+    They share all GPUs evenly.
     """
-    return 1 / max(1, -(-at_once // gpus))
+    on_each = -(-at_once // gpus)  # rounded up
+    return 1 / max(1, on_each)
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
@@ -105,12 +106,7 @@ def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
 
 def training_model(config: Config) -> nn.Module:
     """Return the model of a config, ready to train."""
-    return ready_to_train(make_model(config), config)
-
-
-def ready_to_train(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model on the device of a config."""
-    return on_device(model, config)
+    return on_device(make_model(config), config)
 
 
 def build_options(config: Config) -> dict[str, Any]:
@@ -129,68 +125,70 @@ def build_options(config: Config) -> dict[str, Any]:
 
 
 def make_model(config: Config) -> nn.Module:
-    """Return the model of a config on the CPU, with seeded weights and its
-    ``train-only``.
-    """
+    """Return the model of a config on the CPU, with seeded weights."""
     return model_and_warnings(config)[0]
 
 
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
-    """Return the model as ``make_model``, and what a user may not expect of its
-    BatchNorm, one line each.
-    """
+    """Return the model as ``make_model``, and what a user may not expect of its BN."""
     model = build_model(**build_options(config))
-    if why := no_tensors(model):
+    why = no_tensors(model)
+    if why:
         raise ConfigError(f"model {config.model!r}: {why}")
     warnings: list[str] = []
-    uses_momentum = True
     if config.strategy != CENTRALIZED:
         warnings += partly_without_effect(split_state(model), method_of(config).methods)
-        uses_momentum = all(
-            problem.key != "bn_momentum"
-            for problem in method_of(config).problems("unused")
-        )
+
+    # the momentum: every BN layer gets that of the config
     replaced = []
     for path, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
             if layer.momentum not in (0.1, config.bn_momentum):
                 replaced.append(f"'{path}': {layer.momentum}")
             layer.momentum = config.bn_momentum
-    if replaced and uses_momentum:
+    if replaced and _uses_momentum(config):
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of"
             f" {len(replaced)} BatchNorm layers of model {config.model!r} (of"
             f" {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
-    if told := keep_eval(model):
+
+    # what is frozen: by the model's own function, then by train-only
+    kept = keep_eval(model)
+    if kept:
         warnings.append(
-            f"model {config.model!r}: {told} frozen-bn has no effect on them."
+            f"model {config.model!r}: {kept} frozen-bn has no effect on them."
         )
     train_only(model, split(config.train_only), config.frozen_bn)
-    if told := unlike_in_tests(model):
-        warnings.append(f"model {config.model!r}: {told}")
+    unlike = unlike_in_tests(model)
+    if unlike:
+        warnings.append(f"model {config.model!r}: {unlike}")
     return model, warnings
 
 
+def _uses_momentum(config: Config) -> bool:
+    """Return whether BN's momentum has an effect with the method."""
+    if config.strategy == CENTRALIZED:
+        return True
+    unused = method_of(config).problems("unused")
+    return all(problem.key != "bn_momentum" for problem in unused)
+
+
 def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
-    """Return which BatchNorm layers lack entries that the method is about, one line
-    each.
-    """
+    """Return which BatchNorm layers lack entries that the method is about."""
     lines = []
     affine = frozenset(parts.affine)
-    no_affine = [
-        layer.path
-        for layer in parts.layers
-        if affine.isdisjoint(layer.entries.values())
-    ]
+    no_affine, no_statistics = [], []
+    for layer in parts.layers:
+        if affine.isdisjoint(layer.entries.values()):
+            no_affine.append(layer.path)
+        if "running_mean" not in layer.entries:
+            no_statistics.append(layer.path)
     if no_affine and Part.AFFINE in methods.local:
         lines.append(
             f"{len(no_affine)} BN layer(s) have no gamma and beta to keep:"
             f" {', '.join(no_affine[:3])}"
         )
-    no_statistics = [
-        layer.path for layer in parts.layers if "running_mean" not in layer.entries
-    ]
     if no_statistics:
         lines.append(
             f"{len(no_statistics)} BN layer(s) track no running statistics and use the"
@@ -200,17 +198,20 @@ def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
 
 
 def initialise(model: nn.Module, config: Config) -> InitReport | None:
-    """Load the initial weights of a config into the model, in place; return the report,
-    None without ``init``.
+    """Load the initial weights of a config into the model, in place.
 
     The server alone does so, and sends them: the nodes need no such file, and a resumed
     run has its checkpoint.
+
+    Returns:
+        The report; None without ``init``.
 
     Raises:
         ConfigError: the weights cannot be read, or none fits.
     """
     if not config.init:
         return None
+    # It imports the readers of files of weights.
     from fedbn_flwr.lab.models import load_initial
 
     return load_initial(model, config.init, config.model, data_of(config).shape[0])

@@ -27,7 +27,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.runs.recording import divergence_of, ends_diverged
 from fedbn_flwr.lab.runs.serve import beginning, tests_of_clients
 from fedbn_flwr.lab.runs.start_checks import Checked
-from fedbn_flwr.lab.setup import local_training, ready_to_train
+from fedbn_flwr.lab.setup import local_training, on_device
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -53,11 +53,10 @@ _OPTIMIZER = "optimizer"  # in a checkpoint, in place of a strategy's state
 def centralized(
     checked: Checked, out: Path, on_round: OnRound | None = None
 ) -> dict[str, Any]:
-    """Run the reference over the union of the clients' data, E steps or epochs per
-    "round", and write its folder.
+    """Run the reference over the union of the clients' data, and write its folder.
 
-    One optimizer is used for all rounds; everything else is as for a client. Arguments
-    and errors are those of ``serve``.
+    A "round" is E steps or epochs. One optimizer is used for all rounds; everything else
+    is as for a client. Arguments and errors are those of ``serve``.
     """
     for line in checked.warnings:
         logger.warning("%s", line)
@@ -67,15 +66,12 @@ def centralized(
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config with the tests that the reference can do: those of one model,
-    also where the clients are.
-    """
-    tests = [
-        name
-        for name in method_of(config).tests
-        if name.startswith(("global", "personal"))
-    ] or ["global"]
-    return config.model_copy(update={"eval_on": ",".join(tests)})
+    """Return the config with the tests that the reference can do: those of one model."""
+    tests = []
+    for name in method_of(config).tests:
+        if name.startswith(("global", "personal")):
+            tests.append(name)
+    return config.model_copy(update={"eval_on": ",".join(tests) or "global"})
 
 
 def _centralized(
@@ -85,12 +81,15 @@ def _centralized(
     on_round: OnRound | None,
     closing: ExitStack,
 ) -> dict[str, Any]:
+    # the data, and the model as it begins or as the last checkpoint has it
     data = partitioned_data(config, count_clients(config))
-    model = ready_to_train(plain, config)
+    model = on_device(plain, config)
     start, _ = beginning(config, plain, out)
     saved = start.saved
     if saved:
         load_state(plain, tensors(saved.state))
+
+    # the optimizer, whose momentum goes on over the rounds
     optimizer = make_optimizer(model, local_training(config))
     if saved:
         logger.info(
@@ -100,15 +99,18 @@ def _centralized(
         )
         _restore(optimizer, saved.strategy[_OPTIMIZER])
         start.checkpoints.set_aside_after(saved.server_round)
+
+    # recording
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     recorder = Recorder(folder, config, plain, data, None, on_round)
-    reference = _Reference(
-        config, model, optimizer, recorder, start, tests_of_clients(config, data)
-    )
-    line: Mapping[str, Any] = (
-        read_metrics(out / "metrics.jsonl")[-1] if start.after else {}
-    )
+    tests = tests_of_clients(config, data)
+    reference = _Reference(config, model, optimizer, recorder, start, tests)
+    line: Mapping[str, Any] = {}
+    if start.after:
+        line = read_metrics(out / "metrics.jsonl")[-1]
+
+    # the rounds
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
@@ -119,6 +121,8 @@ def _centralized(
     finally:
         torch.set_num_threads(before)
         recorder.close()
+
+    # the results
     summary = recorder.finish(reference.result(), None, reference.resumed_after)
     if ends_diverged(config, line):
         raise divergence_of(line, TOO_LARGE_STEPS)
@@ -126,8 +130,9 @@ def _centralized(
 
 
 class _Reference:
-    """The rounds of the reference: the model, its one optimizer, the checkpoints of
-    both, and the best state.
+    """The rounds of the reference.
+
+    It has the model and its one optimizer, the checkpoints of both, and the best state.
     """
 
     def __init__(
@@ -139,35 +144,41 @@ class _Reference:
         start: StartingPoint,
         tests: Sequence[str],
     ) -> None:
-        self._config, self._model, self._optimizer, self._tests = (
-            config,
-            model,
-            optimizer,
-            tests,
-        )
-        self._recorder, self._stopping, self._start = recorder, recorder.stopping, start
-        saved, stopping = start.saved, recorder.stopping
-        best = start.checkpoints.best(stopping) if saved and stopping else None
-        self._best: State = best.state if best else {}
-        self._run = saved.run if saved else uuid4().hex[:16]
-        self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self._stopping = recorder.stopping
+        self._start = start
+        self._tests = tests
         # after the last whole round: a copy, which training does not change
         self._whole: Checkpoint | None = None
 
+        # where a resumed run was
+        self._best: State = {}
+        self._run = uuid4().hex[:16]
+        self.resumed_after: list[int] = []
+        saved = start.saved
+        if saved:
+            self._run = saved.run
+            self.resumed_after = [*saved.resumed_after, saved.server_round]
+        if saved and self._stopping:
+            best = start.checkpoints.best(self._stopping)
+            self._best = best.state if best else {}
+
     def train(self, union: Subset, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Do the rounds that are left; return the line of the last one, ``line`` if
-        none was left.
+        """Do the rounds that are left; return the line of the last one.
+
+        Args:
+            union: the training data of all clients.
+            line: that of the last round so far, which is returned if none is left.
         """
-        config, settings, task = (
-            self._config,
-            local_training(self._config),
-            data_of(self._config).test_task,
-        )
+        config = self._config
+        settings, task = local_training(config), data_of(config).test_task
         if not self._start.saved:
             self._save(0, False)
-        for server_round in range(
-            (self._start.after or 0) + 1, config.num_server_rounds + 1
-        ):
+        first = (self._start.after or 0) + 1
+        for server_round in range(first, config.num_server_rounds + 1):
             if _ends(config, line, self._stopping):
                 break
             result = train(
@@ -184,13 +195,11 @@ class _Reference:
                 server_round, self._tests
             )
             line = self._recorder.write(report)
+            # the line has the validation score, which early stopping has read
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
-            self._save(
-                server_round,
-                server_round == config.num_server_rounds
-                or _ends(config, line, self._stopping),
-            )
+            last = server_round == config.num_server_rounds
+            self._save(server_round, last or _ends(config, line, self._stopping))
         return line
 
     def result(self) -> State:
@@ -199,20 +208,21 @@ class _Reference:
 
     def on_signal(self) -> None:
         """Save the last whole round of a run that a signal ends in mid-round."""
-        if (
-            self._whole
-            and self._whole.server_round not in self._start.checkpoints.rounds
-        ):
-            self._start.checkpoints.save(self._whole, self._stopping)
+        checkpoints = self._start.checkpoints
+        if self._whole and self._whole.server_round not in checkpoints.rounds:
+            checkpoints.save(self._whole, self._stopping)
 
     def _save(self, server_round: int, last: bool) -> None:
-        if self._config.checkpoint_every:
-            about = {_OPTIMIZER: _state_of(self._optimizer)}
-            self._whole = Checkpoint(
-                server_round, self._state(), about, self._run, self.resumed_after
-            )
-            if self._start.checkpoints.due(server_round, last, self._stopping):
-                self._start.checkpoints.save(self._whole, self._stopping)
+        """Keep the round in memory for a signal, and in a file if that is due."""
+        if not self._config.checkpoint_every:
+            return
+        checkpoints = self._start.checkpoints
+        about = {_OPTIMIZER: _state_of(self._optimizer)}
+        self._whole = Checkpoint(
+            server_round, self._state(), about, self._run, self.resumed_after
+        )
+        if checkpoints.due(server_round, last, self._stopping):
+            checkpoints.save(self._whole, self._stopping)
 
     def _state(self) -> State:
         state = to_state(unwrap(self._model).state_dict())
@@ -231,7 +241,8 @@ def _report(
     }
     if result.accuracy is not None:
         report.metrics[TRAIN_ACCURACY] = result.accuracy
-    if losses := losses_not_finite({"": {**report.metrics, **tested}}):
+    losses = losses_not_finite({"": {**report.metrics, **tested}})
+    if losses:
         report.diverged, report.diverged_at = losses, server_round
         logger.error("round %d diverged: %s", server_round, "; ".join(losses))
     return report
@@ -240,41 +251,40 @@ def _report(
 def _ends(
     config: Config, line: Mapping[str, Any], stopping: EarlyStopping | None
 ) -> bool:
-    return ends_diverged(config, line) or (stopping is not None and stopping.stops)
+    if stopping and stopping.stops:
+        return True
+    return ends_diverged(config, line)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the optimizer keeps between steps, by number of the parameter and
-    name; None and numbers as such.
+    """Return what the optimizer keeps between steps, by number of the parameter.
+
+    Tensors become arrays, which a checkpoint can have; others stay as they are.
     """
     state: dict[str, Any] = {}
     for number, entries in optimizer.state_dict()["state"].items():
-        arrays = {
-            name: value.cpu().numpy().copy()
-            for name, value in entries.items()
-            if torch.is_tensor(value)
-        }
-        state[str(number)] = {**entries, **arrays}
+        kept = dict(entries)
+        for name, value in entries.items():
+            if torch.is_tensor(value):
+                kept[name] = value.cpu().numpy().copy()
+        state[str(number)] = kept
     return state
 
 
 def _restore(
     optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, Any]]
 ) -> None:
+    """Give a new optimizer what ``_state_of`` returned of the earlier one."""
     state = {}
     for number, entries in kept.items():
-        arrays = {
-            name: value
-            for name, value in entries.items()
-            if isinstance(value, np.ndarray)
-        }
-        state[int(number)] = {
-            **entries,
-            **{name: torch.from_numpy(value.copy()) for name, value in arrays.items()},
-        }
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
+        restored = dict(entries)
+        for name, value in entries.items():
+            if isinstance(value, np.ndarray):
+                restored[name] = torch.from_numpy(value.copy())
+        state[int(number)] = restored
+    # the groups are those of the config, which a resume cannot change
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:

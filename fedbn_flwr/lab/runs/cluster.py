@@ -79,68 +79,67 @@ def cluster(
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
-    """Return the files and folders of the user's modules, and of those beside them that
-    they import.
-    """
-    installed = [
-        Path(sysconfig.get_path(name)).resolve()
-        for name in ("stdlib", "purelib", "platlib")
-    ]
-    named = [own_module(config.model) for config in configs if is_own(config.model)]
-    named += [
-        own_code.own_module("dataset", config.dataset, KINDS)
-        for config in configs
-        if data_of(config).by_function
-    ]
-    homes = {
-        path.parent
-        for module in named
-        if (path := _location(module.__name__.partition(".")[0]))
-    }
-    own = {
-        home
-        for home in homes
-        if not any(home.is_relative_to(folder) for folder in installed)
-    }
-    imported = [
-        _location(name)
-        for name in list(sys.modules)
-        if "." not in name and name != "__main__"
-    ]
-    return sorted({path for path in imported if path and path.parent in own})
+    """Return the user's modules, and those beside them that they import, as paths."""
+    # the modules that the configs name
+    named = []
+    for config in configs:
+        if is_own(config.model):
+            named.append(own_module(config.model))
+        if data_of(config).by_function:
+            named.append(own_code.own_module("dataset", config.dataset, KINDS))
+
+    # the folders in which they lie; what is installed is on each machine of a cluster
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    installed = [Path(path).resolve() for path in paths]
+    own = set()
+    for module in named:
+        location = _location(module.__name__.partition(".")[0])
+        if location is None:
+            continue
+        home = location.parent
+        if not any(home.is_relative_to(folder) for folder in installed):
+            own.add(home)
+
+    # what was imported from there
+    found = set()
+    for name in list(sys.modules):
+        if "." in name or name == "__main__":
+            continue
+        location = _location(name)
+        if location and location.parent in own:
+            found.add(location)
+    return sorted(found)
 
 
 def _location(module: str) -> Path | None:
-    """Return the file of an imported module, or the folder of a package; None for
-    others.
-    """
+    """Return the file of an imported module, or the folder of a package; else None."""
     imported = sys.modules.get(module)
     paths = [*getattr(imported, "__path__", []), getattr(imported, "__file__", None)]
-    return Path(paths[0]).resolve() if paths[0] else None
+    if not paths[0]:
+        return None
+    return Path(paths[0]).resolve()
 
 
 def check_cluster(config: Config, out: Path, address: str) -> None:
-    """Check, before a run, that its clients have room on a cluster, and see the files
-    that they keep.
-    """
+    """Check that a run's clients have room on a cluster, and see the files they keep."""
     with cluster([config], address):
-        check_room(
-            config,
-            [
-                (node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0))
-                for node in _nodes()
-            ],
-        )
-        if config.state_dir:
-            check_shared(
-                "state-dir",
-                out if config.state_dir == STATE_IN_OUT else Path(config.state_dir),
-            )
+        machines = []
+        for node in _nodes():
+            cpus = node["Resources"].get("CPU", 0.0)
+            machines.append((node["NodeManagerAddress"], cpus))
+        check_room(config, machines)
+        if config.state_dir == STATE_IN_OUT:
+            check_shared("state-dir", out)
+        elif config.state_dir:
+            check_shared("state-dir", Path(config.state_dir))
 
 
 def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
-    """Check that clients that wait for one another have room on machines, by address
-    and CPUs, and reach the server.
+    """Check that clients that wait for one another have room, and reach the server.
+
+    Args:
+        config: the settings.
+        machines: address and CPUs of each.
     """
     if not method_of(config).methods.whole.needs_all_at_once:
         return
@@ -162,12 +161,15 @@ def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
 
 
 def check_shared(setting: str, folder: Path) -> None:
-    """Check that every machine of the cluster sees what this one writes into a folder,
-    made if it is absent.
+    """Check that every machine of the cluster sees what this one writes into a folder.
+
+    The folder is made if it is absent.
     """
+    # The package works without Ray.
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # a file of a new name, for which each machine looks
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder.absolute() / f".{os.getpid()}.{time.time_ns()}"
     mark.touch()
@@ -184,28 +186,29 @@ def check_shared(setting: str, folder: Path) -> None:
         ) from error
     finally:
         mark.unlink()
-    if without := ", ".join(
-        node["NodeManagerAddress"]
-        for node, seen in zip(nodes, there, strict=True)
-        if not seen
-    ):
+
+    without = []
+    for node, seen in zip(nodes, there, strict=True):
+        if not seen:
+            without.append(node["NodeManagerAddress"])
+    if without:
         raise ConfigError(
-            f"{setting}={str(folder)!r} is not one folder for all machines: {without}"
-            " does not see what this machine writes there. Name a folder that all"
-            " machines share."
+            f"{setting}={str(folder)!r} is not one folder for all machines:"
+            f" {', '.join(without)} does not see what this machine writes there. Name a"
+            " folder that all machines share."
         )
 
 
 def join_cluster(address: str, pyproject: Path) -> None:
-    """Connect this process to a cluster until it ends: Flower's simulation uses the Ray
-    that it finds connected.
+    """Connect this process to a cluster until it ends.
+
+    Flower's simulation uses the Ray that it finds connected.
     """
     values = tomllib.loads(pyproject.read_text())["tool"]["flwr"]["app"]["config"]
+    config = Config.make(values, complete=True)
     stack = ExitStack()
     atexit.register(stack.close)
-    stack.enter_context(
-        cluster([Config.make(values, complete=True)], address, log_to_driver=True)
-    )
+    stack.enter_context(cluster([config], address, log_to_driver=True))
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -234,14 +237,13 @@ def _check_address(address: str) -> None:
 
 
 def _init(**options: Any) -> None:
-    """Call ``ray.init`` without its warnings; the handler of SIGTERM stays that of this
-    process.
-    """
+    """Call ``ray.init`` without its warnings."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # else Ray looks how this process was started
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # Ray puts its own handler of SIGTERM in the place of ours, which saves a run.
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:

@@ -28,8 +28,8 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
 )
 from fedbn_flwr.lab.setup import (
     local_training,
+    on_device,
     pick_device,
-    ready_to_train,
     training_model,
 )
 from fedbn_flwr.messages.protocol import (
@@ -52,8 +52,7 @@ __all__ = ["RunClients", "client_fn", "node_report"]
 
 
 def client_fn(context: Context) -> TorchClient:
-    """Return a node's client, made from the run config and the node config in its
-    Flower context.
+    """Return a node's client, made from its Flower context.
 
     A node with a ``data-path`` in its config trains and tests on the data there, not on
     a partition.
@@ -66,19 +65,18 @@ def client_fn(context: Context) -> TorchClient:
             that they do not have.
     """
     for key in context.node_config:
+        if key in NODE_KEYS:
+            continue
         # A node serves other apps, too: keys that are unlike ours are theirs.
-        if key not in NODE_KEYS and difflib.get_close_matches(
-            key.replace("_", "-"), NODE_KEYS, cutoff=0.9
-        ):
+        if difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
     return _run_clients(tuple(context.run_config.items())).client(context)
 
 
-@functools.lru_cache(maxsize=4)  # called for every message
+# Kept, because Flower calls client_fn for every message.
+@functools.lru_cache(maxsize=4)
 def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
-    """Return what makes the clients of a run that this process knows by its run config
-    only.
-    """
+    """Return what makes the clients of a run, known by its run config alone."""
     config = Config.make(dict(items), complete=True)
     return RunClients(config, functools.partial(training_model, config))
 
@@ -93,25 +91,22 @@ class RunClients:
     """
 
     def __init__(self, config: Config, build: BuildModel) -> None:
-        self._config, self._build = config, build
-        self._split = functools.lru_cache(maxsize=4)(
-            functools.partial(partitioned_data, config)
-        )
+        self._config = config
+        self._build = build
+        # Nodes of a process may say different numbers of parts.
+        split = functools.partial(partitioned_data, config)
+        self._split = functools.lru_cache(maxsize=4)(split)
 
     @classmethod
     def of(cls, checked: Checked) -> RunClients:
-        """Return those of a run that this process has checked: they train copies of its
-        model.
-        """
-        model = copied(checked.model)  # the server takes over the other one
-        return cls(
-            checked.config, lambda: ready_to_train(copied(model), checked.config)
-        )
+        """Return those of a run that this process has checked."""
+        # They train copies of this copy: the server takes over the model itself.
+        model, config = copied(checked.model), checked.config
+        return cls(config, lambda: on_device(copied(model), config))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send the config alone to a new process, which imports the user's modules
-        before it builds the model.
-        """
+        """Send the config alone to a new process, which builds the model itself."""
+        # A model could be of a user's module, which must be imported there first.
         return _run_clients, (tuple(self._config.to_mapping().items()),)
 
     def client(self, context: Context) -> TorchClient:
@@ -131,22 +126,21 @@ class RunClients:
         )
 
     def num_examples(self, context: Context) -> int:
-        """Return the number of a node's training examples; the node has a partition of
-        the run's data.
-        """
+        """Return the number of training examples of a node with a partition."""
         client, num_clients = _part(context)
         return len(self._split(num_clients).train[client])
 
     def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset]]:
-        """Return a node's training data and its test sets, with the validation data if
-        any.
+        """Return a node's training data and its test sets.
+
+        Its validation data, if any, are one of these.
         """
         config = self._config
         of_site = data_of(config).by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
-            shared = {"personal-global", "personal-domains"} & {
-                *method_of(config).tests
-            }
+            # data of the node's own, all for it
+            asked = {*method_of(config).tests}
+            shared = asked & {"personal-global", "personal-domains"}
             if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
                     f"eval-on={','.join(sorted(shared))} needs a test set that all"
@@ -157,26 +151,25 @@ class RunClients:
             split, client = _own_data(config, context)[0], 0
             tests = {"own": split.test_view(0)}
         else:
+            # its part of the data that all nodes have
             client, num_clients = _part(context)
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
             if "personal-domains" in method_of(config).tests:
-                tests |= {
-                    domain_test(name): view
-                    for name, view in split.domain_views().items()
-                }
+                for name, view in split.domain_views().items():
+                    tests[domain_test(name)] = view
         if config.validation_share:
             tests[VALIDATION] = split.validation_view(client)
         return split.train_view(client), tests
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:
-    """Return a node's state folder; for ``state-dir=out`` it is in the run's output
-    folder.
+    """Return a node's state folder.
+
+    For ``state-dir=out`` it is in the run's output folder.
     """
-    if (
-        str(context.node_config.get(STATE_DIR, "")) or config.state_dir
-    ) == STATE_IN_OUT:
+    own = str(context.node_config.get(STATE_DIR, ""))
+    if (own or config.state_dir) == STATE_IN_OUT:
         return state_in_out(config)
     return state_dir(context, config.state_dir)
 
@@ -190,15 +183,14 @@ def _part(context: Context) -> tuple[int, int]:
             with this fault, which ends the run; the server names the node.
     """
     node = context.node_config
-    if missing := [
-        str(key) for key in (PARTITION_ID, NUM_PARTITIONS) if key not in node
-    ]:
-        raise ConfigError(
-            f"{missing[0]!r} is missing from the node's config. Start the SuperNode"
-            " with --node-config 'partition-id=0 num-partitions=3' (its own number and"
-            " the number of nodes), or with --node-config 'partition-id=0"
-            ' data-path="/its/own/data"\'.'
-        )
+    for key in (PARTITION_ID, NUM_PARTITIONS):
+        if key not in node:
+            raise ConfigError(
+                f"{str(key)!r} is missing from the node's config. Start the SuperNode"
+                " with --node-config 'partition-id=0 num-partitions=3' (its own number"
+                " and the number of nodes), or with --node-config 'partition-id=0"
+                ' data-path="/its/own/data"\'.'
+            )
     client, num_clients = partition_of(context), num_partitions_of(context)
     if client is None or not num_clients or client >= num_clients:
         raise ConfigError(
@@ -211,40 +203,47 @@ def _part(context: Context) -> tuple[int, int]:
 
 
 def _data_of_site(config: Config, context: Context) -> PartitionedData:
-    """Return what the run's function gives for a node: for its ``data-path``, else for
-    its partition id.
+    """Return what the run's function gives for a node.
+
+    It is asked for the node's ``data-path``, else for its partition id.
 
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
     """
-    from fedbn_flwr.lab.data import own_info  # with the readers of arrays and images
+    # It imports the readers of arrays and images.
+    from fedbn_flwr.lab.data import own_info
 
     client = partition_of(context) or 0
-    if not (site := os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))):
+    site = os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))
+    if not site:
+        # which raises where the partition id cannot be
         _part(context)
     request = replace(data_of(config).own, sites=(site or client,))
-    info, shape = own_info(request), data_of(config).shape
-    if (info.input_shape, info.num_classes) != (shape, data_of(config).num_outputs):
+    info = own_info(request)
+    shape, num_outputs = data_of(config).shape, data_of(config).num_outputs
+    if (info.input_shape, info.num_classes) != (shape, num_outputs):
         raise DataError(
             f"dataset={config.dataset!r}: it has inputs {info.input_shape} and"
             f" {info.num_classes} classes or target columns; the run's model takes"
-            f" {shape} and has {data_of(config).num_outputs} outputs."
+            f" {shape} and has {num_outputs} outputs."
         )
     data = load_dataset(info, device=pick_device(config.device))
     return whole_data(config, data, client)
 
 
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
-    """Return the data that a node has for itself, all for one client, and the config
-    that describes them.
+    """Return the data that a node has for itself, and the config that describes them.
 
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
     """
-    node = context.node_config
     if data_of(config).by_function:
         return _data_of_site(config, context), config
-    path, client = os.path.expanduser(str(node[DATA_PATH])), partition_of(context) or 0
+
+    # images in the node's folder, in a run on a data set of ours
+    node = context.node_config
+    path = os.path.expanduser(str(node[DATA_PATH]))
+    client = partition_of(context) or 0
     if not is_own(config.dataset):
         data = load_local_dataset(
             path,
@@ -255,6 +254,8 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
             num_classes=config.num_classes,
         )
         return whole_data(config, data, client), config
+
+    # data of the run's format, at the node's path
     kind = config.dataset.partition(":")[0]
     here = config.model_copy(
         update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1}
@@ -263,40 +264,38 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         _check_fit(config, here)
         data = load_data(here, data_of(config).shape)
         return whole_data(here, data, client), here
-    except (ConfigError, DataError) as error:  # of this node's data, not of the run
+    except (ConfigError, DataError) as error:
+        # also an error of the config is one of this node's data, not of the run
         raise DataError(f"data-path={path!r}: {error}") from error
 
 
 def node_report(config: Config, context: Context) -> str:
-    """Return the counts of the data that a node has for itself, or of its share of
-    those that all have.
+    """Return the counts of a node's data: its own, or its part of those of all.
 
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
     """
+    # A client needs no texts of counts.
     from fedbn_flwr.lab.partitioned.counts import data_text
 
-    if DATA_PATH in context.node_config or (
-        data_of(config).by_function and on_network_node()
-    ):
+    of_site = data_of(config).by_function and on_network_node()
+    if DATA_PATH in context.node_config or of_site:
         split, config = _own_data(config, context)
-    else:
-        client, num_clients = _part(context)
-        split = partitioned_data(config, num_clients)
-        mine = slice(client, client + 1)
-        split = replace(
-            split,
-            train=split.train[mine],
-            test=split.test[mine],
-            validation=split.validation[mine],
-        )
+        return data_text(split, config)
+    client, num_clients = _part(context)
+    split = partitioned_data(config, num_clients)
+    mine = slice(client, client + 1)
+    split = replace(
+        split,
+        train=split.train[mine],
+        test=split.test[mine],
+        validation=split.validation[mine],
+    )
     return data_text(split, config)
 
 
 def _check_fit(config: Config, here: Config) -> None:
-    """Raise DataError unless the data of the config ``here``, a node's, fit the run's
-    config.
-    """
+    """Raise DataError unless a node's data, those of ``here``, fit the run's model."""
     info, wanted = data_of(here).info, data_of(config).info
     if info.input_shape != wanted.input_shape:
         raise DataError(

@@ -1,6 +1,4 @@
-"""Guards a node: what the config of a run may name there, and what the server may read
-of an error.
-"""
+"""Guards a node: what a run may name there, and what the server reads of an error."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ logger = logging.getLogger("flwr")
 
 @NamedConfigErrors()
 def check_run(context: Context) -> None:
-    """Check the paths and modules that the run's config names, before anything reads
-    them.
+    """Check the paths and modules that the run's config names, before they are read.
 
     Raises:
         ConfigError: the node does not allow one.
@@ -43,15 +40,17 @@ def check_run(context: Context) -> None:
     model = str(context.run_config.get("model", ""))
     if is_own(model):
         check_module(context, "model", model.partition(":")[0])
-    if is_function(dataset := str(context.run_config.get("dataset", "")), KINDS):
+    dataset = str(context.run_config.get("dataset", ""))
+    if is_function(dataset, KINDS):
         check_module(context, "dataset", dataset.partition(":")[0])
 
 
 def guarded(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Refuse a run that names what the node does not allow; withhold texts that may
-    repeat its data: a Flower mod.
+    """Refuse what the node does not allow, and withhold texts that may repeat its data.
+
+    It is a mod of Flower.
     """
     check_run(context)
     try:
@@ -59,7 +58,7 @@ def guarded(
     except Exception as error:
         if not _is_withheld(error, context):
             raise
-        # Flower logs both on the node, and sends this text alone
+        # Flower logs both on the node, and sends this text alone.
         raise FedBNError(reason(error, context)) from error
 
 
@@ -81,10 +80,12 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
         str(context.run_config.get(key, ""))
         for key in ("dataset", "data-dir", "out", STATE_DIR)
     )
-    if path := _path_of_data(dataset):
+    path = _path_of_data(dataset)
+    if path:
         yield "dataset", path
     if data_dir:
         yield "data-dir", data_dir
+    # the node's own folder of states needs no leave
     own = str(context.node_config.get(STATE_DIR, ""))
     if (own or state_dir) == STATE_IN_OUT:
         yield "out", out
@@ -94,25 +95,25 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
 
 def _path_of_data(dataset: str) -> str:
     """Return the path in ``KIND:PATH``; "" where there is none, and for a function."""
-    return "" if is_function(dataset, KINDS) else dataset.partition(":")[2]
+    if is_function(dataset, KINDS):
+        return ""
+    return dataset.partition(":")[2]
 
 
 def _is_withheld(error: Exception, context: Context) -> bool:
-    """Return whether the text of an error stays here: over a network, if it may have
-    something of a file's content.
+    """Return whether the text of an error stays here, over a network.
 
     Errors of this package name settings and entries of the model, but for those of
     data. Where the run's config names data by their path or by a function, errors of
     the config may quote these data.
     """
-    if (
-        not on_network_node()
-        or str(context.node_config.get(REPORT_DATA, "")).lower() == "true"
-    ):
+    allowed = str(context.node_config.get(REPORT_DATA, "")).lower() == "true"
+    if allowed or not on_network_node():
         return False
     if isinstance(error, ConfigError):
         dataset = str(context.run_config.get("dataset", ""))
         return bool(_path_of_data(dataset)) or is_function(dataset, KINDS)
-    return not isinstance(error, FedBNError) or (
-        isinstance(error, DataError) and error.code != ABOUT_THE_RUN
-    )
+    if isinstance(error, DataError):
+        return error.code != ABOUT_THE_RUN
+    # torch's, NumPy's or the user's own may quote anything
+    return not isinstance(error, FedBNError)

@@ -1,5 +1,6 @@
-"""The simulation engine: the default app through ``flwr run``; it needs only the
-installed package.
+"""The simulation engine: the default app through ``flwr run``.
+
+It needs only the installed package: the app's files are written for each run.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ _OF_EVERY_RUN = (
 
 
 def echo(line: str) -> None:
-    """Log a line of a Flower run's log that begins a warning or an error; the whole log
-    is in its file.
+    """Log a line of a Flower run's log that begins a warning or an error.
+
+    The whole log is in its file.
     """
     source, found = "", _RECORD.match(line)
     # Ray names the process of a client: "(ClientAppActor pid=7) "
     if found is None and line.startswith("("):
-        source, _, text = line.partition(") ")
-        found = _RECORD.match(text)
+        process, _, text = line.partition(") ")
+        source, found = f"{process}) ", _RECORD.match(text)
     if found and not found["text"].startswith(_OF_EVERY_RUN):
         level = logging.getLevelNamesMapping()[found["level"]]
-        logger.log(level, "%s%s", f"{source}) " if source else "", found["text"])
+        logger.log(level, "%s%s", source, found["text"])
 
 
 _APP = '''"""A ServerApp and a ClientApp from the installed package."""
@@ -97,8 +99,9 @@ def simulate(
     on_round: OnRound | None = None,
     ray_address: str | None = None,
 ) -> dict[str, Any]:
-    """Run a config in Flower's Ray simulation and return its summary; log the warnings
-    and errors of its log.
+    """Run a config in Flower's Ray simulation and return its summary.
+
+    Warnings and errors in its log are logged here, too.
 
     Args:
         config: the settings, with ``num_clients`` and an absolute ``out``.
@@ -112,17 +115,20 @@ def simulate(
         EngineError: the run did not complete.
         DivergedError: it diverged; the folder is complete, up to this round.
     """
+    # what can be told before Flower starts
     refuse_named_gpu(config)
     if ray_address is not None:
         check_cluster(config, out, ray_address)
     federation = _resources(config, private=ray_address is None)
     before = read_json(out / "summary.json")
+
     lines: list[str] = []
 
     def on_line(line: str) -> None:
         lines.append(line)
         echo(line)
 
+    # Its processes write the folder; a thread reads the lines as they appear.
     ended = threading.Event()
     follower = ThreadPoolExecutor(1, thread_name_prefix="follower")
     with own_folder() as folder:
@@ -142,7 +148,8 @@ def simulate(
                 with (out / FLOWER_LOG).open("a") as log:
                     log.write("\n".join(lines) + "\n")
     following.result()  # raises what on_round raised
-    if summary := read_json(out / "summary.json"):
+    summary = read_json(out / "summary.json")
+    if summary:
         return summary
     raise EngineError(
         f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:])
@@ -152,47 +159,50 @@ def simulate(
 def _failure(
     error: EngineError, out: Path, before: Mapping[str, Any]
 ) -> EngineError | DivergedError:
-    """Return the error of a run that did not complete; ``before`` is the summary that
-    the folder had.
+    """Return the error of a run that did not complete.
+
+    Args:
+        error: that of ``flwr run``.
+        out: the run's folder.
+        before: the summary that the folder had.
     """
     summary = read_json(out / "summary.json")
-    whole = (
-        f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
-    )
+    whole = str(error)
+    if out.is_dir():
+        whole = f"{error}\nThe whole log: {out / FLOWER_LOG}"
+    # The server raises DivergedError in its own process, after it wrote the summary.
     if summary == before or DIVERGED_AT not in summary:
         return EngineError(whole)
     return DivergedError(whole, summary[DIVERGED_AT])
 
 
 def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
-    """Write the app; its ClientApp is in a module of its own if that module connects to
-    a cluster.
-    """
+    """Write the app of a run."""
     (folder / "fedbn_simulation.py").write_text(_APP)
     module = "fedbn_simulation"
+    # A module of its own connects to a cluster: the server does not import it.
     if ray_address is not None:
         module = "fedbn_cluster"
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
     settings = [toml_pairs({key: value}) for key, value in config.to_mapping().items()]
-    (folder / "pyproject.toml").write_text(
-        _PYPROJECT.format(module=module) + "\n".join(settings) + "\n"
-    )
+    text = _PYPROJECT.format(module=module) + "\n".join(settings) + "\n"
+    (folder / "pyproject.toml").write_text(text)
 
 
 def _resources(config: Config, private: bool) -> dict[str, Scalar]:
-    """Return the federation config: the nodes and what each asks of Ray, a private one
-    or that of a cluster.
-    """
+    """Return the federation config: the nodes, and what each asks of Ray."""
     clients, threads = config.num_clients, config.torch_threads
     resources: dict[str, Scalar] = {
         "num-supernodes": clients,
         "client-resources-num-cpus": threads,
     }
+    # A cluster has the CPUs and GPUs that it has.
     if not private:
         return resources
     at_once = min(clients, num_cores() // threads)
+    # Clients that wait for each other in the channel need an actor each.
     if method_of(config).methods.whole.needs_all_at_once:
-        at_once = clients  # who wait for each other in the channel: one actor for each
+        at_once = clients
         resources["init-args-num-cpus"] = clients * threads
     # an actor without a part of a GPU would compute on the CPU
     if pick_device(config.device).type == "cuda":
@@ -206,6 +216,7 @@ def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> Non
     """Call ``on_round`` with the new lines of ``metrics.jsonl`` until the run ends."""
     lines = NewLines(path)
     while on_round:
+        # read once more after the end: a line may have come since the last look
         last = ended.wait(0.3)
         for line in lines.read():
             on_round(line)
