@@ -1,5 +1,12 @@
-"""The arithmetic of federated BatchNorm: parts of a state, averaging, re-estimation,
-one BatchNorm over all clients.
+"""The arithmetic of federated BatchNorm, in Torch and NumPy only.
 
-Torch and NumPy only.
+In reading order:
+
+- ``parts``: a state by layer type: affine, statistics, counters and the rest.
+- ``averaging``: the average of clients' states, and what can be averaged.
+- ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
+- ``taken_forward``: a layer's forward pass taken over by a method, and normalisation.
+- ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
+- ``sync``: one BatchNorm over all clients of a round, FedTAN's first step.
+- ``outer_affine``: gamma and beta that a layer's owner applies, for ``parts``.
 """

@@ -1,5 +1,4 @@
-r"""Test-time BatchNorm: a test with statistics of the test inputs, for clients that did
-not train.
+r"""Test-time BatchNorm: statistics of the test inputs, for clients that did not train.
 
 For tests only. Labels are not used, weights do not change, nothing more is sent, and
 the model is restored afterwards. The key `test-bn` says how. `eval-on=global-test-bn`
@@ -44,7 +43,7 @@ in convolutions, as there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, get_args
 
@@ -84,8 +83,7 @@ PRIOR = 16
 
 @contextmanager
 def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
-    """Let the BatchNorm layers use the statistics of each batch in the block, in eval
-    mode.
+    """Let the BatchNorm layers use each batch's statistics in the block, in eval mode.
 
     Layers without running statistics use each batch's own anyway.
 
@@ -102,35 +100,35 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
         yield
         return
     refuse_scripted(model, "test-time BatchNorm")
+    # Before their running statistics are taken away.
     layers = _with_statistics(model)
     with ExitStack() as closing:
         if mode == "batch":
             closing.enter_context(without_running_statistics(model))
         for path, layer in layers.items():
-            note = (
-                functools.partial(_refuse_one_value, path)
-                if mode == "batch"
-                else _Mixture(layer, closing)
-            )
+            note: Callable[[_BatchNorm, Tensor], None]
+            if mode == "batch":
+                note = functools.partial(_refuse_one_value, path)
+            else:
+                note = _Mixture(layer, closing)
             closing.callback(watch_inputs(layer, note))
         yield
 
 
 def _with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers with running statistics by path."""
-    layers = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-    }
-    return {
-        path: layer for path, layer in layers.items() if layer.running_mean is not None
-    }
+    layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            layers[path] = module
+    return layers
 
 
 class _Mixture:
-    """Gives a layer the mixture of its running statistics with those of each batch;
-    ``closing`` restores them.
+    """Gives a layer w S + (1 - w) (mu_b, v_b) for each batch; ``closing`` restores S.
+
+    The mixture is loaded before the batch, which the layer then normalises by it in
+    eval mode.
     """
 
     def __init__(self, layer: _BatchNorm, closing: ExitStack) -> None:
@@ -138,14 +136,15 @@ class _Mixture:
         closing.callback(self._load, layer, self._mean, self._var)
 
     def __call__(self, layer: _BatchNorm, x: Tensor) -> None:
-        if not x.numel():  # a batch of no rows has no statistics
+        # A batch of no rows has no statistics.
+        if not x.numel():
             return
         with torch.no_grad():
             mean, var = batch_statistics(x)
             w = PRIOR / (PRIOR + len(x))
-            self._load(
-                layer, w * self._mean + (1 - w) * mean, w * self._var + (1 - w) * var
-            )
+            mixed_mean = w * self._mean + (1 - w) * mean
+            mixed_var = w * self._var + (1 - w) * var
+        self._load(layer, mixed_mean, mixed_var)
 
     @staticmethod
     def _load(layer: _BatchNorm, mean: Tensor, var: Tensor) -> None:
@@ -160,8 +159,7 @@ def evaluate_adapted(
     mode: TestBNMode,
     task: Task = CLASSIFICATION,
 ) -> EvalResult:
-    """Return the metrics of the model on the data, as ``evaluate``, with the statistics
-    of their inputs.
+    """Return what ``evaluate`` does, with statistics of the data's own inputs.
 
     Args:
         model: as in ``adapted``; of a compiled one the module inside is tested.
@@ -176,19 +174,19 @@ def evaluate_adapted(
     """
     if not mode:
         return evaluate(model, data, task=task)
-    # not ``unwrap``: a user's wrapper named "module" may do more
+    # Not ``unwrap``: a user's wrapper named "module" may do more.
     model = getattr(model, "_orig_mod", model)
+    size = task.test_batch
     with adapted(model, mode):
-        return evaluate(
-            model, data, task=task, batch_size=task.test_batch, tries_last=False
-        )
+        return evaluate(model, data, task=task, batch_size=size, tries_last=False)
 
 
 def try_batches(
     model: nn.Module, data: Batches, mode: TestBNMode, task: Task = CLASSIFICATION
 ) -> None:
-    """Check, before training, that the model can be adapted on a last batch of one
-    example, if the test has one.
+    """Check, before training, that a last batch of one example can be tested.
+
+    A test may have one, and would fail after hours.
 
     Raises:
         NormLayerError: a layer gets one value per channel.
@@ -201,6 +199,7 @@ def try_batches(
 
 
 def _refuse_one_value(path: str, _: _BatchNorm, x: Tensor) -> None:
+    """Raise NormLayerError for an input with one value per channel."""
     if x.numel() == x.shape[1]:
         raise NormLayerError(
             f"test-time BatchNorm: layer '{path}' gets one value per channel, from"

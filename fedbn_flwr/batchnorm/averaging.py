@@ -1,4 +1,4 @@
-"""Averaging that is safe for BatchNorm: ``average`` for states, ``weighted_sum`` for
+"""Averaging that is safe for BatchNorm: ``average`` of states, ``weighted_sum`` of
 arrays; server steps use both.
 
 Sums are accumulated in float64 in the order given. Callers sort by partition id, so a
@@ -37,14 +37,15 @@ State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
 _Block = list[tuple[int, slice]]
 
-# elements; in float64 2 MiB, which stay in the cache while the clients' values are
-# added
+# Elements; in float64 2 MiB, which stay in the cache while the clients' values are
+# added.
 _BLOCK = 1 << 18
 
 
 def to_shares(weights: Sequence[float]) -> list[float]:
-    """Return p_i = w_i / sum(w). Weights whose sum overflows are first divided by the
-    largest.
+    """Return p_i = w_i / sum(w).
+
+    Weights whose sum overflows are first divided by the largest.
 
     Raises:
         ReplyError: a weight is negative or not finite, or all weights are zero.
@@ -62,9 +63,7 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
-    """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in the
-    order given.
-    """
+    """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in order."""
     total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
     _add_up([[array] for array in arrays], p, [total])
     return total
@@ -78,8 +77,9 @@ def wide_type(array: Array) -> type[np.complex128 | np.float64]:
 def _add_up(
     rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[Array]
 ) -> None:
-    """Write sum_i p_i rows[i][k] into sums[k]; these are contiguous, and all real or
-    all complex.
+    """Write sum_i p_i rows[i][k] into sums[k].
+
+    The sums are contiguous, and all real or all complex.
 
     The sum goes block by block: a block holds many small entries, or a part of a large
     one. Multiplication and addition are two operations: a fused one, as torch's, rounds
@@ -102,8 +102,9 @@ def _add_up(
 def _add(
     block: _Block, arrays: Sequence[Array], weight: float, total: Array, term: Array
 ) -> None:
-    """Add the block of the flat arrays, times the weight, to ``total``; ``term`` is
-    room for it.
+    """Add the block of the flat arrays, times the weight, to ``total``.
+
+    ``term`` is room for it.
     """
     np.concatenate([arrays[k][part] for k, part in block], out=term)
     term *= weight
@@ -120,8 +121,7 @@ def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
 
 
 class SumAhead:
-    """The sums of ``average``, to the bit, of states that come one after the other
-    while others are awaited.
+    """The sums of ``average``, to the bit, made as the states come one by one.
 
     It takes room for the model in float64, and goes through that room for each state,
     where ``average`` stays in the cache; so it pays where the time of the last states
@@ -141,6 +141,7 @@ class SumAhead:
 
     def add(self, state: State) -> None:
         """Add the real floating entries of the next state."""
+        # The first state says which entries there are, and how large.
         if not self._states:
             self._names = list(_floating(state))
         arrays = _flat(_select(state, self._names))
@@ -165,9 +166,7 @@ class SumAhead:
         return same and list(weights) == self._weights
 
     def write(self, sums: Sequence[Array]) -> None:
-        """Write the sums to contiguous arrays, one for each real floating entry of the
-        first state.
-        """
+        """Write the sums to contiguous arrays, one for each real floating entry."""
         arrays = _flat(sums)
         for block, total in self._blocks:
             _write(block, total, arrays)
@@ -186,8 +185,9 @@ def _flat(arrays: Iterable[Array]) -> list[Array]:
 
 
 def _blocks(sizes: Sequence[int]) -> Iterator[_Block]:
-    """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes: number and
-    slice of each array's piece.
+    """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes.
+
+    A block is a list of pieces: the number of an array, and a slice of it.
     """
     block: _Block = []
     room = _BLOCK
@@ -212,8 +212,9 @@ def average(
     variance: Variance = "mean",
     ahead: SumAhead | None = None,
 ) -> dict[str, Array]:
-    """Return the average of the clients' states (FedAvg, McMahan 2017, made safe for
-    BatchNorm).
+    """Return the average of the clients' states (FedAvg, McMahan 2017).
+
+    It is safe for BatchNorm: counters are not averaged.
 
     Args:
         states: one mapping of entry name to array per client, all with the same names
@@ -234,7 +235,7 @@ def average(
     p, first = to_shares(weights), states[0]
     pairs = list(parts.moments()) if variance == "pooled" else []
     pairs = [pair for pair in pairs if _all_floating(first, pair)]
-    # their averages stay wide until the spread is added
+    # Their averages stay wide until the spread is added.
     pooled = set(itertools.chain(*pairs))
     result: dict[str, Array] = {}
     for name, array in first.items():
@@ -246,6 +247,8 @@ def average(
             result[name] = np.asarray(
                 np.maximum.reduce([state[name] for state in states])
             )
+    # In one pass over all real entries, and one over complex ones: they cannot share
+    # a buffer.
     for kind in "fc":
         names = list(_floating(first, kind))
         sums = _select(result, names)
@@ -272,9 +275,7 @@ def _with_spread(
     pairs: Sequence[tuple[str, str]],
     averaged: State,
 ) -> dict[str, Array]:
-    """Return the averaged means and variances in their dtypes, each variance with the
-    spread of the clients' means.
-    """
+    """Return averaged means, and variances with the spread of the clients' means."""
     result, first = dict[str, Array](), states[0]
     # The equation of `reestimation.mixture`, by its second term alone: the variances
     # are averaged already, in the one pass over all entries, and are so for
@@ -327,8 +328,9 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
 
 def check_finite(state: State, subject: str = "") -> None:
-    """Raise ReplyError for an array with NaN or infinity; the message is ``subject``,
-    then the first such entry.
+    """Raise ReplyError for an array with NaN or infinity.
+
+    The message is ``subject``, then the first such entry.
     """
     for name, array in state.items():
         if problem := _not_finite(name, array):
@@ -342,7 +344,7 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 
 
 def _not_finite(name: str, array: Array) -> str:
-    # The sum of squares needs no memory, but it can overflow.
+    # The sum of squares needs no memory, but it can overflow: only then look at each.
     if (
         array.dtype.kind not in "fc"
         or math.isfinite(np.vdot(array, array).real)

@@ -1,5 +1,6 @@
-"""Gamma and beta that the owner of a ``BatchNorm2d(affine=False)`` applies to its
-output, found out by trying it.
+"""Gamma and beta that the owner of a BatchNorm layer applies, found by trying it.
+
+The layer is a ``BatchNorm2d(affine=False)``, say, and the owner scales its output.
 
 A forward pass of the whole model would need an example, and the server has none. The
 owner alone takes what BatchNorm takes, so it is tried: it owns gamma and beta if its
@@ -23,12 +24,14 @@ from fedbn_flwr.training.copying import copied
 
 __all__ = ["outer_affine"]
 
-_MOST = 4  # parameters that are tried in pairs
+# Parameters that are tried in pairs.
+_MOST = 4
 
 
 def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
-    """Return the names of the owner's parameters that are gamma ("weight") and beta
-    ("bias"); empty if none are.
+    """Return the owner's parameters that are gamma ("weight") and beta ("bias").
+
+    The result is empty if none are.
 
     Args:
         owner: it does not change; its forward pass must be that of a BatchNorm with
@@ -36,7 +39,8 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
         name: the name of its BatchNorm layer without gamma and beta; "" if the owner is
             that layer itself.
     """
-    if isinstance(owner, torch.jit.ScriptModule):  # it shows no modules by path
+    # TorchScript shows no modules by path.
+    if isinstance(owner, torch.jit.ScriptModule):
         return {}
     layer = owner.get_submodule(name)
     if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
@@ -47,36 +51,36 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
         for leaf, entry in owner.named_parameters(recurse=False)
         if tuple(entry.shape) == channels
     ][:_MOST]
-    # with a convolution it takes other inputs
+    # With a convolution the owner takes other inputs than BatchNorm.
     if not near or any(entry.dim() > 1 for entry in owner.parameters()):
         return {}
     try:
         return _tried(_with_random_entries(owner), name, near)
-    # its forward pass is the user's own, and takes other inputs perhaps
     except Exception:
+        # Its forward pass is the user's own, and takes other inputs perhaps.
         return {}
 
 
 @torch.no_grad()
 def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
+    """Return the first choice of gamma and beta with which the outputs are equal."""
     layer: Any = trial.get_submodule(name)
     x = random_input(layer, torch.float64)
     output = trial(x)
-    for leaves in _choices(near):
-        gamma, beta = (trial.get_parameter(leaf) if leaf else None for leaf in leaves)
-        expected = functional.batch_norm(
-            x, layer.running_mean, layer.running_var, gamma, beta, False, 0.0, layer.eps
-        )
+    mean, var, eps = layer.running_mean, layer.running_var, layer.eps
+    for weight, bias in _choices(near):
+        gamma = trial.get_parameter(weight) if weight else None
+        beta = trial.get_parameter(bias) if bias else None
+        expected = functional.batch_norm(x, mean, var, gamma, beta, False, 0.0, eps)
+        # What the owner does after gamma and beta, an activation say.
         for child in trial.children():
-            expected = expected if child is layer else child(expected)
-        if output.shape == expected.shape and torch.allclose(
-            output, expected, rtol=1e-9, atol=1e-12
-        ):
-            return {
-                leaf: found
-                for leaf, found in zip(("weight", "bias"), leaves, strict=True)
-                if found
-            }
+            if child is not layer:
+                expected = child(expected)
+        if output.shape != expected.shape:
+            continue
+        if torch.allclose(output, expected, rtol=1e-9, atol=1e-12):
+            leaves = {"weight": weight, "bias": bias}
+            return {leaf: found for leaf, found in leaves.items() if found}
     return {}
 
 
@@ -90,10 +94,12 @@ def _choices(near: list[str]) -> Iterator[tuple[str, str]]:
 
 @torch.no_grad()
 def _with_random_entries(owner: nn.Module) -> nn.Module:
-    """Return a copy in float64 on the CPU, in eval mode. Gamma and beta of 1 and 0
-    would hide what they do.
+    """Return a copy with random entries, in float64 on the CPU, in eval mode.
+
+    Gamma and beta of 1 and 0 would hide what they do.
     """
     trial = copied(owner).to_empty(device="cpu").double().eval()
+    # Above 0, for the variance; a fixed seed, so that all clients find the same.
     draw = torch.Generator().manual_seed(0)
     for entry in (*trial.parameters(), *trial.buffers()):
         entry.copy_(0.5 + torch.rand(entry.shape, generator=draw))

@@ -8,13 +8,13 @@ three BN layers named ``downsample.1``, and in a ``Sequential`` every name is a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -30,8 +30,10 @@ __all__ = [
     "affine_elsewhere",
     "entry_name",
     "fixed_entries",
+    "learning_parts",
+    "split_state",
+    "tied_entries",
 ]
-__all__ += ["learning_parts", "split_state"]
 
 
 class Part(StrEnum):
@@ -51,7 +53,7 @@ _LEAF = {
     "num_batches_tracked": Part.COUNTERS,
 }
 
-# of torch.nn.utils.parametrize: before the leaf whose entries follow
+# Of torch.nn.utils.parametrize: before the leaf whose entries follow.
 _PARAMETRIZED = "parametrizations."
 
 
@@ -60,16 +62,17 @@ def _part_of_leaf(leaf: str) -> Part:
 
 
 def entry_name(path: str, leaf: str) -> str:
-    """Return the name of a layer's entry; the path is "" if the model itself is the
-    layer.
-    """
+    """Return the name of a layer's entry; path "" = the model itself is the layer."""
     return f"{path}.{leaf}" if path else leaf
 
 
 @dataclass(frozen=True)
 class BatchNormLayer:
-    """One BatchNorm layer: its path ("" if the model itself is the layer), and its
-    entry names by leaf name.
+    """One BatchNorm layer.
+
+    Attributes:
+        path: its path; "" if the model itself is the layer.
+        entries: the names of its entries in the state, by leaf: "weight", "running_var".
     """
 
     path: str
@@ -78,10 +81,12 @@ class BatchNormLayer:
 
 @dataclass(frozen=True)
 class Parts:
-    """The names of a state dict by part; each name is in exactly one part. Names keep
-    the state dict's order.
+    """The names of a state dict by part; each name is in exactly one part.
 
-    ``by_names``: the layers were found by names, not by their types.
+    Attributes:
+        names: all names, in the state dict's order.
+        layers: the BatchNorm layers.
+        by_names: whether they were found by names, not by their types.
     """
 
     names: tuple[str, ...]
@@ -91,12 +96,11 @@ class Parts:
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
         """The part of each entry."""
-        parts = {
-            name: _part_of_leaf(leaf)
-            for layer in self.layers
-            for leaf, name in layer.entries.items()
-        }
-        return {name: parts.get(name, Part.REST) for name in self.names}
+        part_of = dict.fromkeys(self.names, Part.REST)
+        for layer in self.layers:
+            for leaf, name in layer.entries.items():
+                part_of[name] = _part_of_leaf(leaf)
+        return part_of
 
     def select(self, parts: Iterable[Part]) -> tuple[str, ...]:
         """Return the names of the entries in ``parts``, in the state dict's order."""
@@ -124,9 +128,7 @@ class Parts:
         return self.select([Part.REST])
 
     def moments(self) -> Iterator[tuple[str, str]]:
-        """Yield the names (running_mean, running_var) of each layer that has running
-        statistics.
-        """
+        """Yield the names (running_mean, running_var) of each layer that has both."""
         for layer in self.layers:
             if "running_mean" in layer.entries and "running_var" in layer.entries:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
@@ -141,13 +143,14 @@ class Parts:
         )
 
     def fingerprint(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return a SHA-256 of names, parts and shapes; a client's saved part is used
-        only if it has the same one.
+        """Return a SHA-256 of names, parts and shapes.
+
+        A client's saved part is used only if it has the same one.
         """
-        text = "\n".join(
+        lines = [
             f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def fixed_entries(model: nn.Module) -> frozenset[str]:
@@ -158,62 +161,64 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     Excluded: buffers that training moves, of layers with running statistics and of
     spectral norm. A buffer with its own update rule is wrongly included; remove it.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    fixed = {
-        name
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if not p.requires_grad
-    }
+    fixed = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            fixed.add(name)
     parts, in_eval = split_state(model), stays_in_eval(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         buffers = dict(module.named_buffers(recurse=False))
-        if not _moves_buffers(module, buffers):
-            constant = (
-                leaf
-                for leaf, b in buffers.items()
-                if b.is_floating_point() or b.is_complex()
-            )
-            fixed.update(
-                {entry_name(path, leaf) for leaf in constant} & parts.part_of.keys()
-            )
+        if _moves_buffers(module, buffers):
+            continue
+        for leaf, buffer in buffers.items():
+            name = entry_name(path, leaf)
+            # A buffer that is not persistent is no entry.
+            if _is_floating(buffer) and name in parts.part_of:
+                fixed.add(name)
     for layer in parts.layers:
         if modules[layer.path] in in_eval:
-            fixed.update(
-                name
-                for leaf, name in layer.entries.items()
-                if _part_of_leaf(leaf) != Part.AFFINE
-            )
+            for leaf, name in layer.entries.items():
+                # Gamma and beta are parameters, which training may move in eval mode.
+                if _part_of_leaf(leaf) != Part.AFFINE:
+                    fixed.add(name)
     return frozenset(fixed)
 
 
-def _moves_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> bool:
-    """Return whether a module's buffers move in training: running statistics, or the
-    vectors of spectral norm.
+def _is_floating(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
+    """Return whether training moves a module's buffers.
+
+    They are running statistics, or the vectors of spectral norm, which a
+    parametrization or, in torch's older form, a hook of the module holds.
     """
-    hooks = module._forward_pre_hooks.values()
-    spectral = isinstance(module, _SpectralNorm) or any(
-        isinstance(hook, SpectralNorm) for hook in hooks
-    )
-    return spectral or any(leaf.startswith("running_") for leaf in buffers)
+    if isinstance(module, _SpectralNorm):
+        return True
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            return True
+    return any(leaf.startswith("running_") for leaf in buffers)
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
-    """Return the entries that are the same tensor as an earlier one, each with the name
-    of the first.
-    """
+    """Return the entries that are the same tensor as an earlier one, with its name."""
     first: dict[int, str] = {}
-    names = {
-        name: first.setdefault(id(tensor), name)
-        for name, tensor in model.state_dict(keep_vars=True).items()
-    }
-    return {name: other for name, other in names.items() if name != other}
+    tied = {}
+    # keep_vars=True: the tensors themselves, not detached ones with ids of their own.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        earlier = first.setdefault(id(tensor), name)
+        if earlier != name:
+            tied[name] = earlier
+    return tied
 
 
 def learning_parts(model: nn.Module) -> Parts:
-    """Return the split of a model in which BatchNorm has only the entries that training
-    changes (see ``train_only``).
+    """Return the split in which BatchNorm has only the entries that training changes.
 
-    The ``fixed_entries`` are in REST.
+    The ``fixed_entries`` are in REST (see ``train_only``).
     """
     parts, fixed = split_state(model), fixed_entries(model)
     layers = []
@@ -241,50 +246,45 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
     are AFFINE. What a subclass has beside BatchNorm's own entries is REST.
     """
+    # The paths of the layers: by type in a model, by running_mean in a state dict.
+    paths, modules = list[str](), dict[str, nn.Module]()
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
         # remove_duplicate=False: a layer registered at two paths is twice in the state
         # dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
-        paths = [
-            path
-            for path, m in modules.items()
-            if isinstance(m, _BatchNorm) or is_scripted_batchnorm(m)
-        ]
+        for path, module in modules.items():
+            if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
+                paths.append(path)
     else:
-        names, modules = tuple(model_or_state_dict), {}
-        leaf = "running_mean"
-        paths = [
-            n.removesuffix(leaf).removesuffix(".")
-            for n in names
-            if n == leaf or n.endswith("." + leaf)
-        ]
+        names = tuple(model_or_state_dict)
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            if leaf == "running_mean":
+                paths.append(path)
+
+    # The entries of each: BatchNorm's own, parametrized ones, and those of an owner.
     known = frozenset(names)
     parametrized = _parametrized(names)
     layers = []
     for path in paths:
-        entries = {
-            leaf: entry_name(path, leaf)
-            for leaf in (*_LEAF, *parametrized.get(path, ()))
-        }
+        entries = {}
+        for leaf in (*_LEAF, *parametrized.get(path, ())):
+            entries[leaf] = entry_name(path, leaf)
         if modules:
             entries |= _owned_outside(modules, path)
-        layers.append(
-            BatchNormLayer(
-                path, {leaf: name for leaf, name in entries.items() if name in known}
-            )
-        )
+        present = {leaf: name for leaf, name in entries.items() if name in known}
+        layers.append(BatchNormLayer(path, present))
     return Parts(names, tuple(layers), by_names)
 
 
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
-    """Return the names of gamma and beta that a layer has beside BatchNorm's own, or
-    that its owner has, by leaf.
-    """
+    """Return gamma and beta that a subclass or the layer's owner applies, by leaf."""
     parent, _, name = path.rpartition(".")
     for owner, layer in ((path, ""), (parent, name)):
-        if found := outer_affine(modules[owner], layer):
+        found = outer_affine(modules[owner], layer)
+        if found:
             return {leaf: entry_name(owner, own) for leaf, own in found.items()}
     return {}
 
@@ -292,18 +292,17 @@ def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str
 def affine_elsewhere(
     parts: Parts, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
-    """Return the entries of REST that may be gamma and beta of a BatchNorm layer
-    without its own, by the layer's path.
+    """Return entries of REST that may be a layer's gamma and beta, by the layer's path.
 
+    The layer has none of its own.
     They have one dimension and the layer's channels, and belong to the layer or to the
     module that owns it. Names do not tell whether they are applied to its output.
     """
     found: dict[str, list[str]] = {}
     for layer in parts.layers:
         mean = layer.entries.get("running_mean")
-        if mean is None or any(
-            _part_of_leaf(leaf) == Part.AFFINE for leaf in layer.entries
-        ):
+        parts_of_layer = map(_part_of_leaf, layer.entries)
+        if mean is None or Part.AFFINE in parts_of_layer:
             continue
         owners = (layer.path, layer.path.rpartition(".")[0])
         near = [
@@ -317,8 +316,9 @@ def affine_elsewhere(
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the leaves of parametrized entries by the path of their module, if
-    BatchNorm has such an entry.
+    """Return the parametrized leaves that BatchNorm has, by the path of their module.
+
+    Of "bn.parametrizations.weight.original" it is "parametrizations.weight.original".
     """
     leaves: dict[str, list[str]] = {}
     for name in names:

@@ -1,5 +1,4 @@
-"""BatchNorm statistics from data: of one batch, and of all batches of a pass ("precise
-BN"). Torch only.
+"""BatchNorm statistics from data: of a batch, and of a whole pass ("precise BN").
 
 Everything that computes statistics does it here: the clients' answers to the server's
 re-estimation (``recalibrate``, StaticBN, FBN), the statistics of methods that take over
@@ -51,16 +50,16 @@ __all__ = [
 ]
 
 
-_BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache
+# Elements; in float64 2 MiB, which stay in the cache.
+_BLOCK = 1 << 18
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
-_KEPT = 64  # moments of a layer that wait to be merged
+# Moments of a layer that wait to be merged.
+_KEPT = 64
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Statistics per channel: ``count`` values, their ``mean`` (C,) and ``m2`` (C,),
-    both float64.
-    """
+    """Statistics per channel of ``count`` values: ``mean`` and ``m2``, float64 (C,)."""
 
     count: int
     mean: Tensor
@@ -68,17 +67,14 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The unbiased variance (C,), as in torch's running statistics; it needs at
-        least two values.
-        """
+        """The unbiased variance (C,), as torch's running one; of two values or more."""
         return self.m2 / (self.count - 1)
 
 
 def moments_of(values: Tensor) -> Moments:
-    """Return the moments of a BatchNorm layer's input (N, C, *), over all dimensions
-    except C.
-    """
+    """Return the moments of a BatchNorm layer's input (N, C, *), by channel."""
     values = values.detach()
+    # A GPU has no such cache, and wants few large kernels.
     if values.device.type == "cpu" and values.numel() > _BLOCK:
         blocks = torch.split(values, max(1, _BLOCK * len(values) // values.numel()))
         return merge([_moments_of_block(block) for block in blocks])
@@ -87,14 +83,16 @@ def moments_of(values: Tensor) -> Moments:
 
 def _moments_of_block(values: Tensor) -> Moments:
     axes, count = other_axes(values), values.numel() // values.shape[1]
-    # in the order of memory, contiguous or channels-last
+    # A copy in the order of memory, contiguous or channels-last, which is changed below.
     wide = values.to(torch.float64, copy=True)
-    # one kernel, which on a CPU takes ten times as long as the four below
+    # One kernel, which on a CPU takes ten times as long as the four below.
     if wide.is_cuda:
         var, mean = torch.var_mean(wide, axes, correction=0)
         return Moments(count, mean, var * count)
+    # Two passes: E[x^2] - E[x]^2 would cancel where the mean is far above the deviation.
     mean = wide.mean(axes, keepdim=True)
-    return Moments(count, mean.flatten(), wide.sub_(mean).square_().sum(axes))
+    m2 = wide.sub_(mean).square_().sum(axes)
+    return Moments(count, mean.flatten(), m2)
 
 
 def merge(moments: Sequence[Moments]) -> Moments:
@@ -103,36 +101,38 @@ def merge(moments: Sequence[Moments]) -> Moments:
     Raises:
         ValueError: all sets are empty.
     """
-    # the mean of no values is NaN
-    moments = [one for one in moments if one.count] or moments
-    if len(moments) == 1 and moments[0].count:
-        return moments[0]
-    count, first = sum(one.count for one in moments), moments[0].mean
-    if not count:
+    # The mean of no values is NaN.
+    moments = [one for one in moments if one.count]
+    if not moments:
         raise ValueError(
             "no values, so no mean: give merge() moments of at least one value"
         )
+    if len(moments) == 1:
+        return moments[0]
+    count, first = sum(one.count for one in moments), moments[0].mean
     counts = first.new_tensor([[one.count] for one in moments])
-    # from one of the means: the numbers stay small
+    # Means are taken from one of them: the numbers stay small, so no digit is lost.
     apart = torch.stack([one.mean for one in moments]) - first
     shift = (counts * apart).sum(0) / count
-    m2 = torch.stack([one.m2 for one in moments]).sum(0) + (
-        counts * (apart - shift).square()
-    ).sum(0)
-    return Moments(count, first + shift, m2)
+    # M2 = sum_i M2_i + sum_i n_i (mean_i - mean)^2 (Chan, Golub, LeVeque).
+    within = torch.stack([one.m2 for one in moments]).sum(0)
+    between = (counts * (apart - shift).square()).sum(0)
+    return Moments(count, first + shift, within + between)
 
 
 class MomentSums:
-    """The moments of layers' inputs, of all calls. Many are merged together: few
-    operations, few kept.
+    """The moments of layers' inputs, of all calls.
+
+    They wait until there are many, and are merged together: few operations, few kept.
     """
 
     def __init__(self) -> None:
         self._moments: dict[nn.Module, list[Moments]] = {}
 
     def gather(self, layer: nn.Module, moments: Moments) -> None:
-        """Add the moments of a call of ``layer``; a call on no rows, as of an expert
-        that got none, is no call.
+        """Add the moments of a call of ``layer``.
+
+        A call on no rows, as of an expert that got none, is no call.
         """
         if not moments.count:
             return
@@ -147,8 +147,9 @@ class MomentSums:
         x: Tensor,
         statistics: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Add the input ``x`` (N, C, *) of a call; that of a call which activation
-        checkpointing repeats is known.
+        """Add the input ``x`` (N, C, *) of a call.
+
+        A call that activation checkpointing repeats was added already.
 
         Args:
             layer: the layer that was called.
@@ -160,38 +161,33 @@ class MomentSums:
         with torch.no_grad():
             mean, var = statistics or batch_statistics(x)
             count = x.numel() // x.shape[1]
-            moments = Moments(
-                count, mean.detach().double(), var.detach().double() * count
-            )
-        self.gather(layer, moments)
+            m2 = var.detach().double() * count
+        self.gather(layer, Moments(count, mean.detach().double(), m2))
 
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
-        """Return the moments by layer path or paths; layers without a call are left
-        out.
-        """
+        """Return the moments by layer path or paths, of the layers with a call."""
         merged = {layer: merge(moments) for layer, moments in self._moments.items()}
-        return {
-            path: merged[module]
-            for path, module in model.named_modules(remove_duplicate=False)
-            if module in merged
-        }
+        by_path = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if module in merged:
+                by_path[path] = merged[module]
+        return by_path
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (C,) of a batch (N, C, *), in float32 or wider;
-    gradients flow through both.
+    """Return mean and biased variance (C,) of a batch (N, C, *), with gradients.
 
-    One value per channel has variance 0.
+    Both are in float32 or wider. One value per channel has variance 0.
     """
     mean, var = _BatchStatistics.apply(x)
     return mean, var
 
 
 class _BatchStatistics(torch.autograd.Function):
-    """Mean and biased variance, with n values per channel: d mean / d x = 1 / n, and d
-    var / d x = 2 (x - mean) / n.
+    """Mean and biased variance of n values per channel, with their gradients.
 
-    Autograd's own way keeps two more copies of x and is slower.
+    d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n. Autograd's own way keeps
+    two more copies of x and is slower.
     """
 
     generate_vmap_rule = True
@@ -211,12 +207,9 @@ class _BatchStatistics(torch.autograd.Function):
         x, mean = ctx.saved_tensors
         count = x.numel() // x.shape[1]
         deviations = _wide(x) - per_channel(mean, x)
-        gradient = torch.addcmul(
-            per_channel(of_mean / count, x),
-            deviations,
-            per_channel(2 * of_var / count, x),
-        )
-        return gradient.to(x.dtype)
+        by_mean = per_channel(of_mean / count, x)
+        by_var = per_channel(2 * of_var / count, x)
+        return torch.addcmul(by_mean, deviations, by_var).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -246,62 +239,58 @@ def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> 
 def mixture(
     moments: Sequence[Moments], weights: Sequence[float], *, spread: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance, (C,) each, of one or more clients with the
-    shares p_i.
+    """Return mean and biased variance, (C,) each, of clients with the shares p_i.
+
+    mean = sum p_i mean_i, and variance = sum p_i (var_i + (mean_i - mean)^2).
 
     Args:
         moments: one entry per client.
         weights: p_i, or in proportion to them, in the same order.
-        spread: whether the variance sum p_i (var_i + (mean_i - mean)^2) has its second
-            term.
+        spread: whether the variance has its second term.
     """
-    pairs = [
-        (weight / sum(weights), one)
-        for weight, one in zip(weights, moments, strict=True)
-    ]
+    total = sum(weights)
+    pairs = list(zip([weight / total for weight in weights], moments, strict=True))
     mean = torch.stack([p * one.mean for p, one in pairs]).sum(0)
-    terms = [
-        p * (one.m2 / one.count + ((one.mean - mean).square() if spread else 0.0))
-        for p, one in pairs
-    ]
+    terms = []
+    for p, one in pairs:
+        variance = one.m2 / one.count
+        if spread:
+            variance = variance + (one.mean - mean).square()
+        terms.append(p * variance)
     return mean, torch.stack(terms).sum(0)
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers whose running statistics a forward pass changes, in
-    the present modes.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [
-        layer
-        for layer in layers
-        if layer.training
-        and layer.track_running_stats
-        and layer.running_mean is not None
-    ]
+    """Return the BatchNorm layers whose running statistics a forward pass changes."""
+    layers = []
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm) or module.running_mean is None:
+            continue
+        if module.training and module.track_running_stats:
+            layers.append(module)
+    return layers
 
 
 def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
-    """Let layers in train mode use the batch's statistics and change no buffer; return
-    the function that undoes it.
+    """Let layers in train mode change no buffer; return the function that undoes it.
 
-    A forward pass of a layer's own may track in any case: what it has changed is
-    undone, too.
+    They normalise by the batch's statistics. A forward pass of a layer's own may track
+    in any case: what it has changed is undone, too.
     """
+    kept = []
+    for layer in layers:
+        if type(layer).forward is not _BatchNorm.forward:
+            for name, buffer in layer.named_buffers(recurse=False):
+                if name in _TRACKED:
+                    kept.append((layer, name, buffer, buffer.clone()))
     before = [(layer, layer.track_running_stats) for layer in layers]
-    kept = [
-        (layer, name, buffer, buffer.clone())
-        for layer in layers
-        if type(layer).forward is not _BatchNorm.forward
-        for name, buffer in layer.named_buffers(recurse=False)
-        if name in _TRACKED
-    ]
     for layer in layers:
         layer.track_running_stats = False
 
     def undo() -> None:
         for layer, tracked in before:
             layer.track_running_stats = tracked
+        # The same buffer again: it may have been replaced, and others hold it.
         with torch.no_grad():
             for layer, name, buffer, value in kept:
                 setattr(layer, name, buffer.copy_(value))
@@ -318,12 +307,12 @@ def reestimate_statistics(
     layers: Collection[_BatchNorm] | None = None,
     forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Moments]:
-    """Return the statistics of every BatchNorm layer from one pass in train mode; the
-    model does not change.
+    """Return the statistics of every BatchNorm layer from one pass over the data.
 
-    BatchNorm normalises with each batch's own statistics; running statistics are
-    neither used nor changed. Layers that the model itself keeps in eval mode, or has in
-    it while it is in train mode, are left out.
+    The model does not change. In the pass it is in train mode: BatchNorm normalises
+    with each batch's own statistics, and running ones are neither used nor changed.
+    Layers that the model itself keeps in eval mode, or has in it while it is in train
+    mode, are left out.
 
     Args:
         model: has the weights to use, on the device to use.
@@ -350,30 +339,36 @@ def reestimate_statistics(
     refuse_scripted(model, "re-estimated statistics")
     in_eval = left_in_eval(model).values()
     with kept_modes(model), torch.no_grad():
+        # The modes of the pass.
         model.train(layers is None)
         for layer in in_eval:
             layer.training = False
+        # Also layers that ``train`` leaves in eval mode.
         for layer in layers or ():
-            layer.training = True  # also a layer that ``train`` leaves in eval mode
-        prepared = inputs_for(model)
-        batches = _positions(
-            model if forward is None else None, data, batch_size, prepared
-        )
+            layer.training = True
         watched = tracking_layers(model) if layers is None else layers
+
+        prepared = inputs_for(model)
+        # The model's own forward says nothing of layers that ``forward`` alone reaches.
+        tried = model if forward is None else None
+        batches = _positions(tried, data, batch_size, prepared)
         with gathered_inputs(watched) as gathered, _not_tracking(watched), seeded(seed):
             for positions, (inputs, _) in with_positions(data, batches):
                 try:
                     (forward or model)(prepared(inputs))
                 except ValueError as error:
-                    if (named := named_error(error, model, len(positions))) is None:
+                    # torch's error for one value per channel does not name the layer.
+                    named = named_error(error, model, len(positions))
+                    if named is None:
                         raise
                     raise named from error
     return gathered.by_path(model)
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
-    """Give BatchNorm layers re-estimated statistics: the mean and the biased variance,
-    by which a batch is normalised.
+    """Give BatchNorm layers re-estimated statistics, as running ones.
+
+    The variance is biased, as the one by which a batch is normalised in training.
 
     Args:
         model: changed in place.
@@ -391,24 +386,22 @@ def _positions(
     batch_size: int,
     prepared: Callable[[Any], Any],
 ) -> list[Tensor]:
-    """Return the positions of each batch; ``model`` says whether one example can be
-    alone, None = it cannot.
+    """Return the positions of each batch.
+
+    ``model`` says whether one example can be alone; None = it cannot.
     """
     if not len(data):
         return []
     # From one example a BatchNorm after a linear layer computes no statistics, whatever
     # the batches in training are.
-    batches = list(
-        torch.split(
-            torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)
-        )
-    )
-    if len(batches[-1]) == 1 and (
-        model is None
-        or not takes_one_example(model, prepared(data.batch(batches[-1])[0]))
-    ):
-        return join_last(batches)
-    return batches
+    size = max(batch_size, 2) if batch_size else len(data)
+    batches = list(torch.split(torch.arange(len(data)), size))
+    last = batches[-1]
+    if len(last) > 1:
+        return batches
+    if model is not None and takes_one_example(model, prepared(data.batch(last)[0])):
+        return batches
+    return join_last(batches)
 
 
 @contextmanager
@@ -416,6 +409,7 @@ def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
     """Gather the moments of the inputs of these layers, of all calls in the block."""
     sums = MomentSums()
 
+    # Before the call: the layer may change its input in place.
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sums.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 

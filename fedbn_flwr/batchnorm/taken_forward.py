@@ -1,5 +1,4 @@
-"""A BatchNorm layer's forward pass, taken over by a method for the training of a round.
-Torch only.
+"""A BatchNorm layer's forward pass, taken over by a method for a round's training.
 
 What a method needs to write such a forward pass, beside the statistics of
 ``reestimation``: normalisation by any statistics, through which gradients flow.
@@ -32,14 +31,14 @@ __all__ = [
 ]
 
 ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
-"""``compute(layer, x)`` returns the output of a layer in training for its input (N, C,
-*), in the input's dtype.
+"""``compute(layer, x)`` returns a layer's output in training.
+
+The input x is (N, C, *), and the output has its dtype.
 """
 
 
 def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that track running statistics once the model is in
-    train mode, by path.
+    """Return the BatchNorm layers that track statistics in training, by path.
 
     Layers that the model keeps in eval mode, or has in it while it trains itself, are
     left out. A layer registered at several paths has its first one.
@@ -56,8 +55,7 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the layers of ``layers_in_training``, whose forward pass a method can
-    replace.
+    """Return ``layers_in_training``, all with a forward pass that a method can replace.
 
     Raises:
         NormLayerError: a layer has a forward pass of its own, which would be left out,
@@ -75,11 +73,10 @@ def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class _Forward:
-    """A forward pass in the place of a layer's own. A copy of the layer, deep or
-    pickled, has its own again.
+    """A forward pass in the place of a layer's own.
 
-    Such as an average of the weights that is made in mid-training: with the replacement
-    it would use the original.
+    A copy of the layer, deep or pickled, has its own again. It may be an average of the
+    weights that is made in mid-training: with the replacement it would use the original.
     """
 
     def __init__(
@@ -91,6 +88,7 @@ class _Forward:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # ``memo`` has the copy if the layer itself is copied, and not this object alone.
         copied = memo.get(id(self._layer))
         return self if copied is None else _own_forward(copied)
 
@@ -104,30 +102,21 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
 
 
 def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
-    """Let ``compute`` be the forward pass of the layers of ``layers_in_training``;
-    return the function that undoes it.
+    """Let ``compute`` be the layers' forward pass; return the function that undoes it.
 
-    A layer that does not track when it is called (in eval mode, or while
-    ``reestimate_statistics`` passes the data through the model) uses its own forward
-    pass. Running statistics and counters change only if ``compute`` does it. A compiled
-    model runs ``compute`` between its compiled parts.
+    The layers are those of ``layers_in_training``. A layer that does not track when it
+    is called (in eval mode, or while ``reestimate_statistics`` passes the data through
+    the model) uses its own forward pass. Running statistics and counters change only if
+    ``compute`` does it. A compiled model runs ``compute`` between its compiled parts.
 
     Raises:
         NormLayerError: a layer has a forward pass of its own, which would be left out.
     """
-    undo = [
-        replace_method(
-            layer,
-            "forward",
-            _Forward(
-                layer,
-                not_compiled(
-                    functools.partial(_forward, layer, layer.forward, compute)
-                ),
-            ),
-        )
-        for layer in replaceable_layers(model).values()
-    ]
+    undo = []
+    for layer in replaceable_layers(model).values():
+        taken = functools.partial(_forward, layer, layer.forward, compute)
+        forward = _Forward(layer, not_compiled(taken))
+        undo.append(replace_method(layer, "forward", forward))
 
     def undo_all() -> None:
         for restore in undo:
@@ -142,8 +131,10 @@ def _forward(
     compute: ForwardFunction,
     input: Tensor,
 ) -> Tensor:
+    """Return ``compute``'s output, or that of the layer's own forward in a test."""
     if not (layer.training and layer.track_running_stats):
         return original(input)
+    # As torch's forward does, whose message a user knows.
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     return compute(layer, input)
 
@@ -151,8 +142,7 @@ def _forward(
 def watch_inputs(
     layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]
 ) -> Callable[[], None]:
-    """Call ``note(layer, x)`` before each forward pass of a layer; return the function
-    that undoes it.
+    """Call ``note(layer, x)`` before each forward pass; return what undoes it.
 
     Not a hook of torch's: a compiled model does not look for hooks that come after its
     compilation. It runs ``note`` between its compiled parts.
@@ -167,11 +157,10 @@ def watch_inputs(
 
 
 def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype, with the layer's
-    gamma, beta (if any) and eps.
+    """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype.
 
     Args:
-        layer: the layer.
+        layer: has gamma and beta, if any, and eps.
         x: its input (N, C, *).
         mean: (C,), in float32, or in float64 with a float64 input.
         var: biased (C,), likewise; it is at least 0.
@@ -180,10 +169,8 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
     # mean and var enter a second time, as a factor of gamma that is 1 and a term of
     # beta that is 0: the output stays, and the gradients are exact.
     m, v = mean.detach(), var.detach()
-    weight, bias = (
-        ((v + layer.eps) / (var + layer.eps)).sqrt(),
-        (m - mean) * (var + layer.eps).rsqrt(),
-    )
+    weight = ((v + layer.eps) / (var + layer.eps)).sqrt()
+    bias = (m - mean) * (var + layer.eps).rsqrt()
     if layer.weight is not None:
         weight, bias = weight * layer.weight, bias * layer.weight
     if layer.bias is not None:

@@ -1,10 +1,17 @@
-"""One BatchNorm over all clients of a round: FedTAN's first local step for any
-``nn.Module``.
+"""One BatchNorm over all clients of a round: FedTAN's first local step.
 
-Clients run one forward and backward pass inside ``synchronised``; the server answers
+It works for any ``nn.Module``. Clients run one forward and backward pass inside ``synchronised``; the server answers
 each exchange with ``combine``. Source: FedTAN, Algorithms 1-3, eq. (39)-(41). Law: with
 one plain SGD step (weight decay allowed) the p-weighted average of the clients' models
 equals one centralised step on the loss ``sum p_i * mean_i(loss)``.
+
+In reading order:
+
+- ``step``: ``synchronised``, the block around a forward and a backward pass.
+- ``mode``: replaces every batch_norm call in the block, and numbers the exchanges.
+- ``layer``: the arithmetic of one call: what is sent, what the answer gives.
+- ``reduction``: the tensors of an exchange, and the server's answer to them.
+- ``trial``: tries beforehand, at one client, whether a model can be synchronised.
 """
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep

@@ -1,5 +1,4 @@
-"""The arithmetic of one BatchNorm call that gets its statistics, and the gradients
-through them, from outside.
+"""One BatchNorm call that gets its statistics, and their gradients, from outside.
 
 Symbols: y is the layer's input, n_i its elements per channel on this client, s =
 sqrt(var + eps), g = dF_i/dx_hat. Moments and gradients are computed in float32 for
@@ -33,8 +32,7 @@ def elements_per_channel(y: Tensor) -> int:
 
 
 def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(centred, centre, error)`` of this client: y - centre, centre (C,), and
-    the mean of centred (C,).
+    """Return y - centre, centre (C,), and the mean of the first (C,), of this client.
 
     ``centre`` is a first mean with the rounding error of a long sum, which ``error``
     corrects. On a CPU this and the mean square are several times faster than torch's
@@ -46,7 +44,7 @@ def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def local_moments(centred: Tensor, centre: Tensor, error: Tensor) -> Tensor:
-    """Return (mean, rest, var) of this client, (3, C), of what ``local_mean`` returns.
+    """Return (mean, rest, var) of this client, (3, C), from ``local_mean``'s values.
 
     ``mean`` is centre + error after rounding, ``rest`` what rounding removed. ``var``
     is biased, about mean + rest.
@@ -64,17 +62,14 @@ def mean_square(centred: Tensor) -> Tensor:
 
 
 def _with_share(rows: Tensor, share: float) -> Tensor:
-    """Return ``rows``, (C,) or (3, C), with a further column: ``share`` in the first
-    row, else 0.
-    """
+    """Return ``rows``, (C,) or (3, C), with a column: ``share`` at the top, else 0."""
     column = rows.new_zeros(*rows.shape[:-1], 1)
     column.view(-1)[0] = share
     return torch.cat([rows, column], -1)
 
 
 class BatchNormCall:
-    """One BatchNorm call of a synchronised step, connected to the same call on the
-    other clients.
+    """One BatchNorm call of a synchronised step, connected to the same call elsewhere.
 
     Args:
         exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of
@@ -114,15 +109,15 @@ class BatchNormCall:
         self._answered = False
 
     def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return y - mean - rest (a new tensor), and mean, rest and biased var over all
-        clients, each (C,).
+        """Return y - mean - rest, and mean, rest and var over all clients, each (C,).
 
-        ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if
+        The first is a new tensor. ``var`` is biased, about mean + rest. ``rest`` is the rounding error of mean; 0 if
         ``var`` is taken about mean.
         """
         centred, centre, error = local_mean(y)
         share = self._batch_size / elements_per_channel(y)
         if self._fused:
+            # 2L + 1 exchanges: eq. (39) and (40) in one.
             local = _with_share(local_moments(centred, centre, error), share)
             answer = self._exchange(f"moments/{self._call}", local)
             self.mean, rest, self.var = answer[:, :-1]
@@ -131,6 +126,8 @@ class BatchNormCall:
             # smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
+            # 3L + 1 exchanges: the mean of all, eq. (39), then the variance about it,
+            # eq. (40).
             self.mean = self._exchange(f"mean/{self._call}", centre + error)
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
@@ -141,9 +138,8 @@ class BatchNormCall:
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:
-        """Return the gradients (2, C) with respect to var and mean to continue with;
-        ``local`` are this client's.
-        """
+        """Return dF/dvar and dF/dmean, (2, C), eq. (41), given this client's."""
+        # FedDNA goes on with its own.
         if self._keeps_gradients:
             return local
         if self._answered:
@@ -157,9 +153,7 @@ class BatchNormCall:
 
 
 class Normalise(torch.autograd.Function):
-    """BatchNorm in training mode; a ``BatchNormCall`` gives the statistics and the
-    gradients through them.
-    """
+    """BatchNorm in training mode, with the statistics of a ``BatchNormCall``."""
 
     @staticmethod
     def forward(
@@ -170,12 +164,11 @@ class Normalise(torch.autograd.Function):
         eps: float,
         call: BatchNormCall,
     ) -> Tensor:
-        """Return weight * (y - mean) / s + bias, in y's dtype; ``call`` supplies mean
-        and var.
-        """
+        """Return weight * (y - mean) / s + bias, in y's dtype."""
         centred, mean, rest, var = call.moments(
             y.to(torch.promote_types(y.dtype, torch.float32))
         )
+        # y, and not ``centred``, which is changed below, and twice as large for float16.
         ctx.save_for_backward(y, weight, mean, rest, var)
         ctx.eps, ctx.call, ctx.has_bias = eps, call, bias is not None
         scale = (var + eps).rsqrt_()
@@ -189,8 +182,10 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of y, weight and bias; those of weight and bias come
-        from this client alone.
+        """Return the gradients of y, weight and bias.
+
+        Those of weight and bias are this client's: the server averages them with the
+        model.
         """
         y, weight, mean, rest, var = ctx.saved_tensors
         grad = grad.to(mean.dtype)
@@ -210,10 +205,10 @@ class Normalise(torch.autograd.Function):
             )
         d_y = None
         if ctx.needs_input_grad[0]:
-            # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The path of the mean
-            # through # this client's variance is left out: it is not zero on one client, but #
-            # zero in the sum over all clients.
+            # sum g (y - mean) (-1/2) s^-3, and -sum g / s. The mean's path through this
+            # client's variance is left out: it is zero in the sum over all clients.
             local = torch.stack([-0.5 * sum_g_x_hat * scale.square(), -sum_g * scale])
+            # d_y = g / s + 2 d_var (y - mean) + d_mean: both are means of n values.
             d_var, d_mean = ctx.call.gradients(local) / elements_per_channel(y)
             centred.mul_(per_channel(2 * d_var, y)).add_(
                 per_channel(d_mean - 2 * d_var * rest, y)

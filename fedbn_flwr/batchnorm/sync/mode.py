@@ -25,6 +25,8 @@ __all__ = ["SynchronisedStep"]
 
 
 class _Arguments(NamedTuple):
+    """The arguments of a BatchNorm call, which torch's two functions order otherwise."""
+
     y: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -60,10 +62,12 @@ class SynchronisedStep(TorchFunctionMode):
         self._sizes = batch_size, union_batch_size
         self.fused = exchanges == "2L+1"
         self.keeps_gradients = backward == "own"
-        self._path: str | None = None  # of the BatchNorm module being called
-        self._seen = 0  # batch_norm calls of any kind
+        # Of the BatchNorm module that is being called.
+        self._path: str | None = None
+        # The number of batch_norm calls, of any kind.
+        self._seen = 0
         self._closed = False
-        # so a recompilation repeats no exchange
+        # Outside of the graph, so that a recompilation repeats no exchange.
         self._batch_norm = not_compiled(self._synchronise)
 
     def close(self) -> None:
@@ -71,8 +75,7 @@ class SynchronisedStep(TorchFunctionMode):
         self._closed = True
 
     def require_a_layer(self) -> None:
-        """Check, at the end of a block, that a BatchNorm layer was called in train
-        mode.
+        """Check, at the end of a block, that a layer was called in train mode.
 
         Raises:
             NormLayerError: none was.
@@ -87,9 +90,8 @@ class SynchronisedStep(TorchFunctionMode):
     def watch(
         self, path: str, module: nn.Module
     ) -> tuple[RemovableHandle, RemovableHandle]:
-        """Name ``module`` in errors, and refuse it if it is called but does not call
-        batch_norm.
-        """
+        """Name ``module`` in errors; refuse it if it does not call batch_norm."""
+        # A stack: the module may be called within itself.
         before: list[int] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -139,7 +141,7 @@ class SynchronisedStep(TorchFunctionMode):
         )
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
-        # if all clients' inputs are alike
+        # Values per channel of all clients' batches, if their inputs are alike.
         union = elements_per_channel(arguments.y) * union_batch_size / batch_size
         if not union:
             raise NormLayerError(
@@ -167,15 +169,15 @@ class SynchronisedStep(TorchFunctionMode):
             arguments.y, arguments.weight, arguments.bias, arguments.eps, call
         )
         with torch.no_grad():
-            n = union_batch_size / call.share  # the same float on all clients
+            # The same float on all clients, whose models stay equal to the bit.
+            n = union_batch_size / call.share
+            # torch's running variance is unbiased: n / (n - 1).
             _update(arguments.running_mean, call.mean, arguments.momentum)
             _update(arguments.running_var, call.var * (n / (n - 1)), arguments.momentum)
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:
-        """Return the server's answer to ``local``, in the same shape and dtype and on
-        the same device.
-        """
+        """Return the server's answer to ``local``, as a tensor like it."""
         if self._closed:
             raise NormLayerError(
                 f"exchange {tag!r} comes after the synchronised block: loss.backward()"
@@ -197,8 +199,9 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
 
 
 def _refuse_checkpoint(layer: str) -> None:
-    """Raise NormLayerError under activation checkpointing, which would do the layer's
-    exchanges twice.
+    """Raise NormLayerError under activation checkpointing.
+
+    It would do the layer's exchanges twice.
     """
     if in_checkpoint():
         raise NormLayerError(

@@ -57,22 +57,22 @@ rounded mean, and lose about the digits that torch's own layer loses.
 """
 
 Backward = Literal["global", "own"]
-"""``global`` (FedTAN): gradients with respect to the statistics are exchanged; ``own``
-(FedDNA): they are not.
+"""Whether gradients with respect to the statistics are exchanged.
+
+``global`` (FedTAN): they are; ``own`` (FedDNA): they are not.
 """
 
 EXCHANGES: tuple[str, ...] = get_args(ExchangeScheme)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 
 Reduce = Callable[[str, Tensor], Tensor]
-"""``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer
-(same shape, any device).
+"""``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer.
+
+The answer has the same shape, on any device.
 """
 
 Combine = Callable[[str, Sequence[Tensor], Sequence[float]], Tensor]
-"""``combine(tag, tensors, weights)`` returns the server's answer to the tensors of an
-exchange.
-"""
+"""``combine(tag, tensors, weights)`` returns the server's answer to the tensors."""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
 _WITH_SHARE = ("variance", "moments")
@@ -128,24 +128,20 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
 
 def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of a tensor's rows of channels, and those of the column beside
-    them.
-    """
-    apart = tensor[..., -1:].numel() if tag.partition("/")[0] in _WITH_SHARE else 0
-    return (
-        tensor.numel() - apart
-    ) * tensor.element_size(), apart * tensor.element_size()
+    """Return the bytes of a tensor's rows of channels, and those of the column beside."""
+    apart = 0
+    if tag.partition("/")[0] in _WITH_SHARE:
+        apart = tensor[..., -1:].numel()
+    rows, size = tensor.numel() - apart, tensor.element_size()
+    return rows * size, apart * size
 
 
 def _pooled(
     moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
     """Return mean, rest and var (3, C) in float64; the mean is rounded to ``dtype``."""
-    mean = (
-        _weighted_sum([mean_i + rest_i for mean_i, rest_i, _ in moments], shares)
-        .to(dtype)
-        .to(torch.float64)
-    )
+    exact = [mean_i + rest_i for mean_i, rest_i, _ in moments]
+    mean = _weighted_sum(exact, shares).to(dtype).to(torch.float64)
     # Below, means are offsets from the rounded mean: a rest smaller than float64's last
     # digit of the mean is not lost.
     offsets = [(mean_i - mean) + rest_i for mean_i, rest_i, _ in moments]
@@ -153,14 +149,14 @@ def _pooled(
     # The equation of `reestimation.mixture`, which has no rests: with the means alone
     # its variance would be wrong here. The spread of the client means is a sum of
     # squared differences, not E[y^2] - E[y]^2: no cancellation.
-    spread = [
-        var_i + (offset - rest).square()
-        for (_, _, var_i), offset in zip(moments, offsets, strict=True)
-    ]
-    return torch.stack([mean, rest, _weighted_sum(spread, shares)])
+    about_mean = []
+    for (_, _, var_i), offset in zip(moments, offsets, strict=True):
+        about_mean.append(var_i + (offset - rest).square())
+    return torch.stack([mean, rest, _weighted_sum(about_mean, shares)])
 
 
 def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return sum p_i x_i, added in the order given: a run repeats bit for bit."""
     result = torch.zeros_like(tensors[0])
     for tensor, share in zip(tensors, shares, strict=True):
         result += share * tensor

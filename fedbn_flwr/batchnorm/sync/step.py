@@ -1,5 +1,4 @@
-"""One forward and backward pass in which every BatchNorm of a model sees the batches of
-all clients as one.
+"""One forward and backward pass in which BatchNorm sees all clients' batches as one.
 
 Every BatchNorm layer calls ``torch.nn.functional.batch_norm``. That call is replaced,
 not the layer, so these need nothing special: subclasses with their own forward, 1d, 2d
@@ -43,8 +42,9 @@ def synchronised(
     exchanges: ExchangeScheme = "3L+1",
     backward: Backward = "global",
 ) -> Iterator[SynchronisedStep]:
-    """Synchronise every BatchNorm call in the block, forward and backward, with the
-    same call on the other clients.
+    """Synchronise every BatchNorm call in the block with those of the other clients.
+
+    Both passes are synchronised, forward and backward.
 
     ::
 
@@ -98,6 +98,7 @@ def synchronised(
     _refuse_containers(model)
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:
+        # Undone in the reverse order: the step is closed last.
         stack.callback(step.close)
         stack.enter_context(_watched_layers(model, step))
         # Some compilers end a graph at each exchange, and then fail in the backward
@@ -114,9 +115,7 @@ def synchronised(
 
 
 def _refuse_containers(model: nn.Module) -> None:
-    """Raise NormLayerError for a module whose BatchNorm calls do not pass through
-    torch's function modes.
-    """
+    """Raise NormLayerError for a module whose calls torch's function modes do not see."""
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
@@ -127,11 +126,12 @@ def _refuse_containers(model: nn.Module) -> None:
 
 @contextmanager
 def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
-    """Let the step watch every BatchNorm layer in the block, and mark the layers as
-    those of one client.
+    """Let the step watch every BatchNorm layer in the block.
+
+    The layers are marked as those of one client: two steps would mix their hooks.
     """
     with ExitStack() as stack:
-        # the paths of all clients, wrapped or not
+        # The same paths at all clients, whether their models are wrapped or not.
         for path, module in unwrap(model).named_modules():
             if isinstance(module, _BatchNorm):
                 if vars(module).get(_IN_A_STEP):

@@ -1,6 +1,4 @@
-"""Whether the layers of a model can be synchronised, found out by one client on its
-own.
-"""
+"""Whether the layers of a model can be synchronised, as one client finds out alone."""
 
 from __future__ import annotations
 
@@ -22,7 +20,8 @@ from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["refuse_batch_renorm", "try_synchronised_step"]
 
-# of two examples; a layer that is skipped half of the time is missed once in 128 models
+# Of two examples; a layer that is skipped half of the time is missed once in 128
+# models.
 _PASSES = 8
 
 
@@ -32,18 +31,16 @@ def refuse_batch_renorm(model: nn.Module) -> None:
     Raises:
         NormLayerError: one does; the message has its path.
     """
-    if layers := [
-        path for path, layer in model.named_modules() if isinstance(layer, BatchRenorm)
-    ]:
-        raise NormLayerError(
-            f"layer '{layers[0]}' is batch-renorm, whose correction comes from local"
-            " statistics: it cannot be synchronised. Use norm=batch."
-        )
+    for path, layer in model.named_modules():
+        if isinstance(layer, BatchRenorm):
+            raise NormLayerError(
+                f"layer '{path}' is batch-renorm, whose correction comes from local"
+                " statistics: it cannot be synchronised. Use norm=batch."
+            )
 
 
 def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
-    """Do a forward and a backward pass as in a synchronised step, without other clients
-    and with no effect.
+    """Do the passes of a synchronised step alone, without an effect.
 
     If the passes draw random numbers, further forward passes with others find layers
     that are skipped at random, if not surely.
@@ -63,13 +60,13 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
     try:
         with kept_modes(model):
             first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
+            # Without random numbers further passes are the same.
             with seeded(0):
                 draws = drawn != _next_numbers()
             with torch.no_grad():
                 for seed in range(1, _PASSES if draws else 1):
-                    _refuse_other_calls(
-                        first, _pass(model, inputs, batch_size, seed)[0]
-                    )
+                    again, _ = _pass(model, inputs, batch_size, seed)
+                    _refuse_other_calls(first, again)
     finally:
         model.zero_grad(set_to_none=True)
         load_state(model, before)
@@ -87,15 +84,18 @@ def _pass(
     Raises:
         NormLayerError: a layer cannot be synchronised, or none is called in train mode.
     """
-    tags: list[str] = []
+    called: list[str] = []
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
-        tags.append(tag)
+        # kind/k/path: one exchange of moments is one call.
+        kind, _, *path = tag.split("/")
+        if kind == "moments":
+            called.append("/".join(path))
         return tensor
 
     with (
         seeded(seed),
-        # the union is large enough for every layer
+        # The union is large enough for every layer.
         synchronised(
             model,
             reduce,
@@ -110,9 +110,7 @@ def _pass(
             loss.backward()
         drawn = _next_numbers()
     step.require_a_layer()
-    return [
-        "/".join(tag.split("/")[2:]) for tag in tags if tag.startswith("moments/")
-    ], drawn
+    return called, drawn
 
 
 def _next_numbers() -> list[float]:
@@ -127,15 +125,17 @@ def _refuse_other_calls(first: Sequence[str], second: Sequence[str]) -> None:
     """Raise NormLayerError if two passes of one batch call other layers."""
     if first == second:
         return
-    counts = Counter(first), Counter(second)
-    odd = next(
-        (path for path in [*first, *second] if counts[0][path] != counts[1][path]),
-        first[0],
-    )
-    numbers = " and ".join(str(count[odd]) for count in counts)
+    of_first, of_second = Counter(first), Counter(second)
+    # Where all counts are equal the order differs.
+    odd = first[0]
+    for path in [*first, *second]:
+        if of_first[path] != of_second[path]:
+            odd = path
+            break
     raise NormLayerError(
         f"BatchNorm layer {odd!r} is called at random, as in stochastic depth"
-        f" ({numbers} calls in two passes of one batch, or another order): in a"
+        f" ({of_first[odd]} and {of_second[odd]} calls in two passes of one batch, or"
+        " another order): in a"
         " synchronised step every client must call the same layers in the same order."
         " Switch that off for training, or use a method without a synchronised step,"
         " as fedavg or fedbn."
