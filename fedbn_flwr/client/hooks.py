@@ -96,59 +96,61 @@ def bn_rules(
             took no part in the training (the optimizer was not wrapped, or no step was
             taken), or the weights are not those of the last step and the hook needs it.
     """
+    message: Message | None = None
     if isinstance(message_or_config, Message):
-        message, config = message_or_config, merged_config(message_or_config)
+        message = message_or_config
+        config: Mapping[str, Any] = merged_config(message)
     else:
-        message, config = None, dict(message_or_config)
-    read = TrainConfig.read(config)
-    hooks = make_hooks(
-        read.hooks,
-        HookContext(config, frozenset(read.local_entries), replay(context, config)),
-    )
+        config = dict(message_or_config)
+    sent = TrainConfig.read(config)
+    local = frozenset(sent.local_entries)
+    hooks = make_hooks(sent.hooks, HookContext(config, local, replay(context, config)))
     _refuse_second_block(context, hooks.values())
-    store: KeptState | None = None
-    if need_context := [
-        name
-        for name, hook in hooks.items()
+    # FixBN and others act on the model alone. A hook with arrays of its own needs the
+    # context, where the mod has put them, and the names that the server knows.
+    kept: KeptState | None = None
+    with_arrays = [
+        hook_name
+        for hook_name, hook in hooks.items()
         if overrides(hook, "receive", "reply", "keep", "around")
-    ]:
-        whole = _whole(message, config, model) if context is not None else None
+    ]
+    if with_arrays:
+        whole = None if context is None else _whole(message, config, model)
         if whole is None:
             raise ConfigError(
-                f"client hook '{need_context[0]}' sends or keeps arrays: write `with"
+                f"client hook '{with_arrays[0]}' sends or keeps arrays: write `with"
                 " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
                 " mods=[local_bn]) `with bn_rules(model, config, context)`"
             )
         model = view_with_names(model, whole)
         parts = split_state(whole)
-        fingerprint = parts.fingerprint(
-            {name: tuple(entry.shape) for name, entry in whole.items()}
-        )
-        store = KeptState(context, parts, fingerprint, read.start_id)
-        sent = {
-            name: tensors(from_record(record))
-            for name, record in records_in(context, INBOX).items()
+        shapes = {name: tuple(entry.shape) for name, entry in whole.items()}
+        kept = KeptState(context, parts, parts.fingerprint(shapes), sent.start_id)
+        extras = {
+            record_name: tensors(from_record(record))
+            for record_name, record in records_in(context, INBOX).items()
         }
-        for name in need_context:
-            hooks[name].receive(
-                sent, tensors(store.hook_state(type(hooks[name]).__name__))
-            )
+        for hook_name in with_arrays:
+            hook = hooks[hook_name]
+            hook.receive(extras, tensors(kept.hook_state(type(hook).__name__)))
     rules = Hooks(model, hooks)
     with rules._block():
         yield rules
+    # After the block, and not where it raises: the round counts as a whole or not at
+    # all. The mod takes the outbox over into the reply, and saves what is kept.
     if context is not None:
         fill_outbox(context, rules.metrics, hooks.values())
-    if store is not None:
-        kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
-        store.save_hook_state(kept, read.server_round)
+    if kept is not None:
+        kept.save_hook_state(
+            {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()},
+            sent.server_round,
+        )
 
 
 def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:
-    if (
-        context is not None
-        and is_filled(context)
-        and any(overrides(hook, *_PER_ROUND) for hook in hooks)
-    ):
+    if context is None or not is_filled(context):
+        return
+    if any(overrides(hook, *_PER_ROUND) for hook in hooks):
         raise ConfigError(
             "a second `with bn_rules(...)` in the training of one message: the hooks of"
             " the strategy would begin anew, and what they found in the first block"
@@ -190,8 +192,10 @@ class Hooks:
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
         self.metrics: dict[str, Any] = {}
         self._model = model
-        self._at_start, self._after_step = NotedModel(model), NotedModel(model)
         self._hooks = hooks
+        # The weights as the hooks stored them, and as the last step left them: a user's
+        # loop may load others in between.
+        self._at_start, self._after_step = NotedModel(model), NotedModel(model)
         self._wrapped: list[torch.optim.Optimizer] = []  # those that take the steps
         self._steps = 0
         self._passes = 0
@@ -201,21 +205,30 @@ class Hooks:
         self._open_step = ExitStack()
         self._in_step = False
         self._watching = ExitStack()
-        self._compares = any(hook.compares_with_start for hook in hooks.values())
         self._acting = [
             hook
             for hook in hooks.values()
             if overrides(hook, "start", "penalty", "gradients")
         ]
-        if self._compares or any(overrides(hook, "begin") for hook in self._acting):
+        self._compares = any(hook.compares_with_start for hook in hooks.values())
+        if self._compares or self._acting_stores:
             self._at_start.note()
+        # The first pass with gradients is the last moment of a survey, and of loading
+        # the received weights. Only the layers see it in every loop.
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
-            for layer in (
-                module for module in model.modules() if isinstance(module, _BatchNorm)
-            ):
-                self._watching.callback(layer.register_forward_pre_hook(note).remove)
+            for layer in model.modules():
+                if isinstance(layer, _BatchNorm):
+                    handle = layer.register_forward_pre_hook(note)
+                    self._watching.callback(handle.remove)
+
+    @property
+    def _acting_stores(self) -> bool:
+        """Whether a hook that acts in steps stores something of the model at the start
+        of the block.
+        """
+        return any(overrides(hook, "begin") for hook in self._acting)
 
     def survey(self, batches: Any, forward: Callable[[Any], Any] | None = None) -> None:
         """Pass the training data through the model before the first step, for methods
@@ -243,8 +256,10 @@ class Hooks:
                 "rules.survey(loader) came after a step, or after a forward pass in"
                 " train mode: call it first; try a model with torch.no_grad()"
             )
+        # The passes of the survey are none of the training.
         self._watching.close()
-        self._surveyed, data = True, LoadedBatches(batches)
+        self._surveyed = True
+        data = LoadedBatches(batches)
         for hook in self._hooks.values():
             if overrides(hook, "survey"):
                 hook.passes = forward
@@ -266,39 +281,39 @@ class Hooks:
                 inside the block. A model that changes later is refused in the first
                 step.
         """
-        if (
-            not self._acting
-            and hasattr(optimizer, "zero_grad")
-            and not isinstance(optimizer, torch.optim.Optimizer)
-        ):
-            return optimizer  # as fastai's own, in whose steps no hook could act
+        # In the steps of fastai's own optimizer no hook could act; if none does, the
+        # loop may have it.
+        is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
+        if not self._acting and hasattr(optimizer, "zero_grad") and not is_of_torch:
+            return optimizer
         for stepping in stepping_optimizers(optimizer):
             self._wrap(stepping)
         return optimizer
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(
-            parameters_of(optimizer) & parameters_of(other) for other in self._wrapped
-        ):
+        own = parameters_of(optimizer)
+        if any(own & parameters_of(other) for other in self._wrapped):
             raise ConfigError(
                 "rules.wrap was called twice in a block for the same parameters: make"
                 " and wrap one optimizer for all epochs"
             )
         if self._acting:
-            if not any(overrides(hook, "begin") for hook in self._acting):
-                if not self._wrapped:
-                    self._at_start.note()  # they store nothing before this call
-            elif not self._steps:
-                self._at_start.check_device()
-                self._at_start.check_parameters()
-            # the hooks would change nothing
-            if not parameters_of(optimizer) & {*self._model.parameters()}:
+            # Hooks that store nothing before ``start`` take the model as it is now; the
+            # others have stored it, and it must still be the same.
+            if self._acting_stores:
+                if not self._steps:
+                    self._at_start.check_device()
+                    self._at_start.check_parameters()
+            elif not self._wrapped:
+                self._at_start.note()
+            # Else the hooks would change nothing.
+            if own.isdisjoint(self._model.parameters()):
                 raise ConfigError(
                     "the optimizer has no parameter of the model that `bn_rules` was"
                     " given: give both the same model, and no copy of it"
                 )
+            # A hook refuses an optimizer that it cannot use.
             for hook in self._acting:
-                # it refuses an optimizer that it cannot use
                 hook.start(self._model, optimizer)
             self._exit.callback(before_steps(optimizer, self._act).remove)
         self._wrapped.append(optimizer)
@@ -355,7 +370,8 @@ class Hooks:
         """Note a training pass that no other call sees: the optimizer need not be
         wrapped.
         """
-        if self._trained or not (self._model.training and torch.is_grad_enabled()):
+        trains = self._model.training and torch.is_grad_enabled()
+        if self._trained or not trains:
             return
         self._trained = True
         if self._compares:
@@ -370,34 +386,40 @@ class Hooks:
             if not self._steps:
                 self._at_start.check_parameters()
                 self._at_start.forget()
+        # Parameters that another optimizer steps have no gradient for the hooks: theirs
+        # would be changed once in each optimizer's step.
         own = parameters_of(optimizer)
-        set_aside = {
-            p: p.grad
-            for p in self._model.parameters()
-            if p.grad is not None and p not in own
-        }
-        for p in set_aside:
-            p.grad = None  # another optimizer steps it
-        total = self._change_gradients(
-            [p for p in self._model.parameters() if p.requires_grad and p in own]
-        )
+        trained: list[nn.Parameter] = []
+        set_aside: dict[nn.Parameter, Tensor] = {}
+        for p in self._model.parameters():
+            if p in own:
+                if p.requires_grad:
+                    trained.append(p)
+            elif p.grad is not None:
+                set_aside[p] = p.grad
+                p.grad = None
+        total = self._change_gradients(trained)
         for p, grad in set_aside.items():
             p.grad = grad
         self._steps += 1
         return total
 
     def _change_gradients(self, parameters: list[nn.Parameter]) -> float | Tensor:
+        """Add the gradients of the penalties, then let the hooks change the sums; return
+        the sum of the penalties.
+        """
         total: float | Tensor = 0.0
         for hook in self._hooks.values():
-            with torch.enable_grad():
+            with torch.enable_grad():  # a step runs without gradients
                 penalty = hook.penalty(self._model)
-            if penalty is not None and parameters:
-                # not a number: that would wait for the device in each step
-                total = total + penalty.detach()
-                gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
-                for p, grad in zip(parameters, gradients, strict=True):
-                    if grad is not None:
-                        p.grad = grad if p.grad is None else p.grad.add_(grad)
+            if penalty is None or not parameters:
+                continue
+            # A tensor and not a number: that would wait for the device in each step.
+            total = total + penalty.detach()
+            gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
+            for p, grad in zip(parameters, gradients, strict=True):
+                if grad is not None:
+                    p.grad = grad if p.grad is None else p.grad.add_(grad)
         for hook in self._hooks.values():
             hook.gradients(self._model)
         return total
@@ -410,27 +432,32 @@ class Hooks:
                 every step; or the weights are not those of the step before, and a hook
                 needs it.
         """
+        # One around another, as Opacus': the other one takes the step, and is seen then.
         if optimizer not in stepping_optimizers(optimizer):
-            return  # it calls the one that takes the step
+            return
         own = parameters_of(optimizer)
         names = [name for name, p in self._model.named_parameters() if p in own]
-        if names and self._acting and optimizer not in self._wrapped:
+        if not names:
+            return
+        if self._acting and optimizer not in self._wrapped:
             raise ConfigError(
                 f"{type(optimizer).__name__} steps {len(names)} parameters"
                 f" ('{names[0]}', ...) and was not wrapped, and the method acts in"
                 " every step. Write: optimizer = rules.wrap(optimizer). A loop with"
                 " several optimizers wraps each."
             )
-        if names:
-            self._check_last_step(self._after_step.changed())
+        self._check_last_step(self._after_step.changed())
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in stepping_optimizers(optimizer):
             self._after_step.note(parameters_of(optimizer))
 
     def _check_last_step(self, changed: list[str]) -> None:
+        """Refuse weights that no step has made, where a hook belongs to all steps."""
+        if not changed:
+            return
         for name, hook in self._hooks.items():
-            if changed and hook.of_all_steps:
+            if hook.of_all_steps:
                 raise ConfigError(
                     f"{len(changed)} parameters ('{changed[0]}', ...) have changed"
                     " inside `with bn_rules(...)` after a step, as by loading the best"
@@ -450,8 +477,9 @@ class Hooks:
                 "the block ended inside a step: call rules.end_step() after each"
                 " backward pass"
             )
-        if any(hook.of_all_steps for hook in self._hooks.values()):
+        if self._belongs_to_all_steps:
             self._check_last_step(self._after_step.changed(thorough=True))
+        # A hook that took no part has changed nothing: the run would be plain FedAvg.
         for name, hook in self._hooks.items():
             if overrides(hook, "start", "penalty", "gradients") and not self._steps:
                 missing = "took no step" if self._wrapped else "was not wrapped"
@@ -478,15 +506,15 @@ class Hooks:
         and collect their metrics.
         """
         with self._exit:
-            notes = any(hook.of_all_steps for hook in self._hooks.values())
-            if notes or self._acting:
-                self._exit.callback(
-                    register_optimizer_step_pre_hook(self._before_any_step).remove
-                )
-            if notes:
-                self._exit.callback(
-                    register_optimizer_step_post_hook(self._after_any_step).remove
-                )
+            # Torch's hooks for all optimizers of the process see also those that the
+            # loop did not wrap.
+            if self._belongs_to_all_steps or self._acting:
+                before = register_optimizer_step_pre_hook(self._before_any_step)
+                self._exit.callback(before.remove)
+            if self._belongs_to_all_steps:
+                after = register_optimizer_step_post_hook(self._after_any_step)
+                self._exit.callback(after.remove)
+            # If the block raises, every hook that has begun undoes its changes.
             with ExitStack() as undo:
                 for hook in self._hooks.values():
                     hook.begin(self._model)
@@ -496,10 +524,13 @@ class Hooks:
                 yield
                 self._check()
                 undo.pop_all()
-            self.metrics = {
-                key: value
-                for hook in self._hooks.values()
-                for key, value in hook.end(self._model).items()
-            }
+            self.metrics = {}
+            for hook in self._hooks.values():
+                self.metrics |= hook.end(self._model)
             if self._hooks:
                 self.metrics[APPLIED] = ",".join(self._hooks)
+
+    @property
+    def _belongs_to_all_steps(self) -> bool:
+        """Whether what a hook sends or keeps fits only the weights of the last step."""
+        return any(hook.of_all_steps for hook in self._hooks.values())

@@ -236,13 +236,13 @@ def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
         return hooked_loop(model, data, msg, context)
 
     with pytest.raises(ConfigError, match="Write one block around all epochs"):
-        run_app(FedProx(), user_app(twice))
+        run_app(FedProx(proximal_mu=0.01), user_app(twice))
     run_app(FedAvg(), user_app(twice))
 
 
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
     """All clients leave it out, so the run ends with the error in its first round."""
-    strategy = FedProx()
+    strategy = FedProx(proximal_mu=0.01)
     with pytest.raises(
         ConfigError, match=r"Write: optimizer = rules\.wrap\(optimizer\)"
     ):

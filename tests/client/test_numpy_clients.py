@@ -275,4 +275,4 @@ def test_our_own_client_with_the_mod_is_refused_with_advice(
 
 def test_a_missing_client_hook_ends_the_run(by_the_loop, client_fn) -> None:
     with pytest.raises(ClientPartError, match="client hook 'proximal'"):
-        by_the_loop(FedProx(), client_fn(has_rules=False))
+        by_the_loop(FedProx(proximal_mu=0.01), client_fn(has_rules=False))
