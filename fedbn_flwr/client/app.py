@@ -77,12 +77,10 @@ class SizedApp(RepeatableApp):
         """
         if config:
             raise NotImplementedError("the client must try what the method needs")
-        partition_id, parts = (
-            int(context.node_config[PARTITION_ID]),
-            num_partitions_of(context),
-        )
         return NodeProperties(
-            partition_id, self.num_examples(context), num_partitions=parts
+            int(context.node_config[PARTITION_ID]),
+            self.num_examples(context),
+            num_partitions=num_partitions_of(context),
         )
 
 
@@ -129,14 +127,18 @@ def client_app(
                 f" {name}=[...]"
             )
     answers = _ClientMessages(client_fn, reason or _text)
-    # elsewhere no array has a cost of its own, and a mod has one
-    outermost = [packed] if on_network_node() else []
-    every = [*outermost, masked_if_asked, clipped_update, seeded_client, *mods]
-    app = (
-        RepeatableApp(mods=every)
-        if num_examples is None or mods
-        else SizedApp(num_examples, every)
-    )
+    # From outside to inside: what leaves the client is masked or clipped after the
+    # user's mods, and in one piece last; what the client draws is seeded innermost, so
+    # that the noise of a privacy mod before it is not the server's to subtract.
+    every = [masked_if_asked, clipped_update, seeded_client, *mods]
+    if on_network_node():  # elsewhere no array has a cost of its own, and a mod has one
+        every.insert(0, packed)
+    # A user's mod may see or refuse queries: then each node must be asked.
+    app: ClientApp
+    if num_examples is None or mods:
+        app = RepeatableApp(mods=every)
+    else:
+        app = SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)
     app.query()(answers.properties)
@@ -155,11 +157,12 @@ class _ClientMessages:
         client_fn: Callable[[Context], Any],
         reason: Callable[[Exception, Context], str],
     ) -> None:
-        self._client_fn, self._reason = client_fn, reason
+        self._client_fn = client_fn
+        self._reason = reason
 
     def _client(self, context: Context) -> NumPyClient:
         client = self._client_fn(context)
-        # what NumPyClient.to_client() wraps
+        # Flower's own apps return ``client.to_client()``, which wraps it.
         client = getattr(client, "numpy_client", client)
         if not isinstance(client, NumPyClient):
             raise TypeError(
@@ -173,12 +176,14 @@ class _ClientMessages:
         """Return the trained arrays."""
         client = self._client(context)
         fit = client.fit
-        if only_reads := _only_reads(fit, TorchClient.fit):
-            # of the client that owns `fit`; the reply copies the arrays
+        # Our own ``fit`` needs no copies, neither of the arrays that it gets nor of
+        # those that it returns: the reply copies them. A subclass may do anything.
+        only_reads = _only_reads(fit, TorchClient.fit)
+        if only_reads:
+            # of the client that owns ``fit``: a user's object may hand it on
             fit = cast(Any, fit).__self__.fit_uncopied
-        return reply_to_fit(
-            message, *checked(fit(*open_message(message, copy=not only_reads)), "fit")
-        )
+        result = fit(*open_message(message, copy=not only_reads))
+        return reply_to_fit(message, *checked(result, "fit"))
 
     @NamedConfigErrors()
     def evaluate(self, message: Message, context: Context) -> Message:
@@ -191,20 +196,18 @@ class _ClientMessages:
     @NamedConfigErrors()
     def properties(self, message: Message, context: Context) -> Message:
         """Return the client's properties, or why it cannot take part."""
-        info: dict[str, Any] = {}
-        try:
-            properties = self._client(context).get_properties(merged_config(message))
-        # an answer: the server reports it and goes on with the others
-        except (DataError, NormLayerError) as error:
-            properties, info = (
-                {NUM_EXAMPLES: 0},
-                {UNUSABLE: self._reason(error, context)},
-            )
-        node: dict[str, Any] = {
+        properties: dict[str, Any] = {
             PARTITION_ID: partition_of(context),
             NUM_PARTITIONS: num_partitions_of(context),
         }
-        properties = {**node, **properties}
+        info: dict[str, Any] = {}
+        try:
+            client = self._client(context)
+            properties |= client.get_properties(merged_config(message))
+        # An answer, and no error: the server reports it and goes on with the others.
+        except (DataError, NormLayerError) as error:
+            properties[NUM_EXAMPLES] = 0
+            info[UNUSABLE] = self._reason(error, context)
         if on_network_node():
             info[VERSIONS] = as_text(own_versions())
         reply = describe(message, properties)

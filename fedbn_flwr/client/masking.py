@@ -92,11 +92,14 @@ def masked_update(
         return call_next(message, context)
     party = _party(context, config)
     masking = _Masking(party, config, context)
+    # The update is the difference to this. Mods further in put the whole model in its
+    # place.
     key, before = _received(message, context)
+    # FedTAN by its channel sends tensors inside the step, not in the reply.
     with wrap_reducers(masking.reducer):
         reply = call_next(message, context)
     if reply.has_content():
-        reply.content = _masked(message, reply.content, key, before, masking)
+        reply.content = _masked(reply.content, key, before, masking)
         _keep(context, party)
     return reply
 
@@ -111,9 +114,12 @@ class _Masking:
         self.party = party
         self._context = context
         self.weight = float(config[MASK_WEIGHT])
-        self.equal, total = bool(config[MASK_EQUAL]), float(config[MASK_TOTAL])
+        self.equal = bool(config[MASK_EQUAL])
+        total = float(config[MASK_TOTAL])
         party.set_present(config[MASK_PRESENT], about(total, self.equal))
         self._point = FixedPoint(total)
+        # Under dp=client a weight would tell the number of a client's examples; without
+        # it the weight is checked against that number, see ``check_weight``.
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
             raise MaskingError(
                 "the server's weights do not fit its dp setting. With dp=client the"
@@ -123,6 +129,7 @@ class _Masking:
             )
 
     def exchange(self, tag: str, array: Array) -> Array:
+        """Return the masked tensor of an exchange."""
         vector = self._point.vector({tag: array}, self.weight)
         masked = self.party.exchange(tag, vector).reshape(array.shape)
         # before it leaves: the training may fail later, and be asked for again
@@ -151,6 +158,7 @@ class _Masking:
             )
 
     def reducer(self, reducer: Reducer) -> Reducer:
+        """Return the reducer as one that sends masked tensors."""
         return _MaskedReducer(reducer, self)
 
 
@@ -165,12 +173,8 @@ class _MaskedReducer:
         return self._reducer.begin()
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        return self._reducer.reduce(
-            tag,
-            torch.from_numpy(
-                self._masking.exchange(tag, tensor.detach().cpu().numpy())
-            ),
-        )
+        masked = self._masking.exchange(tag, tensor.detach().cpu().numpy())
+        return self._reducer.reduce(tag, torch.from_numpy(masked))
 
     def close(self) -> None:
         self._reducer.close()
@@ -181,26 +185,26 @@ def _received(message: Message, context: Context) -> tuple[str, State]:
     first one of a step has it.
     """
     key, record = next(iter(of_kind(message.content, ArrayRecord).items()))
-    return key, views(
-        ArrayRecord(
-            dict(
-                record
-                or of_kind(context.state, ArrayRecord).get(STEP_MODEL, ArrayRecord())
-            )
-        )
-    )
+    if not record:
+        kept = of_kind(context.state, ArrayRecord)
+        record = kept.get(STEP_MODEL, ArrayRecord())
+    return key, views(ArrayRecord(dict(record)))
 
 
 def _masked(
-    message: Message, content: RecordDict, key: str, before: State, masking: _Masking
+    content: RecordDict, key: str, before: State, masking: _Masking
 ) -> RecordDict:
     """Return what the server may see of a reply."""
     records, metrics = of_kind(content, ArrayRecord), of_kind(content, MetricRecord)
+    # Begin with nothing, and let through what is known to tell no more than a sum: an
+    # app may have records and metrics of its own.
     seen: RecordDict = RecordDict({key: ArrayRecord()})
     if EXCHANGE in records:
-        sent = views(records[EXCHANGE])
         seen[EXCHANGE] = to_record(
-            {str(tag): masking.exchange(tag, array) for tag, array in sent.items()}
+            {
+                str(tag): masking.exchange(tag, array)
+                for tag, array in views(records[EXCHANGE]).items()
+            }
         )
     counts = []
     for record in metrics.values():
@@ -208,55 +212,58 @@ def _masked(
             counts.append(int(record[NUM_EXAMPLES]))  # type: ignore[arg-type]
     if records.get(key):
         masking.check_weight(counts)
-        seen[key] = to_record(
-            {str(MASKED): masking.update(views(records[key]), before)}
-        )
+        update = masking.update(views(records[key]), before)
+        seen[key] = to_record({str(MASKED): update})
     if counts:
         seen[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
     info: Mapping[str, Any] = of_kind(content, ConfigRecord).get(INFO, {})
-    seen[INFO] = ConfigRecord(
-        {name: info[name] for name in _IN_THE_CLEAR if name in info}
-    )
+    in_the_clear: dict[str, Any] = {
+        name: info[name] for name in _IN_THE_CLEAR if name in info
+    }
+    seen[INFO] = ConfigRecord(in_the_clear)
     return seen
 
 
 def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> Message:
-    """Return the answer to a query of the masks."""
+    """Return the answer to a query of the masks, by its stage (``privacy.masks``)."""
     stage = config[MASK_STAGE]
     answer: dict[str, Any]
     if stage == "keys":
+        # fresh in each round: that of a lost client may be revealed
         party = Party.new(int(config[SERVER_ROUND]))
         answer = {MASK_KEYS: party.publics}
     elif stage == "shares":
         party = _party(context, config)
+        # two keys for each client of the round, in one list
         keys = list(config[MASK_KEYS])
-        pairs = dict(
-            zip(
-                config[MASK_NUMBERS],
-                map(PublicKeys, keys[::2], keys[1::2]),
-                strict=True,
-            )
-        )
+        pairs = map(PublicKeys, keys[::2], keys[1::2])
         encrypted = party.shares(
-            int(config[MASK_NUMBER]), pairs, int(config[MASK_THRESHOLD])
+            int(config[MASK_NUMBER]),
+            dict(zip(config[MASK_NUMBERS], pairs, strict=True)),
+            int(config[MASK_THRESHOLD]),
         )
         answer = {MASK_NUMBERS: list(encrypted), MASK_SHARES: list(encrypted.values())}
     else:
         party = _party(context, config)
-        received = dict(
-            zip(config.get(MASK_NUMBERS, ()), config.get(MASK_SHARES, ()), strict=True)
-        )
+        numbers, shares = config.get(MASK_NUMBERS, ()), config.get(MASK_SHARES, ())
         revealed = party.reveal(
-            config.get(MASK_ANSWERED, []), config.get(MASK_LOST, []), received
+            config.get(MASK_ANSWERED, []),
+            config.get(MASK_LOST, []),
+            dict(zip(numbers, shares, strict=True)),
         )
         answer = {MASK_NUMBERS: list(revealed), MASK_SHARES: list(revealed.values())}
+    # The stage is kept, too: the same query again must not reveal the other share.
     _keep(context, party)
-    return Message(
-        RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))}), reply_to=message
-    )
+    content: RecordDict = RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))})
+    return Message(content, reply_to=message)
 
 
 def _party(context: Context, config: Mapping[str, Any]) -> Party:
+    """Return this client's secrets of the round.
+
+    Raises:
+        MaskingError: it has none.
+    """
     kept: Mapping[str, Any] = of_kind(context.state, ConfigRecord).get(MASK_PARTY, {})
     party = Party.load(kept[MASK_SECRETS]) if MASK_SECRETS in kept else None
     if party is None or party.server_round != config[SERVER_ROUND]:

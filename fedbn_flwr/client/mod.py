@@ -92,9 +92,12 @@ def local_bn(
         StateError: an entry was neither sent nor kept here, the kept state belongs to
             another model or is not finite, or the app's reply is not the whole model.
     """
+    # A query without arrays, and the app's own messages.
     if not of_kind(message.content, ArrayRecord):
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
+    trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+    # Before the app: the whole model, and nothing else, is in the message.
     if config.attempt is not None:
         _reopen(message, context)
     key, received = _set_aside_extras(message, context, config.extras)
@@ -102,9 +105,9 @@ def local_bn(
     if config.local_entries or config.extras or config.attempt is not None:
         # A TorchClient keeps its part itself, and refuses to work under the mod.
         next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "local_bn"
-    if trained := message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
+    if trains:
         open_outbox(context)
-    kept = {
+    ours = {
         name: record
         for name, record in context.state.items()
         if name.startswith(PREFIX)
@@ -114,13 +117,13 @@ def local_bn(
     except StopStep as stop:
         log_sent(context, stop.exchange)
         return _exchange_reply(message, key, stop.exchange)
-    if trained:
-        kept.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
-    # the app may replace it
-    context.state.update(
-        {name: kept[name] for name in kept.keys() - context.state.keys()}
-    )
-    if trained:
+    if trains:
+        ours.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
+    # The app may have put another state into the context, without what is ours.
+    for name in ours.keys() - context.state.keys():
+        context.state[name] = ours[name]
+    # After the app: what stays is kept and taken out, what the hooks send is added.
+    if trains:
         clear_log(context)
         take_records(context, INBOX)
         if reply.has_content():
@@ -133,11 +136,15 @@ def _exchange_reply(message: Message, key: str, exchange: NextExchange) -> Messa
     """Return the reply with the tensor of an exchange; without one if the step has all
     its answers.
     """
-    records = {key: ArrayRecord(), EXCHANGE: to_record(exchange.tensors)}
-    return Message(
-        RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}),
-        reply_to=message,
+    # Flower's strategies expect arrays and a number of examples in each reply.
+    content: RecordDict = RecordDict(
+        {
+            key: ArrayRecord(),
+            EXCHANGE: to_record(exchange.tensors),
+            METRICS: MetricRecord({NUM_EXAMPLES: 1}),
+        }
     )
+    return Message(content, reply_to=message)
 
 
 def _call(
@@ -170,9 +177,12 @@ def _completed(
 ) -> tuple[ArrayRecord, KeptState]:
     """Return the whole model in the server's order, and the kept state."""
     location = StateLocation.of(context, config.continuity)
+    # The mod knows no model: its names, order and shapes are those of the message that
+    # is whole, the first one of the run, and those that it noted then.
+    spec: ModelSpec | None
     if not config.local_entries:
-        spec: ModelSpec | None = ModelSpec.of(received)
-    elif set(config.local_entries) <= set(received):  # the initial state is whole
+        spec = ModelSpec.of(received)
+    elif set(config.local_entries) <= set(received):
         spec = ModelSpec.of(received)
         spec.save(context, location)
     else:
@@ -182,9 +192,11 @@ def _completed(
     store = spec.store(context, location, config.start_id)
     store.restore(config.local_sha256, config.used_sha256)
     entries = {**received, **to_record(store.load(config.local_entries))}
-    if missing := [name for name in spec.shapes if name not in entries]:
+    missing = [name for name in spec.shapes if name not in entries]
+    if missing:
         raise StateError(f"{_LOST} ({len(missing)} entries, '{missing[0]}', ...)")
-    if extra := [name for name in received if name not in spec.shapes]:
+    extra = [name for name in received if name not in spec.shapes]
+    if extra:
         raise StateError(
             f"received '{extra[0]}', which the model of this run did not have at its"
             " start"
@@ -194,44 +206,57 @@ def _completed(
 
 def _keep_own(reply: Message, key: str, config: TrainConfig, store: KeptState) -> None:
     """Keep the client's own entries, and remove them from the reply."""
-    if local := config.local_entries:
-        records = of_kind(reply.content, ArrayRecord)
-        state = records.get(key, ArrayRecord())
-        if not state:
-            others = ", ".join(f"'{name}'" for name in records if name != key)
-            raise StateError(
-                "the app's reply has no arrays in an ArrayRecord"
-                f" '{key}'{f', but in {others}' if others else ''}. Reply with the"
-                " whole state dict under this key."
-            )
-        if missing := [name for name in local if name not in state]:
-            raise StateError(
-                f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its"
-                f" ArrayRecord '{key}'. Reply with the whole state dict, under the"
-                " names received: the mod takes out what stays."
-            )
-        store.keep(
-            from_record(ArrayRecord({name: state[name] for name in local})),
-            config.server_round,
-        )
-        reply.content[key] = ArrayRecord(
-            {name: array for name, array in state.items() if name not in set(local)}
-        )
+    local = config.local_entries
+    if local:
+        state = _whole_reply(reply, key, local)
+        own = ArrayRecord({name: state[name] for name in local})
+        store.keep(from_record(own), config.server_round)
+        stay = set(local)
+        shared = {name: array for name, array in state.items() if name not in stay}
+        reply.content[key] = ArrayRecord(shared)
     store.save(config.server_round)
     add_info(reply, store.reply_metadata(config.server_round))
+
+
+def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
+    """Return the record of the reply with the whole model.
+
+    Raises:
+        StateError: it is absent, or lacks an entry that stays.
+    """
+    records = of_kind(reply.content, ArrayRecord)
+    state = records.get(key, ArrayRecord())
+    if not state:
+        others = ", ".join(f"'{name}'" for name in records if name != key)
+        raise StateError(
+            "the app's reply has no arrays in an ArrayRecord"
+            f" '{key}'{f', but in {others}' if others else ''}. Reply with the"
+            " whole state dict under this key."
+        )
+    missing = [name for name in local if name not in state]
+    if missing:
+        raise StateError(
+            f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its"
+            f" ArrayRecord '{key}'. Reply with the whole state dict, under the"
+            " names received: the mod takes out what stays."
+        )
+    return state
 
 
 def _add_outbox(reply: Message, context: Context) -> None:
     """Add the metrics and records of the client hooks to the reply."""
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
-    numbers = {
-        name: value for name, value in report.items() if isinstance(value, (int, float))
-    }
+    # A MetricRecord, which strategies average, takes numbers alone.
+    numbers: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
+    for name, value in report.items():
+        if isinstance(value, (int, float)):
+            numbers[name] = value
+        elif isinstance(value, str):
+            texts[name] = value
     for metrics in of_kind(reply.content, MetricRecord).values():
         metrics.update(numbers)
-    add_info(
-        reply, {name: value for name, value in report.items() if isinstance(value, str)}
-    )
+    add_info(reply, texts)
     for name, record in take_records(context, OUTBOX).items():
         reply.content[name] = record
 
@@ -259,10 +284,9 @@ def _answered(query: Message, reply: Message) -> Message:
     """
     if query.metadata.message_type != MessageType.QUERY or not is_mod_refusal(reply):
         return reply
-    return Message(
-        RecordDict(dict(NodeProperties(refusal=str(reply.error.reason)).write())),
-        reply_to=query,
-    )
+    # An error says nothing of the node; by this answer the server can name the mod.
+    properties = NodeProperties(refusal=str(reply.error.reason)).write()
+    return Message(RecordDict(dict(properties)), reply_to=query)
 
 
 def _sign(reply: Message, context: Context) -> Message:

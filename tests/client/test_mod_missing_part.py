@@ -43,7 +43,7 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
     "silobn": (SiloBN, MOD),
     "mtfl": (MTFL, MOD),
     "standalone": (Standalone, MOD),
-    "fedprox": (FedProx, "'proximal'"),
+    "fedprox": (functools.partial(FedProx, proximal_mu=0.01), "'proximal'"),
     "scaffold": (Scaffold, "'variates'"),
     "momentum": (functools.partial(FedAvg, momentum_scope="local"), "'momentum'"),
     "fixbn": (
