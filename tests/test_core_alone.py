@@ -172,12 +172,11 @@ def brought_by(*packages: str) -> frozenset[str]:
         left += [
             re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line
         ]
-    found = packages_distributions().items()
-    return frozenset(
-        module
-        for module, owners in found
-        if any(re.sub(r"[-_.]+", "-", o).lower() in distributions for o in owners)
-    )
+    modules = set[str]()
+    for module, owners in packages_distributions().items():
+        if distributions & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}:
+            modules.add(module)
+    return frozenset(modules)
 
 
 def python(
@@ -282,11 +281,9 @@ def test_the_two_installs_are_what_each_half_imports() -> None:
         for line in project["optional-dependencies"]["lab"]
     }
     owners = packages_distributions()
-    needs = {
-        owner.lower().replace("_", "-")
-        for name in fedbn_flwr.lab._NEEDS
-        for owner in owners[name]
-    }
+    needs: set[str] = set()
+    for name in fedbn_flwr.lab._NEEDS:
+        needs.update(owner.lower().replace("_", "-") for owner in owners[name])
     assert needs == extra - {"flwr"}, (
         "what the laboratory looks for is what the extra brings"
     )
@@ -324,12 +321,11 @@ def test_every_lazy_name_is_there() -> None:
         for node in tree.body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
-    shown = {
-        alias.name: node.module.removeprefix("fedbn_flwr.")
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
+    shown = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        module = (node.module or "").removeprefix("fedbn_flwr.")
+        shown |= {alias.name: module for alias in node.names}
     assert shown == fedbn_flwr._WHERE, "what a type checker sees"
     for name in (*fedbn_flwr.__all__, *fedbn_flwr._ROOMS):
         assert name in dir(fedbn_flwr)

@@ -53,9 +53,8 @@ def test_a_missing_value_is_the_mean_and_no_patient_is_in_both_parts(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "a.csv", 60)
-    train, test = (
-        patients(str(tmp_path / "a.csv"), part).tensors for part in ("train", "test")
-    )
+    train = patients(str(tmp_path / "a.csv"), "train").tensors
+    test = patients(str(tmp_path / "a.csv"), "test").tensors
     chol = torch.cat([train[0], test[0]])[:, [*SCALE].index("chol")]
     assert (chol == 0).sum() == 2
     assert torch.cat([train[1], test[1]]).sum() == 8

@@ -81,9 +81,7 @@ def test_the_guide(
     start = {"num-server-rounds": 1, "init": str(tmp_path / "gn/model.safetensors")}
     again = Config.make({**SETTINGS, **METHODS["gn"], **start})
     run(again, tmp_path / "again", workers=0)
-    first, later = (
-        read_metrics(tmp_path / name / "metrics.jsonl")[0]["train-loss"]
-        for name in ("gn", "again")
-    )
+    first = read_metrics(tmp_path / "gn" / "metrics.jsonl")[0]["train-loss"]
+    later = read_metrics(tmp_path / "again" / "metrics.jsonl")[0]["train-loss"]
     assert later < first
     assert diagnose_run(tmp_path / "fedbn").to_json()

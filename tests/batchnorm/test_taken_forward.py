@@ -192,10 +192,9 @@ def test_gradients_are_those_of_differences(
     """
     generator = torch.Generator().manual_seed(0)
     layer = nn.BatchNorm2d(3, affine=affine).double()
-    x, mean, var = (
-        torch.rand(shape, generator=generator).double()
-        for shape in ((4, 3, 2, 2), (3,), (3,))
-    )
+    x = torch.rand((4, 3, 2, 2), generator=generator).double()
+    mean = torch.rand((3,), generator=generator).double()
+    var = torch.rand((3,), generator=generator).double()
     x = x.contiguous(memory_format=memory_format)
     own = tuple(
         parameter.data.uniform_(0.5, 1.5, generator=generator)

@@ -440,24 +440,14 @@ def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
 
 def settings_of(model: nn.Module) -> list[Any]:
     """What hooks change of a model beside its values."""
-    modules = [
-        (
-            path,
-            module.training,
-            getattr(module, "track_running_stats", None),
-            sorted(vars(module)),
-            *counts,
-        )
-        for path, module in model.named_modules()
-        for counts in [(len(module._forward_pre_hooks), len(module._forward_hooks))]
-    ]
-    return [
-        *modules,
-        *(
-            (name, parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-        ),
-    ]
+    found: list[Any] = []
+    for path, module in model.named_modules():
+        found.append((path, module.training, sorted(vars(module))))
+        found.append(getattr(module, "track_running_stats", None))
+        found.append((len(module._forward_pre_hooks), len(module._forward_hooks)))
+    for name, parameter in model.named_parameters():
+        found.append((name, parameter.requires_grad))
+    return found
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

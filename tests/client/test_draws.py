@@ -66,9 +66,8 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
         state = torch.get_rng_state()
         with InProcessGrid(app_with(mods), 2, workers=workers) as grid:
             runs.append([drawn(grid, *case) for case in cases])
-            exchange, training = (
-                drawn(grid, kind, 2, 1, 5) for kind in ("query.exchange", "train")
-            )
+            exchange = drawn(grid, "query.exchange", 2, 1, 5)
+            training = drawn(grid, "train", 2, 1, 5)
             assert exchange == training, (
                 "the training repeats the exchanges of its first step"
             )

@@ -50,31 +50,25 @@ class SAM(torch.optim.Optimizer):
         self.param_groups = self.base_optimizer.param_groups
         self.subtracts = False
 
+    def _with_gradients(self) -> list[nn.Parameter]:
+        found = []
+        for group in self.param_groups:
+            found += [p for p in group["params"] if p.grad is not None]
+        return found
+
     @torch.no_grad()
     def first_step(self) -> None:
-        parameters = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        parameters = self._with_gradients()
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         for p in parameters:
-            self.state[p]["old"], self.state[p]["change"] = (
-                p.detach().clone(),
-                p.grad * (0.05 / norm),
-            )
+            self.state[p]["old"] = p.detach().clone()
+            self.state[p]["change"] = p.grad * (0.05 / norm)
             p.add_(self.state[p]["change"])
         self.zero_grad()
 
     @torch.no_grad()
     def second_step(self) -> None:
-        for p in [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]:
+        for p in self._with_gradients():
             if self.subtracts:
                 p.sub_(self.state[p]["change"])
             else:

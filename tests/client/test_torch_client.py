@@ -238,7 +238,8 @@ def test_random_transforms_draw_from_the_clients_stream(points) -> None:
     """
     data, positions = as_batches(Transformed(points(10, 1))), torch.arange(4)
     before, generator = torch.get_rng_state(), torch.Generator().manual_seed(1)
-    first, second = (data.batch(positions, generator)[0] for _ in range(2))
+    first = data.batch(positions, generator)[0]
+    second = data.batch(positions, generator)[0]
     assert torch.equal(torch.get_rng_state(), before)
     again = data.batch(positions, torch.Generator().manual_seed(1))[0]
     assert torch.equal(again, first)
@@ -646,9 +647,8 @@ def test_the_round_decides_which_batches_are_drawn_and_is_needed(
     underscore.
     """
     start = client.get_parameters({})
-    first, second = (
-        client.fit(start, {key: server_round})[0][0] for server_round in (1, 2)
-    )
+    first = client.fit(start, {key: 1})[0][0]
+    second = client.fit(start, {key: 2})[0][0]
     assert not np.array_equal(first, second)
     assert np.array_equal(first, client.fit(start, {"server-round": 1})[0][0])
     said = (

@@ -550,10 +550,8 @@ def test_log_start(
 def test_start_takes_what_flowers_takes() -> None:
     """Strategy.start takes no argument that our start lacks."""
     ours = importlib.import_module("fedbn_flwr.strategies").FedBN.start
-    mine, theirs = (
-        [*inspect.signature(start).parameters.values()]
-        for start in (ours, FedAvg.start)
-    )
+    mine = [*inspect.signature(ours).parameters.values()]
+    theirs = [*inspect.signature(FedAvg.start).parameters.values()]
     described = [
         [(each.name, each.default) for each in parameters]
         for parameters in (mine, theirs)

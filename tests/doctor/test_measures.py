@@ -126,16 +126,11 @@ def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
     found = shift(seen, {"0": 1e-5})
     assert (found.p_value < 0.001, found.excess > 0.15) == ((cause != "none"),) * 2
     assert class_skew(class_counts(classes, owner)).counts == (cause == "labels")
-    ids = {
-        finding.id
-        for finding in diagnose(
-            nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval(),
-            [[(client.inputs, client.targets)] for client in clients],
-        ).findings
-    }
-    wanted = {"none": set(), "labels": {"label-skew"}, "features": {"feature-shift"}}[
-        cause
-    ]
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    loaders = [[(client.inputs, client.targets)] for client in clients]
+    ids = {finding.id for finding in diagnose(model, loaders).findings}
+    named = {"none": set(), "labels": {"label-skew"}, "features": {"feature-shift"}}
+    wanted = named[cause]
     assert ids & {"label-skew", "feature-shift", "clients-differ"} == wanted
 
 
@@ -210,12 +205,10 @@ def test_whole_parts_are_no_mistake(kept: tuple[str, ...]) -> None:
     parts = split_state(
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     )
-    assert (
-        missed_entries(
-            parts, [name for part in kept for name in getattr(parts, part)]
-        ).entries
-        == []
-    )
+    names: list[str] = []
+    for part in kept:
+        names += getattr(parts, part)
+    assert missed_entries(parts, names).entries == []
 
 
 def test_counters_that_are_no_counters() -> None:
@@ -290,7 +283,8 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     before = torch.get_rng_state()
-    first, second = (read_clients({"a": loader, "none": []}, 10) for _ in range(2))
+    first = read_clients({"a": loader, "none": []}, 10)
+    second = read_clients({"a": loader, "none": []}, 10)
     assert torch.equal(torch.get_rng_state(), before)
     assert [(c.name, len(c), c.batch_size) for c in first] == [("a", 10, 8)]
     assert all(
@@ -307,7 +301,8 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
         ),
     ]
     for limit in (10, 20):
-        first, second = (read_clients(loaders, limit) for _ in range(2))
+        first = read_clients(loaders, limit)
+        second = read_clients(loaders, limit)
         assert all(
             torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True)
         )

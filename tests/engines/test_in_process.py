@@ -71,9 +71,8 @@ def test_the_grid_has_the_calls_of_flowers_grid() -> None:
     for name in Grid.__abstractmethods__:
         ours, theirs = getattr(InProcessGrid, name), getattr(Grid, name)
         if callable(theirs):
-            mine, others = (
-                set(inspect.signature(call).parameters) for call in (ours, theirs)
-            )
+            mine = set(inspect.signature(ours).parameters)
+            others = set(inspect.signature(theirs).parameters)
             # from Flower 1.43 on
             newer = {"reply_to_message_ids"} if name == "pull_messages" else set()
             assert mine == others | newer, name

@@ -403,10 +403,8 @@ def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
     state = make_model(config).state_dict()
     state["norm.num_batches_tracked"] = torch.tensor(2.5)
     torch.save(state, tmp_path / "averaged.pt")
-    plain, given = (
-        call("mlp", *skew, "--json", *more)
-        for more in ([], ["--state", tmp_path / "averaged.pt"])
-    )
+    plain = call("mlp", *skew, "--json")
+    given = call("mlp", *skew, "--json", "--state", tmp_path / "averaged.pt")
     assert (plain.exit_code, given.exit_code) == (0, 0)
     assert (
         "the model has its initial weights: --state gives it others."

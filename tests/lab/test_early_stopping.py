@@ -126,10 +126,9 @@ def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
     short = {**settings, "early-stopping": 0, "num-server-rounds": best}
     start(tmp_path / "short", **short)
     start(tmp_path / "trained", **{**short, "recalibrate": False})
-    found, wanted, trained = (
-        files(tmp_path / name)["model.safetensors"]
-        for name in ("long", "short", "trained")
-    )
+    found = files(tmp_path / "long")["model.safetensors"]
+    wanted = files(tmp_path / "short")["model.safetensors"]
+    trained = files(tmp_path / "trained")["model.safetensors"]
     assert found == wanted
     changed = {name for name in trained if trained[name] != wanted[name]}
     assert changed

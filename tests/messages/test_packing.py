@@ -50,20 +50,16 @@ def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def fields(content: RecordDict) -> list[Any]:
     """All that a content holds, in order; of arrays the fields that travel."""
-    return [
-        (
-            (
-                key,
-                [
-                    (name, a.dtype, a.shape, a.stype, bytes(a.data))
-                    for name, a in record.items()
-                ],
-            )
-            if isinstance(record, ArrayRecord)
-            else (key, dict(record))
-        )
-        for key, record in content.items()
-    ]
+    found: list[Any] = []
+    for key, record in content.items():
+        if not isinstance(record, ArrayRecord):
+            found.append((key, dict(record)))
+            continue
+        arrays = []
+        for name, a in record.items():
+            arrays.append((name, a.dtype, a.shape, a.stype, bytes(a.data)))
+        found.append((key, arrays))
+    return found
 
 
 def num_objects(item: Any) -> int:
@@ -128,7 +124,8 @@ def test_every_array_comes_back_byte_for_byte_in_one_object() -> None:
 
 
 def test_messages_with_the_same_arrays_share_one_piece() -> None:
-    first, second = (to_record({"w": array("f4", (3,))}) for _ in range(2))
+    first = to_record({"w": array("f4", (3,))})
+    second = to_record({"w": array("f4", (3,))})
     config = ConfigRecord({"a": 1})
     contents = [
         RecordDict({"arrays": record, "config": config})

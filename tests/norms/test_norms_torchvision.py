@@ -62,22 +62,18 @@ def test_all_layers_of_a_torchvision_model(
         assert (
             new.get_submodule(row.path).__class__.__name__ == row.new.partition("(")[0]
         )
-    order = [
-        path
-        for path, _ in model.named_modules()
-        if path in {row.path for row in report}
-    ]
-    assert [row.path for row in report] == order
-    gone = (
-        set()
-        if kind == "batch-renorm"
-        else {"running_mean", "running_var", "num_batches_tracked"}
-    )
-    gone |= {"weight", "bias"} if kind in ("none", "wsconv") else set()
+    paths = [row.path for row in report]
+    assert paths == [path for path, _ in model.named_modules() if path in paths]
+    # all entries but those of the replaced norms stay, by name and in order
+    gone: set[str] = set()
+    if kind != "batch-renorm":
+        gone |= {"running_mean", "running_var", "num_batches_tracked"}
+    if kind in ("none", "wsconv"):
+        gone |= {"weight", "bias"}
     norm_entries = {f"{row.path}.{leaf}" for row in norm_rows for leaf in gone}
-    added = {
-        f"{row.path}.{leaf}" for row in report if kind == "wsconv" for leaf in ("bias",)
-    }
+    added: set[str] = set()
+    if kind == "wsconv":  # a bias where the norm supplied the shift
+        added = {f"{path}.bias" for path in paths}
     kept = [key for key in model.state_dict() if key not in norm_entries | added]
     assert kept == [key for key in new.state_dict() if key not in added]
     with torch.no_grad():

@@ -109,10 +109,8 @@ def test_a_masked_run_equals_the_plain_one(
     method, federate, datasets, mlp, same_bits
 ) -> None:
     options: dict[str, Any] = {"rounds": 2, "local_steps": 2}
-    plain, ours = (
-        federate(kind(method()), mlp, datasets, **options)
-        for kind in (lambda s: s, masked)
-    )
+    plain = federate(method(), mlp, datasets, **options)
+    ours = federate(masked(method()), mlp, datasets, **options)
     assert 0 < furthest(plain.state, ours.state) < 1e-11
     for partition in range(4) if method is FedBN else ():
         assert (
@@ -137,12 +135,9 @@ def test_a_torchvision_net_has_the_stated_error(
     value_range = 2.0**34
     monkeypatch.setattr(FixedPoint.__init__, "__defaults__", (value_range,))
     options: dict[str, Any] = {"rounds": 1, "local_steps": 1}
-    plain, ours = (
-        federate(strategy, torchvision_net, data, **options)
-        for strategy in (
-            FedAvg(fraction_evaluate=0.0),
-            masked(FedAvg(fraction_evaluate=0.0)),
-        )
+    plain = federate(FedAvg(fraction_evaluate=0.0), torchvision_net, data, **options)
+    ours = federate(
+        masked(FedAvg(fraction_evaluate=0.0)), torchvision_net, data, **options
     )
     allowed = FixedPoint(17.0, value_range).error(3, 17.0)
     assert 0.3 < furthest_in_units(plain, ours) / allowed <= 1.0
@@ -153,9 +148,8 @@ def furthest_in_units(plain: Any, ours: Any) -> float:
     masked.
     """
     parts, start = split_state(plain.history[0]), plain.history[0]
-    one, other = (
-        Coordinates(start, parts, scale=1.0).update(run.state) for run in (plain, ours)
-    )
+    one = Coordinates(start, parts, scale=1.0).update(plain.state)
+    other = Coordinates(start, parts, scale=1.0).update(ours.state)
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
@@ -166,10 +160,8 @@ def test_a_masked_step_of_a_torchvision_net_is_near_the_stated_error(
     after it and back.
     """
     data = [points(size, client, (3, 16, 16)) for client, size in enumerate((6, 3, 8))]
-    plain, ours = (
-        run_step(kind(synchronised(FedTAN)), torchvision_net(), data)
-        for kind in (lambda s: s, masked)
-    )
+    plain = run_step(synchronised(FedTAN), torchvision_net(), data)
+    ours = run_step(masked(synchronised(FedTAN)), torchvision_net(), data)
     allowed = FixedPoint(17.0).error(3, 17.0)
     assert 1e-14 < allowed < 1e-13
     assert 1 < furthest_in_units(plain, ours) / allowed < 1000  # 204
@@ -293,9 +285,8 @@ def test_under_masks_the_noise_comes_to_the_sum_of_clipped_updates(
         strategy.protect(protected(dp))
         runs.append(federate(strategy, mlp, five, rounds=2, wrap=losing(lost)))
         assert len(dp.accountant.releases) == 2
-        found, plain = (
-            protection.outcome()["privacy"] for protection in (strategy.protection, dp)
-        )
+        found = strategy.protection.outcome()["privacy"]
+        plain = dp.outcome()["privacy"]
         assert found.pop("guarantee").startswith(plain.pop("guarantee"))
         assert found == plain
     if len(lost) < 4:
@@ -672,22 +663,14 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
             transport="messages",
             client=Spied,
         )
-        replies = [
-            message.content.array_records
-            for message in run.grid.received
-            if message.has_content()
-        ]
-        received = b"".join(
-            array.data
-            for records in replies
-            for r in records.values()
-            for array in r.values()
-        )
-        forms = {
-            form
-            for weight, state in seen
-            for form in forms_of(state, weight, FixedPoint(8.0))
-        }
+        received = b""
+        for message in run.grid.received:
+            if message.has_content():
+                for record in message.content.array_records.values():
+                    received += b"".join(array.data for array in record.values())
+        forms: set[bytes] = set()
+        for weight, state in seen:
+            forms.update(forms_of(state, weight, FixedPoint(8.0)))
         found.append(sum(form in received for form in forms))
     assert found[0] > 50
     assert found[1] == 0

@@ -64,10 +64,9 @@ def test_recalibration_asks_every_client_and_does_not_change_training(
     federate, datasets, mlp, method
 ) -> None:
     model = functools.partial(mlp, dropout=0.3)
-    plain, mine, beside = (
-        federate(method(**options), model, datasets, rounds=3)
-        for options in ({}, {"recalibrate": True}, {"eval_on": "global, recalibrated"})
-    )
+    plain = federate(method(), model, datasets, rounds=3)
+    mine = federate(method(recalibrate=True), model, datasets, rounds=3)
+    beside = federate(method(eval_on="global, recalibrated"), model, datasets, rounds=3)
     assert trained(plain) == trained(mine) == trained(beside)
     union = torch.cat([data.inputs for data in datasets])
     for found, without in zip(mine.history[1:], plain.history[1:], strict=True):
@@ -275,15 +274,19 @@ def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_model
     """Each answer was refused for want of the models' key, and the run ended with the
     statistics of its start.
     """
-    plain, other = (
-        federate(
-            FedAvg(recalibrate=True, fraction_evaluate=0.0, **key),
-            mlp,
-            datasets,
-            rounds=1,
-            local_steps=2,
-        )
-        for key in ({}, {"weighted_by_key": "steps"})
+    plain = federate(
+        FedAvg(recalibrate=True, fraction_evaluate=0.0),
+        mlp,
+        datasets,
+        rounds=1,
+        local_steps=2,
+    )
+    other = federate(
+        FedAvg(recalibrate=True, fraction_evaluate=0.0, weighted_by_key="steps"),
+        mlp,
+        datasets,
+        rounds=1,
+        local_steps=2,
     )
     assert other.strategy.reports[0].rejected == {}
     assert list(completing_entries(other.strategy.run, "recalibrated")) == list(

@@ -246,7 +246,8 @@ def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_cou
     """Without a counter a corrected step left the statistics as they were, and an
     uncorrected one moved them.
     """
-    ours, torchs = (nn.BatchNorm1d(5, momentum=momentum).double() for _ in range(2))
+    ours = nn.BatchNorm1d(5, momentum=momentum).double()
+    torchs = nn.BatchNorm1d(5, momentum=momentum).double()
     for layer in (ours, torchs) if not counter else ():
         layer.num_batches_tracked = None
     for seed in range(3):
@@ -324,9 +325,9 @@ def noted(model: nn.Module, seen: dict[str, list[Tensor]]) -> Iterator[None]:
 
 
 def moments(entries: dict[str, Tensor], path: str) -> Moments:
-    count, mean, m2 = (
-        entries[f"bn-variates/{path}.{leaf}"] for leaf in ("count", "mean", "m2")
-    )
+    count = entries[f"bn-variates/{path}.count"]
+    mean = entries[f"bn-variates/{path}.mean"]
+    m2 = entries[f"bn-variates/{path}.m2"]
     return Moments(int(count), mean, m2)
 
 

@@ -103,7 +103,8 @@ def test_a_round_of_one_step_is_a_centralized_step_with_frozen_bn(
     ]
     parameters = dict(torchvision_net().named_parameters())
     for server_round in (2, 3):
-        before, after = (run.history[server_round + i] for i in (-1, 0))
+        before = run.history[server_round - 1]
+        after = run.history[server_round]
         frozen = step(loaded(torchvision_net, before).eval(), datasets)
         batchnorm = step(loaded(torchvision_net, before).train(), datasets)
         off = [abs(after[name] - frozen[name].numpy()).max() for name in parameters]

@@ -35,14 +35,17 @@ def test_with_one_client_feddna_is_fedtan(
 ) -> None:
     data = client_data((5,), (9,))
     settings = {"transport": transport, "rounds": 2, "local_steps": 2, "batch_size": 4}
-    own, shared = (
-        run_step(
-            synchronised(strategy, transport, fedtan_exchanges=exchanges, **ONE_CLIENT),
-            model,
-            data,
-            **settings,
-        )
-        for strategy in (FedDNA, FedTAN)
+    own = run_step(
+        synchronised(FedDNA, transport, fedtan_exchanges=exchanges, **ONE_CLIENT),
+        model,
+        data,
+        **settings,
+    )
+    shared = run_step(
+        synchronised(FedTAN, transport, fedtan_exchanges=exchanges, **ONE_CLIENT),
+        model,
+        data,
+        **settings,
     )
     same_bits(own.state, shared.state)
     assert [r.train.exchanges for r in own.strategy.reports] == [

@@ -24,10 +24,8 @@ def test_flowers_own_start_gives_the_same_bits(
         "barrier": True,
         "grid_options": {"threads": 2},
     }
-    ours, theirs = (
-        federate(kind(**own), mlp, [points(8), points(12, 1)], **options)
-        for kind in (method, InFlowersLoop)
-    )
+    ours = federate(method(**own), mlp, [points(8), points(12, 1)], **options)
+    theirs = federate(InFlowersLoop(**own), mlp, [points(8), points(12, 1)], **options)
     our_reports, their_reports = (
         [vars(r) for r in run.strategy.reports] for run in (ours, theirs)
     )
@@ -51,10 +49,8 @@ def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(
     with pytest.raises(KeyboardInterrupt):
         federate(strategy, mlp, clients, rounds=1, barrier=True)
     strategy.__class__ = FedTAN
-    again, fresh = (
-        federate(method, mlp, clients, rounds=1, barrier=True)
-        for method in (strategy, FedTAN())
-    )
+    again = federate(strategy, mlp, clients, rounds=1, barrier=True)
+    fresh = federate(FedTAN(), mlp, clients, rounds=1, barrier=True)
     same_bits(again.state, fresh.state)
     assert again.strategy.reports[0].rejected == {}
 
@@ -71,8 +67,7 @@ def test_a_second_run_may_use_the_address_of_the_channel_again(
         fedtan_transport="channel", fedtan_bind=address, fedtan_timeout=30.0
     )
     options = {"rounds": 1, "local_steps": 1, "grid_options": {"threads": 2}}
-    first, second = (
-        federate(strategy, mlp, [points(8), points(12, 1)], **options) for _ in range(2)
-    )
+    first = federate(strategy, mlp, [points(8), points(12, 1)], **options)
+    second = federate(strategy, mlp, [points(8), points(12, 1)], **options)
     same_bits(first.state, second.state)
     assert strategy.reports[0].rejected == {}

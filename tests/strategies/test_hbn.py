@@ -242,7 +242,8 @@ def test_a_client_of_the_warm_up_alone_starts_with_the_mean_of_the_others(
     settings = {"hide": {2: [2], 3: [2]}, "rate": LearningRate(0.1, (3,), (1e-12,))}
     run = federate(HBN(share_alpha=True), mlp, datasets, rounds=4, **settings)
     others = federate(HBN(share_alpha=True), mlp, datasets, rounds=3, **settings)
-    first, second = (kept_alpha(others, i) for i in (0, 1))
+    first = kept_alpha(others, 0)
+    second = kept_alpha(others, 1)
     mean = (SIZES[0] * first + SIZES[1] * second) / (SIZES[0] + SIZES[1])
     assert abs(mean).min() > 1e-6
     np.testing.assert_allclose(kept_alpha(run, 2), mean, rtol=1e-9, atol=1e-11)

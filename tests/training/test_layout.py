@@ -161,9 +161,8 @@ class Frozen(nn.Sequential):
 
 
 def test_modes_are_left_alone_only_where_train_would_change_none() -> None:
-    usual, own = (
-        kind(nn.Linear(2, 2), nn.BatchNorm1d(2)) for kind in (nn.Sequential, Frozen)
-    )
+    usual = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    own = Frozen(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert Layout(usual).in_train_mode()
     assert not Layout(own).in_train_mode(), (
         "it has a train() of its own, which was not called yet"

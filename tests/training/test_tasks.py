@@ -209,10 +209,10 @@ def test_every_class_of_images_counts(label: int) -> None:
     """
     labels = torch.full((4,), label, dtype=torch.uint8)
     model = nn.Linear(2, 300)
-    plain, byte = (
-        evaluate(model, Scenes(torch.ones(4, 2), t), task=CLASSIFICATION)
-        for t in (labels.long(), labels)
+    plain = evaluate(
+        model, Scenes(torch.ones(4, 2), labels.long()), task=CLASSIFICATION
     )
+    byte = evaluate(model, Scenes(torch.ones(4, 2), labels), task=CLASSIFICATION)
     assert byte == plain
     assert math.isfinite(byte.loss)
 

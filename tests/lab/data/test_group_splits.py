@@ -140,7 +140,9 @@ def test_with_groups_each_group_is_split_as_one_data_set(
     whole data set.
     """
     rng = np.random.default_rng(seed)
-    labels, groups, owner = (rng.integers(0, n, 60) for n in (classes, many, clients))
+    labels = rng.integers(0, classes, 60)
+    groups = rng.integers(0, many, 60)
+    owner = rng.integers(0, clients, 60)
     test_labels, test_groups = (
         rng.integers(0, classes, 40),
         rng.integers(0, many + 1, 40),

@@ -55,15 +55,10 @@ def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
     subset = Subset(
         samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment
     )
-    orders = [
-        torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed))
-        for seed in (0, 1)
-    ]
-    positions = [
-        part
-        for order, size in zip(orders, (1, 4), strict=True)
-        for part in torch.split(order, size)
-    ]
+    positions: list[torch.Tensor] = []
+    for seed, size in ((0, 1), (1, 4)):
+        generator = torch.Generator().manual_seed(seed)
+        positions += torch.split(torch.randperm(COUNT - 1, generator=generator), size)
     found = list(subset.batches(positions, torch.Generator().manual_seed(3)))
     assert all(
         torch.equal(y, subset.targets[p])
@@ -92,10 +87,8 @@ def test_batches_of_the_images_as_stored_repeat(files, text: str) -> None:
     augment = Augment.parse(text)
     samples = read(files, augment)
     assert not samples.in_memory
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(*(batches(samples, augment) for _ in range(2)), strict=True)
-    )
+    found = zip(batches(samples, augment), batches(samples, augment), strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
 
 
 def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(

@@ -213,14 +213,17 @@ def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
 
 def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
-    first, second = (
-        partitioned_data(
-            Config.make(
-                {"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": seed, "num-clients": 2}
-            ),
-            2,
-        )
-        for seed in (0, 1)
+    first = partitioned_data(
+        Config.make(
+            {"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": 0, "num-clients": 2}
+        ),
+        2,
+    )
+    second = partitioned_data(
+        Config.make(
+            {"dataset": f"npz:{tmp_path / 'a.npz'}", "seed": 1, "num-clients": 2}
+        ),
+        2,
     )
     assert torch.equal(first.dataset.test.inputs, second.dataset.test.inputs)
     assert not np.array_equal(first.train[0], second.train[0])
@@ -234,10 +237,9 @@ def test_a_default_split_follows_the_data(tmp_path: Path) -> None:
         client=np.arange(30) % 3,
     )
     np.savez(tmp_path / "b.npz", x=np.zeros((30, 2)), y=np.arange(30) % 2)
-    natural, iid, digits = (
-        Config.make({"dataset": name})
-        for name in (f"npz:{tmp_path / 'a.npz'}", f"npz:{tmp_path / 'b.npz'}", "digits")
-    )
+    natural = Config.make({"dataset": f"npz:{tmp_path / 'a.npz'}"})
+    iid = Config.make({"dataset": f"npz:{tmp_path / 'b.npz'}"})
+    digits = Config.make({"dataset": "digits"})
     assert [c.partition for c in (natural, iid, digits)] == [
         "natural",
         "iid",

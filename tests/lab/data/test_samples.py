@@ -212,7 +212,8 @@ def test_batches_with_augmentation_are_drawn_and_made_one_by_one() -> None:
         examples, None, mean=(0.2,), std=(0.3,), augment=Augment(crop=2, flip=True)
     )
     order = torch.arange(30).split(7)
-    drawn, again = (torch.Generator().manual_seed(5) for _ in range(2))
+    drawn = torch.Generator().manual_seed(5)
+    again = torch.Generator().manual_seed(5)
     for positions, (inputs, _) in zip(
         order, made.batches(iter(order), drawn), strict=True
     ):

@@ -20,6 +20,7 @@ from fedbn_flwr.lab.output import checkpoint as module
 from fedbn_flwr.lab.output.checkpoint import Checkpoints
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import FedBN
+from tests.support.options import set_options
 
 SETTINGS = {
     "num-clients": 2,
@@ -140,10 +141,8 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     )
     short = start(tmp_path / "short", **seldom, **{"num-server-rounds": 3})
     assert summary["sha256"] == short["sha256"]
-    saved, known = (
-        read_checked(tmp_path / name / "checkpoint/round-000003.safetensors")
-        for name in ("run", "short")
-    )
+    saved = read_checked(tmp_path / "run" / "checkpoint/round-000003.safetensors")
+    known = read_checked(tmp_path / "short" / "checkpoint/round-000003.safetensors")
     assert saved["strategy"] == known["strategy"]
     again = start(tmp_path / "run", resume=True, **seldom)
     assert (again["resumed-after"], again["sha256"]) == ([3], whole)
@@ -238,9 +237,7 @@ def test_a_limit_on_file_sizes_is_named_and_the_run_can_be_resumed(
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000,"
         " 20000));from fedbn_flwr.lab.cli import main; main()"
     )
-    settings = [
-        word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")
-    ]
+    settings = set_options(SETTINGS)
     command = [
         "python",
         "-c",

@@ -23,6 +23,7 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
+from tests.support.options import set_options
 
 NAMES = ("east", "north", "west")
 MODULE = "tables_of_nodes"
@@ -235,11 +236,7 @@ def test_what_the_server_must_know_of_the_data_is_in_the_config(
         match=r"held-out-clients='a' has no effect: only the nodes have the data",
     ):
         Config.make({**settings, "held-out-clients": "a"})
-    keys = [
-        option
-        for key, value in {**settings, "model": "mlp"}.items()
-        for option in ("--set", f"{key}={value}")
-    ]
+    keys = set_options({**settings, "model": "mlp"})
     shown = CliRunner().invoke(app, ["inspect", *keys])
     assert shown.exit_code == 0, shown.output
     assert "mlp (norm=batch)" in shown.output

@@ -25,6 +25,7 @@ from fedbn_flwr.lab.runs import start_checks
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.training.freezing import stays_in_eval
+from tests.support.options import set_options
 
 SMALL = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
 
@@ -56,9 +57,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> None:
-    settings = [
-        text for key, value in SMALL.items() for text in ("--set", f"{key}={value}")
-    ]
+    settings = set_options(SMALL)
     result = CliRunner().invoke(
         app, ["run", *settings, "--workers", "0", "--out", str(tmp_path / "out")]
     )

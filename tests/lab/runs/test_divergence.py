@@ -22,6 +22,7 @@ from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
+from tests.support.options import set_options
 
 HUGE: Mapping[str, Any] = {
     "learning-rate": 1e6,
@@ -237,9 +238,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 def test_the_command_ends_with_1_and_shows_the_table(
     tmp_path: Path, monkeypatch
 ) -> None:
-    settings = [
-        word for key, value in HUGE.items() for word in ("--set", f"{key}={value}")
-    ]
+    settings = set_options(HUGE)
     result = call(monkeypatch, "run", *settings, "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "1, diverged" in result.stdout

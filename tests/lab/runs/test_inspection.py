@@ -68,11 +68,10 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
 def predicted(found: Inspection) -> list[Traffic]:
     """The traffic of each round; every round is tested."""
     reestimation = found.reestimation.traffic if found.reestimation else Traffic()
-    return [
-        phase.traffic.plus(reestimation)
-        for phase in found.phases
-        for _ in range(phase.rounds or 0)
-    ]
+    rounds: list[Traffic] = []
+    for phase in found.phases:
+        rounds += [phase.traffic.plus(reestimation)] * (phase.rounds or 0)
+    return rounds
 
 
 def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
@@ -148,15 +147,12 @@ def test_predicted_traffic_equals_measured_traffic_with_further_settings(
 
 
 def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None:
-    found = [
-        inspect_model(make_model(config), "fedavg", 2, config).reestimation
-        for settings in ({"recalibrate": True}, {"eval-on": "recalibrated,global"}, {})
-        for config in [
-            Config.make(
-                {"dataset": "mnist", "model": "mlp", "num-server-rounds": 2, **settings}
-            )
-        ]
-    ]
+    found = []
+    size = {"dataset": "mnist", "model": "mlp", "num-server-rounds": 2}
+    for tests in ({"recalibrate": True}, {"eval-on": "recalibrated,global"}, {}):
+        config = Config.make({**size, **tests})
+        inspection = inspect_model(make_model(config), "fedavg", 2, config)
+        found.append(inspection.reestimation)
     assert found[0] is not None
     assert found[0] == found[1]
     assert found[2] is None

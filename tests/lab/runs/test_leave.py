@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.lab.files import read_metrics
+from tests.support.options import set_options
 
 SETTINGS: dict[str, Any] = {
     "num-clients": 2,
@@ -55,9 +56,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
         "num-server-rounds": 5000,
         "checkpoint-every": 4000,
     }
-    words = [
-        word for key, value in settings.items() for word in ("--set", f"{key}={value}")
-    ]
+    words = set_options(settings)
     started = subprocess.Popen(
         [
             sys.executable,

@@ -660,7 +660,8 @@ def test_what_is_damaged_is_named_or_repeated(
 ) -> None:
     out = tmp_path / "out"
     sweep(study, out)
-    first, second = (out / f"FedAvg/iid/seed-{seed}" for seed in (0, 1))
+    first = out / "FedAvg/iid/seed-0"
+    second = out / "FedAvg/iid/seed-1"
     (first / "config.yaml").write_text("strategy: [fedavg")
     assert not is_done(next(study.cells()), out), "nobody knows its settings"
     sweep(study, out, follower=(noted := Noted()))
