@@ -196,6 +196,19 @@ def test_strategies_are_papers_and_nothing_else() -> None:
     }
 
 
+def test_a_paper_needs_no_part_of_a_round_or_a_run() -> None:
+    """Of the server it needs what a method is, and the strategy for Flower."""
+    wrong = []
+    for layer, path in modules():
+        if layer == "strategies":
+            for name, line, _ in imports(path):
+                if name.startswith(
+                    ("fedbn_flwr.server.rounds", "fedbn_flwr.server.runs")
+                ):
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
+    assert wrong == []
+
+
 def test_no_module_imports_from_the_package_root() -> None:
     """The root re-exports from the upper layers: importing it from below would be an
     arrow upwards.

@@ -96,9 +96,9 @@ from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies, RunSettings
 from fedbn_flwr.server.methods.method_params import BNScaffoldParams
+from fedbn_flwr.server.methods.moments import by_layer, warn_of_unmeasured
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Beside, Travels
-from fedbn_flwr.server.rounds.reestimation import by_layer, warn_of_unmeasured
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,

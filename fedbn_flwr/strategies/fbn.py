@@ -113,8 +113,8 @@ from fedbn_flwr.server.methods.method_params import (
     PooledParams,
     trimmed_share,
 )
+from fedbn_flwr.server.methods.moments import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.methods.travels import TRACKED, Beside, Travels
-from fedbn_flwr.server.rounds.reestimation import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint

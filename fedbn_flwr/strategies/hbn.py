@@ -101,7 +101,6 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.method_params import HBNParams
 from fedbn_flwr.server.methods.travels import Beside, Travels
-from fedbn_flwr.server.rounds.replies import channel_shapes
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
@@ -327,7 +326,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
             return model, state
         averaged = replies.average_of(ALPHA, replies.weights)
         new = {
-            name: averaged[name] for name in channel_shapes(facts) if name in averaged
+            name: averaged[name] for name in facts.channel_shapes if name in averaged
         }
         return model, replace(state, alpha={**state.alpha, **new})
 

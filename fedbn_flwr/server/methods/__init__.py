@@ -8,6 +8,7 @@ In the order in which to read them:
 - ``params``: the settings of all methods; ``method_params``: those of one each.
 - ``options``: what every method can have beside its own; ``momentum`` and ``shared_bn``
   are two of them.
+- ``moments``: clients' moments by layer, for a method that pools statistics.
 - ``together``: the methods of one run as one, and what does not fit.
 - ``sent_beside``: what they take from clients beside the model, for privacy.
 

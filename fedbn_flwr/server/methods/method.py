@@ -32,7 +32,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
-from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import ReplyInfo
 from fedbn_flwr.server.methods.node import Node
@@ -102,6 +102,18 @@ class Facts:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the model's entries."""
         return {name: array.shape for name, array in self.before.items()}
+
+    @cached_property
+    def channel_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of ``PATH.alpha`` of each BN layer with running statistics: a number
+        for each channel.
+        """
+        shapes = {}
+        for layer in self.parts.layers:
+            mean = layer.entries.get("running_mean")
+            if mean is not None:
+                shapes[entry_name(layer.path, "alpha")] = self.before[mean].shape
+        return shapes
 
     def hold(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model with held entries as they were sent, bit for bit."""

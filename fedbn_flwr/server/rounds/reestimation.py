@@ -26,20 +26,20 @@ $S$ = floats of the running statistics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
-from fedbn_flwr.batchnorm.reestimation import Moments, merge
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
+from fedbn_flwr.server.methods.moments import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
@@ -51,19 +51,9 @@ from fedbn_flwr.server.rounds.replies import (
 )
 from fedbn_flwr.server.runs.run import Run
 
-__all__ = [
-    "by_layer",
-    "pooled_statistics",
-    "reestimate_before_tests",
-    "warn_of_unmeasured",
-]
+__all__ = ["reestimate_before_tests"]
 
 logger = logging.getLogger("flwr")
-
-Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
-"""Returns the moments of a layer of all clients together, given each client's and its
-weight.
-"""
 
 
 def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
@@ -155,75 +145,3 @@ def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
         "no client could measure its statistics:"
         f" {split_code(error_text(failed[0]))[1]}"
     )
-
-
-_UNTOUCHED = (
-    "which keep the statistics that they have, mean 0 and variance 1 in a new model"
-)
-
-
-def warn_of_unmeasured(
-    number: int,
-    parts: Parts,
-    sent: Sequence[Mapping[str, Moments]],
-    which: str = _UNTOUCHED,
-) -> None:
-    """Warn of the layers with running statistics of which no client has sent moments,
-    if a client has sent some.
-    """
-    if not any(sent):
-        return
-    tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
-    if unmeasured := [
-        path for path in tracking if not any(path in moments for moments in sent)
-    ]:
-        logger.warning(
-            "round %d: no reply has moments of the inputs of %s, %s: these layers ran"
-            " under no_grad or not at all. If the training reaches them and the model's"
-            " forward does not, pass forward=f to answer_statistics(...) or"
-            " rules.survey(...), where f(inputs) calls them all.",
-            number,
-            ", ".join(unmeasured),
-            which,
-        )
-
-
-def pooled_statistics(
-    parts: Parts,
-    sent: Sequence[Mapping[str, Moments]],
-    weights: Sequence[float],
-    pool: Pool,
-) -> dict[str, Array]:
-    """Return the running statistics of all clients' data together, by entry, in
-    float64.
-
-    A layer with fewer than two values is left out, and so are counters, which count
-    training batches.
-    """
-    entries: dict[str, Array] = {}
-    for layer, moments, own_weights in by_layer(parts, sent, weights):
-        total = pool(moments, own_weights)
-        if total.count > 1:
-            entries[layer.entries["running_mean"]] = total.mean.numpy()
-            entries[layer.entries["running_var"]] = total.variance.numpy()
-    return entries
-
-
-def by_layer(
-    parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
-) -> Iterator[tuple[BatchNormLayer, list[Moments], list[float]]]:
-    """Yield each layer of which a client has sent moments, with these moments and the
-    weights of their clients.
-    """
-    for layer in parts.layers:
-        pairs = [
-            (own[layer.path], weight)
-            for own, weight in zip(sent, weights, strict=True)
-            if layer.path in own
-        ]
-        if pairs:
-            yield (
-                layer,
-                [moments for moments, _ in pairs],
-                [weight for _, weight in pairs],
-            )

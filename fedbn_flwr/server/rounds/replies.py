@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
-from fedbn_flwr.batchnorm.parts import Parts, entry_name
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.kinds import of_kind
@@ -28,7 +28,6 @@ __all__ = [
     "Refused",
     "Terms",
     "Usable",
-    "channel_shapes",
     "error_text",
     "no_batchnorm_hint",
     "read_arrays",
@@ -144,7 +143,7 @@ class Terms:
                 )
         else:
             shapes = (
-                facts.shapes if beside.size == "trainable" else channel_shapes(facts)
+                facts.shapes if beside.size == "trainable" else facts.channel_shapes
             )
             refuse_misshapen(beside.key, record, shapes)
 
@@ -185,19 +184,6 @@ class Terms:
                 " there), and make its app `ClientApp(mods=[local_bn])`, both from"
                 " fedbn_flwr.mods."
             )
-
-
-def channel_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
-    """Return the shape of ``PATH.alpha`` of each BN layer with running statistics: a
-    number for each channel.
-    """
-    layers = [layer for layer in facts.parts.layers if "running_mean" in layer.entries]
-    return {
-        entry_name(layer.path, "alpha"): (
-            facts.before[layer.entries["running_mean"]].shape
-        )
-        for layer in layers
-    }
 
 
 def warn_of_other_counts(

@@ -1,0 +1,86 @@
+"""Clients' moments of BN inputs, layer by layer: what a method that pools statistics
+needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
+from fedbn_flwr.batchnorm.reestimation import Moments
+
+__all__ = ["Pool", "by_layer", "pooled_statistics", "warn_of_unmeasured"]
+
+logger = logging.getLogger("flwr")
+
+Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
+"""Returns the moments of a layer of all clients together, given each client's and its
+weight.
+"""
+
+_UNTOUCHED = (
+    "which keep the statistics that they have, mean 0 and variance 1 in a new model"
+)
+
+
+def by_layer(
+    parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
+) -> Iterator[tuple[BatchNormLayer, list[Moments], list[float]]]:
+    """Yield each layer of which a client has sent moments, with these moments and the
+    weights of their clients.
+    """
+    for layer in parts.layers:
+        moments, own_weights = [], []
+        for own, weight in zip(sent, weights, strict=True):
+            if layer.path in own:
+                moments.append(own[layer.path])
+                own_weights.append(weight)
+        if moments:
+            yield layer, moments, own_weights
+
+
+def pooled_statistics(
+    parts: Parts,
+    sent: Sequence[Mapping[str, Moments]],
+    weights: Sequence[float],
+    pool: Pool,
+) -> dict[str, Array]:
+    """Return the running statistics of all clients' data together, by entry, in
+    float64.
+
+    A layer with fewer than two values is left out, and so are counters, which count
+    training batches.
+    """
+    entries: dict[str, Array] = {}
+    for layer, moments, own_weights in by_layer(parts, sent, weights):
+        total = pool(moments, own_weights)
+        if total.count > 1:
+            entries[layer.entries["running_mean"]] = total.mean.numpy()
+            entries[layer.entries["running_var"]] = total.variance.numpy()
+    return entries
+
+
+def warn_of_unmeasured(
+    number: int,
+    parts: Parts,
+    sent: Sequence[Mapping[str, Moments]],
+    which: str = _UNTOUCHED,
+) -> None:
+    """Warn of the layers with running statistics of which no client has sent moments,
+    if a client has sent some.
+    """
+    measured = {path for moments in sent for path in moments}
+    tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
+    unmeasured = [path for path in tracking if path not in measured]
+    if measured and unmeasured:
+        logger.warning(
+            "round %d: no reply has moments of the inputs of %s, %s: these layers ran"
+            " under no_grad or not at all. If the training reaches them and the model's"
+            " forward does not, pass forward=f to answer_statistics(...) or"
+            " rules.survey(...), where f(inputs) calls them all.",
+            number,
+            ", ".join(unmeasured),
+            which,
+        )
