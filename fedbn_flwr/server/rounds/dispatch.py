@@ -1,4 +1,4 @@
-"""The server's messages: what each node receives, and whose replies came back.
+"""What each node is sent, and whose replies came back.
 
 A node receives the whole state until it is initialised, and the shared entries after
 that.
@@ -84,28 +84,32 @@ def address(
     extras = extras or {}
     local = set(run.local_entries)
     shared = select(arrays, arrays.keys() - local) if local else arrays
-    models = {
-        n.node_id: shared if n.node_id in run.nodes.initialised else arrays
-        for n in nodes
-    }
+
+    models = [
+        shared if node.node_id in run.nodes.initialised else arrays for node in nodes
+    ]
+    # As in the papers a broadcast counts once, whoever receives it.
     traffic.exchanges += bool(nodes)
-    for model in {id(model): model for model in models.values()}.values():
+    for model in {id(model): model for model in models}.values():
         traffic.count_down(num_bytes(model))
     for extra in extras.values():
         traffic.count_down(num_bytes(extra))
     if not nodes:
         return Sent(timeout=run.timeout)
-    messages, common = [], ConfigRecord(dict(config))
+
+    # All messages share the records that are equal: Flower's constructors would check
+    # and copy a model for each node.
     first = Message(RecordDict(), nodes[0].node_id, message_type)
-    arrays_key, config_key, undo = (
-        run.options.arrays_key,
-        run.options.config_key,
-        run.methods.whole.undo,
-    )
-    for node in nodes:
-        own = run.kept.config(node, undo)
+    common = ConfigRecord(dict(config))
+    messages = []
+    for node, model in zip(nodes, models, strict=True):
+        own = run.kept.config(node, run.methods.whole.undo)
         sent = ConfigRecord({**config, **own}) if own else common
-        records = {arrays_key: models[node.node_id], **extras, config_key: sent}
+        records = {
+            run.options.arrays_key: model,
+            **extras,
+            run.options.config_key: sent,
+        }
         messages.append(readdressed(first, filled(RecordDict, records), node.node_id))
     return Sent(nodes, messages, timeout=run.timeout)
 
@@ -128,32 +132,39 @@ def in_order(
         dropped: ids of nodes that the report names already, and from which no reply is
             expected.
     """
-    asked, arrived = {node.node_id: node for node in sent.nodes}, dict[int, Message]()
-    known = all(node.partition_id is not None for node in sent.nodes)
-    due = deque(sorted(sent.nodes, key=lambda node: node.order) if known else ())
+    asked = {node.node_id: node for node in sent.nodes}
+    arrived: dict[int, Message] = {}
     strange: list[Message] = []
-    pairs: list[tuple[Node, Message]] = []
+    yielded: list[tuple[Node, Message]] = []
+    # Sums of floats depend on their order, and it must not be that of arrival. So a
+    # reply waits for those before it, while the clients after it still work.
+    due: deque[Node] = deque()
+    if all(node.partition_id is not None for node in sent.nodes):
+        due.extend(sorted(sent.nodes, key=lambda node: node.order))
     for message in replies:
-        if (node_id := message.metadata.src_node_id) not in asked:
+        node_id = message.metadata.src_node_id
+        if node_id not in asked:
             strange.append(message)
         elif node_id in arrived:
-            again = run.report.server_round, asked[node_id]
             logger.warning(
-                "round %d: %s: a further reply to the same message is left out", *again
+                "round %d: %s: a further reply to the same message is left out",
+                run.report.server_round,
+                asked[node_id],
             )
         else:
             arrived[node_id] = message
-        while due and (first := arrived.get(due[0].node_id)):
-            due.popleft()
-            pairs.append((run.nodes.identify_sender(first), first))
-            yield pairs[-1]
-    answered = {node.node_id for node, _ in pairs}
-    rest = [
-        (run.nodes.identify_sender(reply), reply)
-        for i, reply in arrived.items()
-        if i not in answered
-    ]
-    run.kept = run.kept.with_answers([*pairs, *rest])
+        while due and due[0].node_id in arrived:
+            reply = arrived[due.popleft().node_id]
+            yielded.append((run.nodes.identify_sender(reply), reply))
+            yield yielded[-1]
+
+    # All that come are there: those after a missing one are left, or all of them.
+    answered = {node.node_id for node, _ in yielded}
+    rest = []
+    for node_id, reply in arrived.items():
+        if node_id not in answered:
+            rest.append((run.nodes.identify_sender(reply), reply))
+    run.kept = run.kept.with_answers([*yielded, *rest])
     others = _in_words(strange)
     for node in sent.nodes:
         if node.node_id not in arrived and node.node_id not in dropped:
@@ -183,20 +194,21 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
     or lost; ``others`` follows.
     """
     seconds = time.monotonic() - sent.at
-    sent_to, came = run.travelled or ((), ())
-    if any(reply.metadata.src_node_id == node.node_id for reply in came):
-        return (
-            "its reply came, and the project's own aggregate_... method did not pass it"
-            " on to the strategy's"
-        )
-    if run.travelled and node.node_id not in sent_to:
-        return (
-            "its message was not sent: the project's own configure_... method left"
-            " it out"
-        )
+    if run.travelled is not None:
+        sent_to, came = run.travelled
+        if any(reply.metadata.src_node_id == node.node_id for reply in came):
+            return (
+                "its reply came, and the project's own aggregate_... method did not"
+                " pass it on to the strategy's"
+            )
+        if node.node_id not in sent_to:
+            return (
+                "its message was not sent: the project's own configure_... method left"
+                " it out"
+            )
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"
-    if run.travelled:
+    if run.travelled is not None:
         return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
         f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
@@ -209,6 +221,7 @@ def raise_shared_error(run: Run, sent: Sent, refused: Refused, any_works: bool) 
     """Raise the ConfigError that all asked clients raised, unless a client is known to
     work (``any_works``).
     """
+    # An error that all clients share is the config's, not theirs: the run ends with it.
     if not any_works and not run.after:  # clients of a resumed run worked before
         reasons = [
             str(message.error.reason)

@@ -26,14 +26,13 @@ $S$ = floats of the running statistics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.reestimation import merge
+from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError, split_code
 from fedbn_flwr.messages.moments import decode_moments
@@ -41,7 +40,6 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.moments import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.methods.node import Node
-from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
 from fedbn_flwr.server.rounds.replies import (
     error_text,
@@ -57,15 +55,13 @@ logger = logging.getLogger("flwr")
 
 
 def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
-    """Re-estimate the statistics of ``arrays``, the model after this round, if a test
-    or the result uses them.
+    """Re-estimate the statistics of ``arrays``, the model after this round.
 
     Raises:
         ClientPartError: no app can answer.
         ConfigError: all asked clients raised it, and none has worked before.
     """
-    asked = run.methods.reestimates or RECALIBRATED in run.methods.tests
-    if not asked or not any(run.parts.moments()):
+    if not any(run.parts.moments()):
         return
     if run.known_statistics:  # of the same weights on the same data
         run.reestimated = run.known_statistics
@@ -82,34 +78,33 @@ def _ask(
     ``min_replies`` usable answers.
     """
     report, before = run.report, views(arrays)
-    # Re-estimation that the method needs counts as training traffic, else as evaluation
-    # traffic.
+    # What the method itself needs counts as training traffic, else as that of tests.
     traffic = report.train if run.methods.reestimates else report.evaluate
+
+    # Ask.
     config = run.message_config(report.server_round).write()
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
-    replies = list(
-        grid.send_and_receive(
-            [message for _, message in sent.pairs], timeout=run.timeout
-        )
-    )
+    replies = list(grid.send_and_receive(sent.messages, timeout=run.timeout))
 
-    def read(node: Node, message: Message) -> State:
+    # Read. One reply that cannot be decoded must not spoil the sum.
+    def read(node: Node, message: Message) -> Mapping[str, Moments]:
         read_metrics(message, NUM_EXAMPLES)  # whatever weighs the models
         state, _, sizes = read_arrays(message, run.options.arrays_key)
-        decode_moments(state, before, run.parts)
+        moments = decode_moments(state, before, run.parts)
         for size in sizes:
             traffic.count_up(size)
-        return state
+        return moments
 
     good, refused = read_replies(
         in_order(run, sent, replies), read, report, "statistics"
     )
     raise_shared_test_error(run, sent, refused)
     _refuse_apps_without_answer(run, replies)
-    answers = [state for _, _, state in good]
-    if len(answers) < run.methods.params.min_replies:
-        answers = []
-    moments = [decode_moments(state, before, run.parts) for state in answers]
+
+    # Merge, in the order of partition ids.
+    moments = [own for _, _, own in good]
+    if len(moments) < run.methods.params.min_replies:
+        moments = []
     statistics = pooled_statistics(
         run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some)
     )
@@ -127,8 +122,8 @@ def _ask(
 
 
 def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
-    """Raise ClientPartError if no app can answer: the statistics would be those of the
-    start.
+    """Raise ClientPartError if no app can answer, and the method needs the statistics:
+    they would be those of the start.
     """
     failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
     if not run.methods.reestimates or not failed or len(failed) < len(replies):

@@ -29,11 +29,9 @@ __all__ = [
     "Terms",
     "Usable",
     "error_text",
-    "no_batchnorm_hint",
     "read_arrays",
     "read_metrics",
     "read_replies",
-    "refuse_misshapen",
     "tested_nothing",
     "warn_of_other_counts",
 ]
@@ -87,6 +85,7 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         info = ReplyInfo.read(message)
+        # Before the arrays are compared: the app's fault is named, not its effect.
         self._refuse_missing_part(state, info)
         if self.expected and not state:
             raise ReplyError(
@@ -96,6 +95,8 @@ class Terms:
         check_state(state, self.expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
+        # The server knows this count from the query, before the round: a sum that is
+        # ahead of the last reply, and one of masked updates, can use no other.
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
@@ -122,7 +123,7 @@ class Terms:
             raise ReplyError(
                 f"metric '{beside.key}' is {value}, and strategy '{self.strategy}'"
                 " needs a finite number >= 0:"
-                f" {self._hooks_to_apply()}{no_batchnorm_hint(self.facts.parts)}"
+                f" {self._hooks_to_apply()}{_no_batchnorm_hint(self.facts.parts)}"
             )
 
     def _check_record(self, record: State, beside: Beside) -> None:
@@ -135,17 +136,13 @@ class Terms:
         if beside.size == "moments":
             decode_moments(record, facts.before, facts.parts)
         elif beside.size == "local":
+            local = {name: facts.before[name] for name in facts.local}
             if record:
-                check_state(
-                    record,
-                    {name: facts.before[name] for name in facts.local},
-                    facts.parts,
-                )
+                check_state(record, local, facts.parts)
+        elif beside.size == "trainable":
+            _refuse_misshapen(beside.key, record, facts.shapes)
         else:
-            shapes = (
-                facts.shapes if beside.size == "trainable" else facts.channel_shapes
-            )
-            refuse_misshapen(beside.key, record, shapes)
+            _refuse_misshapen(beside.key, record, facts.channel_shapes)
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
@@ -162,7 +159,7 @@ class Terms:
                     f"entry '{name}' changed in training, and strategy"
                     f" '{self.strategy}' holds it in this round (phase '{phase}'). Run"
                     " the client's training inside `with bn_rules(model, msg,"
-                    f" context):`{no_batchnorm_hint(self.facts.parts)}."
+                    f" context):`{_no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
@@ -170,13 +167,15 @@ class Terms:
         what is missing.
         """
         local = set(self.facts.local)
-        if kept := [name for name in state if name in local]:
+        kept = [name for name in state if name in local]
+        if kept:
             raise ClientPartError(
                 f"the reply holds {len(kept)} entries that stay with the client under"
                 f" strategy '{self.strategy}' ('{kept[0]}', ...). Make the app"
                 " `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
             )
-        if missing := sorted(self.hooks - info.applied):
+        missing = sorted(self.hooks - info.applied)
+        if missing:
             raise ClientPartError(
                 f"the client did not apply the client hook '{missing[0]}' of strategy"
                 f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
@@ -193,17 +192,22 @@ def warn_of_other_counts(
     are those told before.
     """
     for reply in replies:
-        said, used, node = reply.metrics.get(count_key), reply.num_examples, reply.node
-        if said is not None and said != used and node.node_id not in warned:
-            warned.add(node.node_id)
-            logger.warning(
-                "%s: its reply has %s=%s, and it answered the query with %s. %s is used"
-                " as its weight. Let both be the number of its training examples.",
-                *(node, count_key, said, used, used),
-            )
+        node, said, used = reply.node, reply.metrics.get(count_key), reply.num_examples
+        if said is None or said == used or node.node_id in warned:
+            continue
+        warned.add(node.node_id)
+        logger.warning(
+            "%s: its reply has %s=%s, and it answered the query with %s. %s is used"
+            " as its weight. Let both be the number of its training examples.",
+            node,
+            count_key,
+            said,
+            used,
+            used,
+        )
 
 
-def refuse_misshapen(
+def _refuse_misshapen(
     record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise ReplyError for an entry of a further record that the model does not have in
@@ -217,7 +221,7 @@ def refuse_misshapen(
             )
 
 
-def no_batchnorm_hint(parts: Parts) -> str:
+def _no_batchnorm_hint(parts: Parts) -> str:
     """Return what else may be wrong where layers were found by names, to add to an
     error, or "".
     """
@@ -246,9 +250,8 @@ def read_replies(
         try:
             usable.append((node, message, read(node, message)))
         except ReplyError as error:
-            report.reject(
-                node.node_id, f"{node}: {what}{': ' if what else ''}{error.reason}"
-            )
+            kind = f"{what}: " if what else ""
+            report.reject(node.node_id, f"{node}: {kind}{error.reason}")
             text = split_code(str(error))[1]
             logger.warning(
                 "round %d: %s of %s refused: %s",
@@ -264,15 +267,16 @@ def read_replies(
 def error_text(reply: Message) -> str:
     """Return the error of an error reply, with advice where its cause is known."""
     reason = str(reply.error.reason)
-    advice = ""
+    text = f"error {reply.error.code}: {reason}"
     if is_mod_refusal(reply):
-        advice = f"{'' if reason.endswith('.') else '.'} {MOD_ORDER}."
-    elif "fitins.parameters" in reason:
-        advice = (
-            ". This ClientApp is built from a NumPyClient: make it with"
+        return f"{text.removesuffix('.')}. {MOD_ORDER}."
+    # The key that Flower's adapter of a NumPyClient looks for in a message.
+    if "fitins.parameters" in reason:
+        return (
+            f"{text}. This ClientApp is built from a NumPyClient: make it with"
             " fedbn_flwr.client_app(client_fn)"
         )
-    return f"error {reply.error.code}: {reason}{advice}"
+    return text
 
 
 def read_metrics(message: Message, count_key: str) -> dict[str, float]:
@@ -307,8 +311,7 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
 def read_arrays(
     message: Message, arrays_key: str, extras: Collection[str] = ()
 ) -> tuple[State, dict[str, State], list[Size]]:
-    """Return the model's entries, the records ``extras`` by name, and the bytes of all
-    records.
+    """Return the model's entries, the records ``extras`` by name, and all sizes.
 
     Arrays are read-only views.
 
@@ -339,7 +342,5 @@ def tested_nothing(message: Message, count_key: str) -> bool:
     """
     if not message.has_content():
         return False
-    return [
-        metrics.get(count_key)
-        for metrics in of_kind(message.content, MetricRecord).values()
-    ] == [0]
+    records = of_kind(message.content, MetricRecord).values()
+    return [metrics.get(count_key) for metrics in records] == [0]

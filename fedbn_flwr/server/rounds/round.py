@@ -90,7 +90,8 @@ def play_tests(
     run.arrays = arrays
     sent = NOTHING
     if run.tests_after(number):
-        reestimate_before_tests(run, arrays, grid)
+        if run.tests_need_statistics:
+            reestimate_before_tests(run, arrays, grid)
         sent = address_tests(run, number, arrays, config, grid)
 
     messages = yield sent.messages

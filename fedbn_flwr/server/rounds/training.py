@@ -1,5 +1,5 @@
-"""The training half of a round, in the order of ``server.rounds.round``: sample,
-address, read, release, average.
+"""The training half of a round, in the order in which ``server.rounds.round`` calls it:
+sample, address, read, release, average.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ __all__ = [
     "note_kept",
     "read_training",
     "release",
+    "sample_for_training",
+    "sum_ahead",
+    "terms_of",
+    "training_metrics",
 ]
-__all__ += ["sample_for_training", "sum_ahead", "terms_of", "training_metrics"]
 
 logger = logging.getLogger("flwr")
 
@@ -54,13 +57,12 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     options = run.options
     if options.fraction_train == 0.0:
         return []
-    present = run.nodes.present(
-        grid, max(options.min_available_nodes, options.min_train_nodes)
-    )
-    able = _able_to_train(run, present)
-    run.num_able = len(able)
+    at_least = max(options.min_available_nodes, options.min_train_nodes)
+    able = _able_to_train(run, run.nodes.present(grid, at_least))
+    run.num_able = len(able)  # N of the papers: before the draw
     nodes = _drawn(run, able, number)
     facts = run.facts(number, run.travels)
+    # A target epsilon may be spent: then nobody is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
         return []
     logger.info(
@@ -78,13 +80,11 @@ def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
-        return run.nodes.sample(
-            able, max(share_of(fraction, len(able)), least), "train", number
-        )
+        count = max(share_of(fraction, len(able)), least)
+        return run.nodes.sample(able, count, "train", number)
     run.most_able = max(run.most_able, len(able))
-    return run.nodes.cohort(
-        able, max(share_of(fraction, run.most_able), least), (number - 1) // rounds
-    )
+    count = max(share_of(fraction, run.most_able), least)
+    return run.nodes.cohort(able, count, (number - 1) // rounds)
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
@@ -98,6 +98,7 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
         ConfigError: no node can train.
         ClientPartError: a mod would refuse the replies of all nodes.
     """
+    # Nodes without data that the run can use, and those that do not answer.
     for node in present:
         if node.unusable:
             run.report.reject(node.node_id, f"{node}: {node.unusable}")
@@ -105,19 +106,22 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
         raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
     for node_id, why in run.nodes.silent.items():
         run.report.reject(node_id, f"node {node_id} did not say who it is: {why}")
-    able = [node for node in present if node.num_examples != 0]
+
+    # None = the app did not say how many examples it has: it is asked.
+    with_data = [node for node in present if node.num_examples != 0]
     if not run.methods.local:
-        return able
-    blocked = {
-        node.node_id: f"{node}: {node.refusal} {MOD_ORDER}."
-        for node in able
-        if node.behind_mod
-    }
-    for node_id, why in blocked.items():
-        run.report.reject(node_id, why)
-    if blocked and len(blocked) == len(able):
+        return with_data
+    able = []
+    why = ""
+    for node in with_data:
+        if node.behind_mod:
+            why = f"{node}: {node.refusal} {MOD_ORDER}."
+            run.report.reject(node.node_id, why)
+        else:
+            able.append(node)
+    if why and not able:
         raise ClientPartError(why)
-    return [node for node in able if not node.behind_mod]
+    return able
 
 
 def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
@@ -141,7 +145,8 @@ def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
     """
     records: dict[str, Any] = {beside.key: {} for beside in facts.travels.records}
     for ask in asks:
-        if undeclared := ask.sends.keys() - records.keys():
+        undeclared = ask.sends.keys() - records.keys()
+        if undeclared:
             raise ConfigError(
                 f"client hook {ask.hook!r} sends record {min(undeclared)!r}, which no"
                 " method declares: add a Beside with this key to what travels()"
@@ -163,13 +168,13 @@ def address_training(
     if not nodes:
         return NOTHING
     extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
-    hooks = tuple(ask.hook for ask in asks)
-    common = vars(run.message_config(facts.number))
-    entries: dict[str, Any] = {
-        **config,
-        **TrainConfig(**common, hooks=hooks, extras=tuple(extras)).write(),
-    }
-    entries |= run.protection.config()
+    own = TrainConfig(
+        **vars(run.message_config(facts.number)),
+        hooks=tuple(ask.hook for ask in asks),
+        extras=tuple(extras),
+    )
+    # The user's entries first: ours and the methods' win.
+    entries = {**config, **own.write(), **run.protection.config()}
     for ask in asks:
         entries |= ask.config
     run.report.asked = len(nodes)
@@ -187,23 +192,21 @@ def sum_ahead(
     All weights must be known before the replies are, and no protection comes in
     between. Where a reply is lost or refused, ``average_replies`` begins anew.
     """
-    # in a list all are there
+    # In a list all replies are there, and nothing is gained.
     if isinstance(messages, list) or type(run.protection) is not Protection:
         return None
     if facts.travels.weights == "equal":
         return SumAhead([1.0] * len(sent.nodes))
-    counts = [
-        node.num_examples for node in sorted(sent.nodes, key=lambda node: node.order)
-    ]
-    known = (
-        facts.travels.weights == "examples"
-        and run.options.weighted_by_key == NUM_EXAMPLES
-    )
-    return (
-        SumAhead([count for count in counts if count])
-        if known and all(counts)
-        else None
-    )
+    if facts.travels.weights != "examples":  # a metric of the replies
+        return None
+    if run.options.weighted_by_key != NUM_EXAMPLES:
+        return None
+    counts = []
+    for node in sorted(sent.nodes, key=lambda node: node.order):
+        if not node.num_examples:  # its reply says it
+            return None
+        counts.append(node.num_examples)
+    return SumAhead(counts)
 
 
 def read_training(
@@ -225,7 +228,7 @@ def read_training(
 
     def read(node: Node, message: Message) -> Reply:
         reply = terms.read(node, message)
-        if run.protection.reads_each:
+        if run.protection.reads_each:  # else ``pool`` checks the sum
             terms.check(reply)
         run.protection.check(terms.facts, reply)
         if ahead:
@@ -234,6 +237,7 @@ def read_training(
 
     usable, refused = read_replies(received, read, run.report)
     run.report.replied = len(usable) + len(refused)
+    # A refused client may have lost its own part: it is sent the whole state again.
     run.nodes.initialised.difference_update(node.node_id for node, _, _ in refused)
     replies = [reply for _, _, reply in usable]
     _report_usable(run, replies)
@@ -273,6 +277,7 @@ def release(run: Run, terms: Terms, usable: Usable) -> Replies:
     protection releases nothing.
     """
     replies = [reply for _, _, reply in usable]
+    # Differential privacy releases a result whoever replies, also noise alone.
     always = run.protection.always_releases and run.report.asked
     if len(replies) < run.methods.params.min_replies and not always:
         note_too_few(run, len(replies))
@@ -304,25 +309,22 @@ def note_kept(run: Run, usable: Usable, refused: Refused, used: bool) -> None:
     A client whose first round is undone has nothing left of its own, and is sent the
     whole state again.
     """
+    received = [(node, message) for node, message, _ in usable]
     if not run.travels.undo:
-        received = [(node, message) for node, message, _ in (*usable, *refused)]
-        run.kept = run.kept.noted(received, usable)
-    elif used:
-        run.kept = run.kept.noted(
-            [(node, message) for node, message, _ in usable], usable
-        )
-    else:
-        anew = {
-            node.node_id for node, _, _ in usable if node.label not in run.kept.hashes
-        }
-        run.nodes.initialised.difference_update(anew)
+        received += [(node, message) for node, message, _ in refused]
+    elif not used:
+        for node, _, _ in usable:
+            if node.label not in run.kept.hashes:
+                run.nodes.initialised.discard(node.node_id)
+        return
+    run.kept = run.kept.noted(received, usable)
 
 
 def training_metrics(
     run: Run, replies: Replies, model: Mapping[str, Any] | None, usable: Usable
 ) -> MetricRecord | None:
-    """Return the averaged metrics of the replies that were used; write them to the
-    report; tell ``on_replies``.
+    """Return the averaged metrics of the replies that were used, and write them to the
+    report; tell ``on_replies``, the first to know the new model.
     """
     if model is None:
         return None

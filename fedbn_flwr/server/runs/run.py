@@ -17,6 +17,7 @@ from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.runs.kept import Kept
@@ -173,6 +174,11 @@ class Run:
         """
         changed = bool(self.reports) and not self.report.kept_previous
         return {} if changed else self.statistics_at_start
+
+    @property
+    def tests_need_statistics(self) -> bool:
+        """Whether a test, or the result, uses re-estimated statistics."""
+        return self.methods.reestimates or RECALIBRATED in self.methods.tests
 
     @property
     def synchronises(self) -> bool:
