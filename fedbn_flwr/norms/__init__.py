@@ -1,5 +1,16 @@
-"""Normalisation: the registry of norms and the replacement of BatchNorm layers (torch
-only).
+"""Normalisation: the norms of the config key ``norm``, which replace BatchNorm layers.
+
+In reading order:
+
+- ``registry``: ``replace_norm``, and the table of norms with their papers.
+- ``batch``, ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: a norm
+  each (``group`` has layer and instance norm, too).
+- ``feature``: the length of the features before the classifier, beside any norm.
+- ``swap``: finds the BatchNorm layers by type, and replaces them.
+- ``wiring``: which norm layers get the output of a convolution.
+- ``convolution``: convolutions with other filters, in the place of plain ones.
+- ``own_forward``: whether a subclass of BatchNorm does more than BatchNorm.
+- ``report``: what was replaced, one row a path.
 """
 
 from __future__ import annotations
@@ -17,5 +28,5 @@ __all__ = [
     "Replacement",
     "batchnorm_places",
     "replace_norm",
+    "use_feature_norm",
 ]
-__all__ += ["use_feature_norm"]

@@ -1,5 +1,4 @@
-"""Convolutions that use filters derived from their weight, and the change of a plain
-convolution into one of these.
+"""Convolutions with filters derived from their weight, made of plain convolutions.
 
 The change is in place: only the class of the layer changes, as in torch's lazy layers.
 Its parameters and their ties, its mode, hooks and paths stay the same.
@@ -50,26 +49,24 @@ def fan_in(conv: _ConvNd) -> int:
 
 
 def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
-    """Return the Conv1d/2d/3d layers (and subclasses) by path, under every path of a
-    layer; no transposed ones.
+    """Return the Conv1d/2d/3d layers (and subclasses) under all paths, no transposed.
+
+    Transposed ones have their out channels in the second dimension.
     """
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {
-        path: m
-        for path, m in model.named_modules(remove_duplicate=False)
-        if isinstance(m, kinds)
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    return {path: module for path, module in modules if isinstance(module, kinds)}
 
 
 def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
-    """Raise NormLayerError if a layer is lazy, parametrized or has its own arithmetic;
-    the error names them.
+    """Raise NormLayerError, with their names, for layers that cannot be changed.
+
+    They are lazy, parametrized, or have their own arithmetic.
     """
-    bad = [
-        f"{shown_path(path)} ({type(layer).__name__})"
-        for path, layer in layers.items()
-        if _is_unusual(layer)
-    ]
+    bad = []
+    for path, layer in layers.items():
+        if _is_unusual(layer):
+            bad.append(f"{shown_path(path)} ({type(layer).__name__})")
     if bad:
         raise NormLayerError(
             f"{why} cannot be used on these layers: {', '.join(bad)}. They are lazy and"
@@ -79,25 +76,21 @@ def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
 
 
 def _is_unusual(layer: _ConvNd | nn.Linear) -> bool:
-    base = next(
-        kind
-        for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-        if isinstance(layer, kind)
-    )
-    changed = any(
-        getattr(type(layer), name, None) is not getattr(base, name, None)
-        for name in _COMPUTE
-    )
-    hooks = layer._forward_pre_hooks.values()
-    derived = is_parametrized(layer) or any(
-        isinstance(hook, (WeightNorm, SpectralNorm)) for hook in hooks
-    )
-    return (
-        changed
-        or derived
-        or "forward" in vars(layer)
-        or isinstance(layer, LazyModuleMixin)
-    )
+    if "forward" in vars(layer) or isinstance(layer, LazyModuleMixin):
+        return True
+    if is_parametrized(layer):
+        return True
+    # Their older forms, which are hooks.
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
+            return True
+    for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear):
+        if isinstance(layer, base):
+            return any(
+                getattr(type(layer), name, None) is not getattr(base, name, None)
+                for name in _COMPUTE
+            )
+    return True
 
 
 def become(
@@ -105,13 +98,13 @@ def become(
     kinds: Mapping[type[_ConvNd], type[_ConvNd]],
     prepare: Callable[[_ConvNd], None],
 ) -> list[Replacement]:
-    """Call ``prepare`` for each convolution, then change its class in place to that in
-    ``kinds``.
+    """Call ``prepare`` for each convolution, and change its class to that in ``kinds``.
 
     Returns:
         One row per path.
     """
     before = {path: describe(conv) for path, conv in convolutions.items()}
+    # A convolution at several paths changes once.
     for conv in {id(conv): conv for conv in convolutions.values()}.values():
         prepare(conv)
         conv.__class__ = next(

@@ -1,5 +1,4 @@
-r"""Feature normalisation: the features before the classifier get a fixed length, beside
-any norm but fixup.
+r"""Feature normalisation: features of a fixed length, beside any norm but fixup.
 
 Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in
 Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code
@@ -64,12 +63,14 @@ __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
 
 FeatureScale = Literal["sqrt-d", "1"]
 
-_SMALLEST = 1e-12  # a length below it divides as this one
+# A length below it divides as this one.
+_SMALLEST = 1e-12
 
 
 class NormalisedLinear(nn.Linear):
-    """A linear layer on features of a fixed length; a Linear becomes one in place, and
-    its entries keep their names.
+    """A linear layer on features of a fixed length; a Linear becomes one in place.
+
+    Its entries keep their names.
     """
 
     feature_scale: FeatureScale = "sqrt-d"
@@ -77,9 +78,8 @@ class NormalisedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map features (N, ..., in); their length is taken in float32 or wider."""
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min(
-            _SMALLEST
-        )
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        length = length.clamp_min(_SMALLEST)
         scale = self.in_features**0.5 if self.feature_scale == "sqrt-d" else 1.0
         return super().forward((wide * (scale / length)).to(input.dtype))
 
@@ -87,8 +87,7 @@ class NormalisedLinear(nn.Linear):
 def use_feature_norm(
     model: nn.Module, scale: FeatureScale = "sqrt-d", num_classes: int = 0
 ) -> tuple[nn.Module, NormReport]:
-    """Normalise the features before the classifier, the last linear layer of the model,
-    in place.
+    """Normalise the features before the model's last linear layer, in place.
 
     Args:
         model: changed in place.

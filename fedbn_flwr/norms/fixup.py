@@ -1,5 +1,4 @@
-"""``norm=fixup``: a residual network without normalisation, with an initialisation that
-lets it train.
+"""``norm=fixup``: a residual network without normalisation, and a start that trains.
 
 Each of the L residual branches has m convolutions. The last convolution starts at zero,
 the others have He's scale times L^(-1/(2m-2)). Every BatchNorm becomes a scalar bias
@@ -25,6 +24,7 @@ ours: a block has ``conv1``, ``conv2`` and so on, each with its norm layer ``bn1
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -90,6 +90,8 @@ class BiasedLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class _Block:
+    """The layers of a residual block, in the order of the forward pass."""
+
     branch: tuple[nn.Conv2d, ...]
     norms: tuple[_BatchNorm, ...]
     shortcut: tuple[nn.Conv2d, ...]
@@ -97,32 +99,33 @@ class _Block:
 
 
 def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm of a residual network and initialise it as Fixup does, in
-    place.
+    """Replace every BatchNorm of a residual network, and start it as Fixup, in place.
 
     New parameters have the dtype, device and ``requires_grad`` of their layer.
 
     Raises:
         NormLayerError: the model is not such a network; the message names the reason.
     """
+    # Find the blocks and the classifier, and refuse any other network.
     paths = {id(module): path for path, module in model.named_modules()}
     known = wiring(model)
-    blocks = [
-        block
-        for module in model.modules()
-        if (block := _block(module, known)) is not None
-    ]
-    head = next(
-        (m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)), None
-    )
+    blocks, head = list[_Block](), None
+    for module in model.modules():
+        block = _block(module, known)
+        if block is not None:
+            blocks.append(block)
+        if isinstance(module, nn.Linear):
+            head = module
     _refuse_others(model, blocks, head, known)
-    biased = [conv for block in blocks for conv in (*block.branch, *block.shortcut)]
-    layers: list[nn.Conv2d | nn.Linear] = [*biased]
+    layers = list[nn.Conv2d | nn.Linear]()
+    for block in blocks:
+        layers += [*block.branch, *block.shortcut]
     if head is not None:
         layers.append(head)
-    refuse_unusual(
-        {paths[id(layer)]: layer for layer in layers}, "a scalar bias (norm='fixup')"
-    )
+    named_layers = {paths[id(layer)]: layer for layer in layers}
+    refuse_unusual(named_layers, "a scalar bias (norm='fixup')")
+
+    # The rule for each BatchNorm, by its place in a block.
     last = {id(block.norms[-1]) for block in blocks}
     on_shortcut = {id(norm) for block in blocks for norm in block.shortcut_norms}
     fallback = next(model.parameters())
@@ -135,9 +138,10 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
             return ScalarScale(_scalar(1, like), _scalar(0, like))
         return ScalarBias(_scalar(0, like))
 
+    # Start the branches, replace the norms, and give the layers their scalar bias. The
+    # descriptions are taken before.
     for block in blocks:
         _start(block.branch, len(blocks))
-    order = [path for path, _ in model.named_modules(remove_duplicate=False)]
     old = {path: describe(m) for path, m in model.named_modules(remove_duplicate=False)}
     model, norms = swap_batchnorm(model, replacement)
     for layer in layers:
@@ -148,34 +152,30 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
             head.weight.zero_()
             if head.bias is not None:
                 head.bias.zero_()
+
     changed = {id(layer) for layer in layers}
-    modules = model.named_modules(remove_duplicate=False)
-    rows = [
-        Replacement(path, old[path], describe(m))
-        for path, m in modules
-        if id(m) in changed
-    ]
-    return model, in_model_order(order, norms, rows)
+    rows = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in changed:
+            rows.append(Replacement(path, old[path], describe(module)))
+    return model, in_model_order(old, norms, rows)
 
 
 def _scalar(value: float, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(
-        torch.full((1,), value, dtype=like.dtype, device=like.device),
-        like.requires_grad,
-    )
+    values = torch.full((1,), value, dtype=like.dtype, device=like.device)
+    return nn.Parameter(values, like.requires_grad)
 
 
 @torch.no_grad()
 def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
+    """Scale a branch's convolutions to He's times L^(-1/(2m-2)); the last is zero."""
     factor = num_branches ** (-1 / (2 * len(branch) - 2))
     for conv in branch[:-1]:
         root_mean_square = conv.weight.square().mean().sqrt()
         he = math.sqrt(2 / (conv.out_channels * conv.weight[0, 0].numel()))
-        conv.weight.mul_(
-            factor
-            * he
-            / root_mean_square.clamp(min=torch.finfo(conv.weight.dtype).tiny)
-        )
+        # Filters that are all zero stay so, and are not NaN.
+        tiny = torch.finfo(conv.weight.dtype).tiny
+        conv.weight.mul_(factor * he / root_mean_square.clamp(min=tiny))
     branch[-1].weight.zero_()
     if branch[-1].bias is not None:
         branch[-1].bias.zero_()
@@ -183,52 +183,59 @@ def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
 
 def _block(module: nn.Module, known: Wiring) -> _Block | None:
     """Return the layers of a residual block; None if ``module`` is not one."""
+    # The branch: conv1, conv2, ..., each followed by its norm alone.
     branch: list[nn.Conv2d] = []
     norms: list[_BatchNorm] = []
-    while isinstance(
-        conv := getattr(module, f"conv{len(branch) + 1}", None), nn.Conv2d
-    ):
-        number = len(branch) + 1
+    for number in itertools.count(1):
+        conv = getattr(module, f"conv{number}", None)
+        if not isinstance(conv, nn.Conv2d):
+            break
         norm = getattr(module, f"bn{number}", getattr(module, f"norm{number}", None))
-        if not isinstance(norm, _BatchNorm) or known.norms_after.get(id(conv)) != (
-            norm,
-        ):
+        if not isinstance(norm, _BatchNorm):
+            return None
+        if known.norms_after.get(id(conv)) != (norm,):
             return None
         branch.append(conv)
         norms.append(norm)
+    # Its end is added to the shortcut.
     if len(branch) < 2 or id(norms[-1]) not in known.added:
         return None
+
+    # All else is the shortcut: convolutions, and the norms after them.
     inside = {id(layer) for layer in (*branch, *norms)}
-    others = [
-        m
-        for m in module.modules()
-        if isinstance(m, _ConvNd | _BatchNorm) and id(m) not in inside
-    ]
-    convs = tuple(m for m in others if isinstance(m, nn.Conv2d))
-    shortcut_norms = tuple(m for m in others if isinstance(m, _BatchNorm))
+    convs = list[nn.Conv2d]()
+    shortcut_norms = list[_BatchNorm]()
+    for layer in module.modules():
+        if id(layer) in inside:
+            continue
+        if isinstance(layer, nn.Conv2d):
+            convs.append(layer)
+        elif isinstance(layer, _BatchNorm):
+            shortcut_norms.append(layer)
+        elif isinstance(layer, _ConvNd):
+            return None
     ends = {id(norm) for conv in convs for norm in known.norms_after.get(id(conv), ())}
-    if len(convs) + len(shortcut_norms) != len(others) or ends != {
-        id(norm) for norm in shortcut_norms
-    }:
+    if ends != {id(norm) for norm in shortcut_norms}:
         return None
-    return _Block(tuple(branch), tuple(norms), convs, shortcut_norms)
+    return _Block(tuple(branch), tuple(norms), tuple(convs), tuple(shortcut_norms))
 
 
 def _refuse_others(
     model: nn.Module, blocks: list[_Block], head: nn.Linear | None, known: Wiring
 ) -> None:
-    inside = {
-        id(norm) for block in blocks for norm in (*block.norms, *block.shortcut_norms)
-    }
+    """Raise NormLayerError for a network of another form, and name the reason."""
+    inside = set[int]()
+    for block in blocks:
+        inside.update(map(id, (*block.norms, *block.shortcut_norms)))
+    after_conv = {id(norm) for norms in known.norms_after.values() for norm in norms}
     outside = [
         place for place in batchnorm_places(model) if id(place.layer) not in inside
     ]
-    after_conv = {id(norm) for norms in known.norms_after.values() for norm in norms}
-    strays = [
-        shown_path(p.path)
-        for k, p in enumerate(outside)
-        if k > 0 or id(p.layer) not in after_conv
-    ]
+    # The first one outside is the stem's, after its convolution.
+    strays = []
+    for k, place in enumerate(outside):
+        if k > 0 or id(place.layer) not in after_conv:
+            strays.append(shown_path(place.path))
     if not blocks:
         problem = (
             "it has no block of convolutions conv1, conv2, ..., each followed by its"

@@ -1,5 +1,4 @@
-"""``norm=group``, ``layer``, ``instance``: statistics of one example instead of a
-batch.
+"""``norm=group``, ``layer``, ``instance``: statistics of an example, not of a batch.
 
 For an example with C channels in G groups, over the m values of a group (C/G channels
 times all positions): mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x -
@@ -29,8 +28,7 @@ __all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]
 
 
 class CheckedGroupNorm(nn.GroupNorm):
-    """GroupNorm that refuses groups of one value, because their output is beta for
-    every input.
+    """GroupNorm that refuses groups of one value: their output would always be beta.
 
     It replaces one BatchNorm layer and keeps that layer's gamma and beta parameters, so
     their values, dtype, device, ``requires_grad`` and ties to other layers do not
@@ -38,9 +36,8 @@ class CheckedGroupNorm(nn.GroupNorm):
     """
 
     def __init__(self, layer: _BatchNorm, groups: int, path: str) -> None:
-        """Take over ``layer``'s gamma, beta and eps; ``path`` is its path in the model,
-        for messages.
-        """
+        """Take over ``layer``'s gamma, beta and eps; ``path`` is for messages."""
+        # affine=False: no parameters are made, since the layer's own are used.
         super().__init__(groups, layer.num_features, eps=layer.eps, affine=False)
         self.affine = layer.affine
         self.weight, self.bias = layer.weight, layer.bias
@@ -53,10 +50,8 @@ class CheckedGroupNorm(nn.GroupNorm):
             NormLayerError: a group has one value, as with one channel per group and an
                 input (N, C).
         """
-        if (
-            input.dim() >= 2
-            and self.num_channels // self.num_groups * math.prod(input.shape[2:]) == 1
-        ):
+        channels = self.num_channels // self.num_groups
+        if input.dim() >= 2 and channels * math.prod(input.shape[2:]) == 1:
             raise NormLayerError(
                 f"the norm layer at {shown_path(self.path)}: an input of shape"
                 f" {tuple(input.shape)} in {self.num_groups} groups has one value per"
@@ -69,10 +64,9 @@ class CheckedGroupNorm(nn.GroupNorm):
 def use_group(
     model: nn.Module, *, groups: int = 2, kind: str = "group"
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm with ``groups`` groups, in place; see
-    ``swap_batchnorm``.
+    """Replace every BatchNorm layer by GroupNorm with ``groups`` groups, in place.
 
-    ``kind`` is the norm's name in messages.
+    See ``swap_batchnorm``. ``kind`` is the norm's name in messages.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
@@ -102,15 +96,12 @@ def use_group(
 
 
 def use_layer(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm with one group, in place; see
-    ``swap_batchnorm``.
-    """
+    """Replace every BatchNorm layer by GroupNorm with one group, in place."""
     return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, 1, path))
 
 
 def use_instance(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by GroupNorm with one group per channel, in place;
-    see ``swap_batchnorm``.
+    """Replace every BatchNorm layer by GroupNorm with a group per channel, in place.
 
     A layer with one position per channel, as after a linear layer, raises
     NormLayerError in its first forward.

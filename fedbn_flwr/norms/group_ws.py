@@ -1,5 +1,4 @@
-"""``norm=group+ws``: GroupNorm, and weight standardisation of the convolutions before
-it.
+"""``norm=group+ws``: GroupNorm, and standardised weights of convolutions before it.
 
 Instead of a filter W of n weights (one out channel, its in channels and positions),
 (W - mean) / (std + 1e-5) is used, with std^2 = sum (W - mean)^2 / (n - 1). A convolution
@@ -65,8 +64,7 @@ class StandardisedConv3d(_Standardised, nn.Conv3d):
 def use_group_ws(
     model: nn.Module, *, groups: int = 2
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm by GroupNorm with ``groups`` groups and standardise the
-    convolutions before it, in place.
+    """Use GroupNorm for BatchNorm, and standardised convolutions before it, in place.
 
     Raises:
         ConfigError: ``groups`` is not a whole number of at least 1.
@@ -74,12 +72,12 @@ def use_group_ws(
             refuses a convolution.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    # Before the norms are replaced: the wiring is that of BatchNorm layers.
     after = wiring(model).norms_after
-    chosen = {
-        path: c
-        for path, c in plain_convolutions(model).items()
-        if after.get(id(c)) and fan_in(c) > 1
-    }
+    chosen = {}
+    for path, conv in plain_convolutions(model).items():
+        if after.get(id(conv)) and fan_in(conv) > 1:
+            chosen[path] = conv
     refuse_unusual(chosen, "weight standardisation (norm='group+ws')")
     model, norms = use_group(model, groups=groups, kind="group+ws")
     kinds: dict[type[_ConvNd], type[_ConvNd]] = {

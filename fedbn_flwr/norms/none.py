@@ -19,7 +19,5 @@ __all__ = ["remove_batch"]
 
 
 def remove_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by ``nn.Identity``, in place; see
-    ``swap_batchnorm``.
-    """
+    """Replace every BatchNorm layer by ``nn.Identity``, in place."""
     return swap_batchnorm(model, lambda layer, path: nn.Identity())

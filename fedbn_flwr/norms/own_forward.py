@@ -1,5 +1,4 @@
-"""Whether the forward pass of a BatchNorm subclass does more than BatchNorm, found out
-by trying it. Torch only.
+"""Whether a BatchNorm subclass does more than BatchNorm, found out by trying it.
 
 What replaces such a layer, or its forward pass, would lose an activation, a scale or a
 slope without a word. A mere cast of the input and back loses nothing.
@@ -20,7 +19,7 @@ __all__ = ["has_own_forward", "random_input"]
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-# examples and positions; the channels come second
+# Examples and positions; the channels come second. 3d first: most layers take it.
 _SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))
 
 
@@ -41,34 +40,32 @@ def has_own_forward(
             the layer's modules, in order (timm's ``BatchNormAct2d`` has ``drop`` and
             ``act``).
     """
-    of_torch = (
-        type(layer).forward in _OF_TORCH and type(layer).__call__ is nn.Module.__call__
-    )
-    if of_torch and "forward" not in vars(layer):
+    # Replaced on the object itself, by a method or a compiler.
+    if "forward" in vars(layer):
+        return True
+    kind = type(layer)
+    if kind.forward in _OF_TORCH and kind.__call__ is nn.Module.__call__:
         return False
     entries = {*layer._parameters, *layer._buffers}
-    if (
-        "forward" in vars(layer)
-        or layer._modules.get("parametrizations")
-        or not entries <= _ENTRIES
-    ):
+    if layer._modules.get("parametrizations") or not entries <= _ENTRIES:
         return True
     try:
         trial = _with_random_entries(layer)
-        modes = (False, True) if training else (False,)
         after = list(trial.children()) if then_children else []
-        return any(
-            _differs(trial.train(mode), random_input(trial), after) for mode in modes
-        )
-    # a forward pass of the user's own may raise anything, and a layer may refuse to be
-    # copied
+        for mode in (False, True) if training else (False,):
+            if _differs(trial.train(mode), random_input(trial), after):
+                return True
     except Exception:
+        # A forward pass of the user's own may raise anything, and a layer may refuse to
+        # be copied.
         return True
+    return False
 
 
 def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
-    """Return a copy in float32 on the CPU. Gamma and beta of 1 and 0, or of 0, would
-    hide what follows them.
+    """Return a copy with random entries, in float32 on the CPU.
+
+    Gamma and beta of 1 and 0, or of 0, would hide what follows them.
     """
     trial = copied(layer).to_empty(device="cpu").float()
     draw = torch.Generator().manual_seed(0)
@@ -77,9 +74,8 @@ def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
             if entry is not None:
                 entry.copy_(torch.randn(entry.shape, generator=draw))
         if trial.running_var is not None:
-            trial.running_var.copy_(
-                1 + torch.rand(trial.running_var.shape, generator=draw)
-            )
+            shape = trial.running_var.shape
+            trial.running_var.copy_(1 + torch.rand(shape, generator=draw))
         if trial.num_batches_tracked is not None:
             trial.num_batches_tracked.zero_()
         for child in trial.children():
@@ -107,14 +103,17 @@ def random_input(layer: _BatchNorm, dtype: torch.dtype = torch.float32) -> Tenso
 
 @torch.no_grad()
 def _differs(layer: _BatchNorm, x: Tensor, after: Iterable[nn.Module]) -> bool:
+    """Return whether a layer's output is not BatchNorm's, with ``after`` behind it."""
     by_batch = layer.training or layer.running_mean is None
-    statistics = (None, None) if by_batch else (layer.running_mean, layer.running_var)
+    mean, var = layer.running_mean, layer.running_var
+    if by_batch:
+        mean = var = None
     expected = functional.batch_norm(
-        x, *statistics, layer.weight, layer.bias, by_batch, 0.0, layer.eps
+        x, mean, var, layer.weight, layer.bias, by_batch, 0.0, layer.eps
     )
     for module in after:
         expected = module(expected)
     output = layer(x)
-    return output.shape != x.shape or not torch.allclose(
-        output, expected, rtol=1e-4, atol=1e-5
-    )
+    if output.shape != x.shape:
+        return True
+    return not torch.allclose(output, expected, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,6 @@
-"""The registry of norms and ``replace_norm``. A new norm is one file and one line of
-``NORMS``.
+"""The registry of norms and ``replace_norm``.
+
+A new norm is one file and one line of ``NORMS``.
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ NORMS: dict[str, NormInfo] = {
 def replace_norm(
     model: nn.Module, kind: str, **options: object
 ) -> tuple[nn.Module, NormReport]:
-    """Return a copy of ``model`` with other norm layers instead of BatchNorm, and a
-    report by layer path.
+    """Return a copy of ``model`` with other norms than BatchNorm, and a report.
 
     ::
 
@@ -130,5 +130,6 @@ def replace_norm(
                 f"option of norm {kind!r}", option, info.options or ["(none)"]
             )
     refuse_uninitialised(model)
+    # Builders change their model in place, and the given one must stay.
     replaced_model, rows = info.builder(copied(model), **options)
     return replaced_model, NormReport(kind, rows)

@@ -1,5 +1,4 @@
-"""``norm=batch-renorm``: BatchNorm that in training corrects the batch statistics
-towards the running statistics.
+"""``norm=batch-renorm``: BatchNorm that corrects a batch's statistics by running ones.
 
 In training, with the batch's mean mu_B and sigma_B = sqrt(var_B + eps) (biased), and
 the running mean mu and sigma = sqrt(var + eps) before this batch:
@@ -38,8 +37,9 @@ __all__ = ["BatchRenorm", "use_batch_renorm"]
 
 
 class BatchRenorm(_BatchNorm):
-    """Batch renormalisation of an input (N, C, *); it replaces a BatchNorm and keeps
-    its parameters and buffers.
+    """Batch renormalisation of an input (N, C, *).
+
+    It replaces a BatchNorm, and keeps its parameters and buffers.
     """
 
     def __init__(
@@ -62,9 +62,7 @@ class BatchRenorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input (N, C, *); in training mode update the running
-        statistics.
-        """
+        """Return the normalised input (N, C, *); update running statistics in training."""
         if not (
             self.training
             and self.track_running_stats
@@ -73,7 +71,9 @@ class BatchRenorm(_BatchNorm):
         ):
             return super().forward(input)
         self._check_input_dim(input)
+        # Before batch_norm below moves the running statistics.
         r, d = self.corrections(input)
+        # As torch's forward: without a momentum an average over all batches so far.
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -97,9 +97,7 @@ class BatchRenorm(_BatchNorm):
 
     @torch.no_grad()
     def corrections(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r and d (C,) for a batch, in the dtype of the running statistics;
-        nothing changes.
-        """
+        """Return r and d (C,) for a batch, in the running statistics' dtype."""
         mean, var = self.running_mean, self.running_var
         if mean is None or var is None:
             raise NormLayerError(
@@ -116,8 +114,9 @@ class BatchRenorm(_BatchNorm):
         return r.to(mean.dtype), d.to(mean.dtype)
 
     def limits(self) -> tuple[Tensor, Tensor]:
-        """Return r_max and d_max for the next batch (0-dim); a layer without a counter
-        has no warm-up.
+        """Return r_max and d_max for the next batch (0-dim).
+
+        A layer without a counter has no warm-up.
         """
         # Tensors throughout: reading the counter would make the host wait for an
         # accelerator.
@@ -141,8 +140,7 @@ class BatchRenorm(_BatchNorm):
 def use_batch_renorm(
     model: nn.Module, *, rmax: float = 3.0, dmax: float = 5.0, warmup_steps: int = 1000
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Replace every BatchNorm layer by batch renormalisation, in place; see
-    ``swap_batchnorm``.
+    """Replace every BatchNorm layer by batch renormalisation, in place.
 
     Args:
         model: any model.
@@ -157,12 +155,10 @@ def use_batch_renorm(
             layers.
     """
     _check(rmax, dmax, warmup_steps)
-    places = batchnorm_places(model)
-    bare = [
-        f"{shown_path(path)} ({type(layer).__name__})"
-        for path, layer, _, _ in places
-        if layer.running_mean is None
-    ]
+    bare = []
+    for path, layer, _, _ in batchnorm_places(model):
+        if layer.running_mean is None:
+            bare.append(f"{shown_path(path)} ({type(layer).__name__})")
     if bare:
         raise NormLayerError(
             "norm 'batch-renorm' corrects by running statistics, and these layers have"
@@ -174,18 +170,19 @@ def use_batch_renorm(
 
 
 def _check(rmax: float, dmax: float, warmup_steps: int) -> None:
+    """Raise ConfigError for a limit out of range."""
     for name, value, least in (
         ("rmax", rmax, 1),
         ("dmax", dmax, 0),
         ("warmup_steps", warmup_steps, 0),
     ):
-        allowed = int if name == "warmup_steps" else (int, float)
-        if (
-            not isinstance(value, allowed)
-            or isinstance(value, bool)
-            or not (math.isfinite(value) and value >= least)
-        ):
-            kind = "a whole" if name == "warmup_steps" else "a finite"
+        allowed: tuple[type, ...] = (int, float)
+        kind = "a finite"
+        if name == "warmup_steps":
+            allowed, kind = (int,), "a whole"
+        # bool is a subclass of int.
+        is_number = isinstance(value, allowed) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < least:
             raise ConfigError(
                 f"norm 'batch-renorm': {name} is {value!r}; it must be {kind} number of"
                 f" at least {least}."

@@ -10,8 +10,9 @@ __all__ = ["NormReport", "Replacement", "shown_path"]
 
 
 class Replacement(NamedTuple):
-    """One row of a report: the layer's path ("" if the model itself is the layer), the
-    old layer and the new one.
+    """One row of a report: a layer's path, the old layer and the new one.
+
+    The path is "" if the model itself is the layer.
     """
 
     path: str
@@ -21,8 +22,7 @@ class Replacement(NamedTuple):
 
 @dataclass(frozen=True)
 class NormReport:
-    """The rows of one replacement, in the model's order; empty (and false) if nothing
-    was replaced.
+    """The rows of one replacement, in the model's order; false if it has none.
 
     A layer object at several paths has one row per path.
     """

@@ -33,9 +33,7 @@ LayerMaker = Callable[[_BatchNorm, str], nn.Module]
 
 
 class Place(NamedTuple):
-    """The place of a BatchNorm layer: path, layer, parent (None if the model is the
-    layer) and name in the parent.
-    """
+    """The place of a BatchNorm layer; the parent is None if the model is the layer."""
 
     path: str
     layer: _BatchNorm
@@ -44,9 +42,7 @@ class Place(NamedTuple):
 
 
 def batchnorm_places(model: nn.Module) -> tuple[Place, ...]:
-    """Return every place of a BatchNorm layer in the model's order; a layer at two
-    paths has two places.
-    """
+    """Return every place of a BatchNorm layer; a layer at two paths has two places."""
     return tuple(_walk(model, "", None, ""))
 
 
@@ -60,12 +56,8 @@ def _walk(
     # layer.
     for child_name, child in module._modules.items():
         if child is not None:
-            yield from _walk(
-                child,
-                f"{path}.{child_name}" if path else child_name,
-                module,
-                child_name,
-            )
+            child_path = f"{path}.{child_name}" if path else child_name
+            yield from _walk(child, child_path, module, child_name)
 
 
 def swap_batchnorm(
@@ -87,6 +79,7 @@ def swap_batchnorm(
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
     _refuse_more_than_norms(places)
+    # One new layer for a layer at several places, which stay shared.
     made: dict[int, nn.Module] = {}
     rows = []
     for path, layer, parent, name in places:
@@ -96,55 +89,45 @@ def swap_batchnorm(
         if parent is None:
             model = new
         else:
+            # In the old one's place, so the order of the children stays.
             parent.add_module(name, new)
         rows.append(Replacement(path, describe(layer), describe(new)))
     return model, tuple(rows)
 
 
 def refuse_uninitialised(model: nn.Module) -> None:
-    """Raise NormLayerError if a lazy BatchNorm layer does not know its number of
-    channels yet; the error names them.
-    """
-    lazy = [
-        p
-        for p in batchnorm_places(model)
-        if isinstance(p.layer, LazyModuleMixin) or not p.layer.num_features
-    ]
+    """Raise NormLayerError, with their names, for lazy layers without channels yet."""
+    lazy = []
+    for path, layer, _, _ in batchnorm_places(model):
+        if isinstance(layer, LazyModuleMixin) or not layer.num_features:
+            lazy.append(_named(path, layer))
     if lazy:
-        names = ", ".join(
-            f"{shown_path(p.path)} ({type(p.layer).__name__})" for p in lazy
-        )
         raise NormLayerError(
-            f"the number of channels is not known yet for: {names}. Run one batch"
-            " through the model first, or give BatchNorm its number of channels."
+            f"the number of channels is not known yet for: {', '.join(lazy)}. Run one"
+            " batch through the model first, or give BatchNorm its number of channels."
         )
+
+
+def _named(path: str, layer: nn.Module, more: str = "") -> str:
+    return f"{shown_path(path)} ({type(layer).__name__}{more})"
 
 
 def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
-    """Raise NormLayerError if a layer does more than BatchNorm, which its replacement
-    would not do.
-    """
+    """Raise NormLayerError if a layer does more than BatchNorm: it would be lost."""
     lost = []
     for path, layer, _, _ in places:
-        children = [
+        # timm's layers hold an Identity where others hold an activation.
+        held = [
             type(child).__name__
             for child in layer.children()
             if not isinstance(child, nn.Identity)
         ]
-        if children:
-            lost.append(
-                f"{shown_path(path)} ({type(layer).__name__} holds"
-                f" {', '.join(children)})"
-            )
+        if held:
+            lost.append(_named(path, layer, f" holds {', '.join(held)}"))
         elif has_own_forward(layer, training=True):
-            lost.append(
-                f"{shown_path(path)} ({type(layer).__name__} has a forward pass of its"
-                " own)"
-            )
+            lost.append(_named(path, layer, " has a forward pass of its own"))
         elif layer._forward_hooks or layer._forward_pre_hooks:
-            lost.append(
-                f"{shown_path(path)} ({type(layer).__name__} has forward hooks)"
-            )
+            lost.append(_named(path, layer, " has forward hooks"))
     if lost:
         raise NormLayerError(
             "replacing these BatchNorm layers would lose what they do beside"
@@ -155,15 +138,11 @@ def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
 
 
 def describe(layer: nn.Module) -> str:
-    """Return a short description of a layer for reports: type, channels, and settings
-    other than a norm's defaults.
-    """
+    """Return a layer's type, channels and settings other than a norm's defaults."""
     name = type(layer).__name__
     if isinstance(layer, _ConvNd):
-        return (
-            f"{name}({layer.in_channels}, {layer.out_channels},"
-            f" {'x'.join(map(str, layer.kernel_size))})"
-        )
+        kernel = "x".join(map(str, layer.kernel_size))
+        return f"{name}({layer.in_channels}, {layer.out_channels}, {kernel})"
     if isinstance(layer, nn.Linear):
         return f"{name}({layer.in_features}, {layer.out_features})"
     if isinstance(layer, nn.GroupNorm):
@@ -172,8 +151,10 @@ def describe(layer: nn.Module) -> str:
         parts = [str(layer.num_features)]
     else:
         return f"{name}()"
-    parts += [f"eps={layer.eps:g}"] if layer.eps != 1e-5 else []
-    parts += [] if layer.affine else ["affine=False"]
+    if layer.eps != 1e-5:
+        parts.append(f"eps={layer.eps:g}")
+    if not layer.affine:
+        parts.append("affine=False")
     if isinstance(layer, _BatchNorm) and not layer.track_running_stats:
         parts.append("track_running_stats=False")
     return f"{name}({', '.join(parts)})"

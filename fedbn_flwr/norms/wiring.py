@@ -1,8 +1,7 @@
-"""The BatchNorm layers that get the output of each convolution, found from the forward
-pass without an input.
+"""The BatchNorm layers that get the output of each convolution.
 
-Linear layers without a bias count, too. Between one of them and its norm the axes may
-be moved.
+They are found from the forward pass, without an input. Linear layers without a bias
+count, too. Between one of them and its norm the axes may be moved.
 
 The forward pass runs on ``torch.fx`` proxies, which only record the operations. Each
 convolution, each norm layer and each submodule with neither of them counts as one
@@ -46,7 +45,7 @@ _MOVES = (
     "squeeze",
     "contiguous",
 )
-# these do not use the values of a tensor
+# These do not use the values of a tensor.
 _QUESTIONS = ("size", "dim", "shape", "ndim", "dtype", "device")
 
 
@@ -75,22 +74,20 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def wiring(model: nn.Module) -> Wiring:
-    """Return the links between the layers of ``model``; the model neither runs on data
-    nor changes.
-    """
+    """Return the links between the layers of ``model``, which does not change."""
     # Buffers are copied, parameters are not: a forward pass may change buffers and
     # attributes of its modules.
     skeleton = copied(model, model.parameters())
-    for module in skeleton.modules():  # hooks may not work with proxies
+    originals = dict(model.named_modules(remove_duplicate=False))
+    original_of = {}
+    for path, module in skeleton.named_modules(remove_duplicate=False):
+        original_of[id(module)] = originals[path]
+        # Hooks may not work with proxies.
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    originals = dict(model.named_modules(remove_duplicate=False))
-    original_of = {
-        id(m): originals[path]
-        for path, m in skeleton.named_modules(remove_duplicate=False)
-    }
     result = Wiring()
     _follow(skeleton, result, original_of)
+    # What the forward pass has shown wins over the order of registration.
     for conv, norm in _neighbours(model):
         result.norms_after.setdefault(id(conv), (norm,))
     return result
@@ -99,32 +96,34 @@ def wiring(model: nn.Module) -> Wiring:
 def _follow(
     module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]
 ) -> None:
+    """Add the links in a module's forward pass, or else those in its children's."""
     try:
         graph, layers = _record(module)
-    # user code may raise anything when it gets a proxy; then its children are traced
     except Exception:
+        # User code may raise anything when it gets a proxy.
         for child in module.children():
             if not _is_layer(child) and any(map(_is_layer, child.modules())):
                 _follow(child, result, original_of)
         return
+    norms_after = result.norms_after
     for node in graph.nodes:
         if node.op != "call_module":
             continue
         layer = original_of[id(layers[str(node.target)])]
         users = list(_users(node, layers, moves=isinstance(layer, nn.Linear)))
         if _feeds_norms(layer):
-            norms = [
-                original_of[id(layers[str(u.target)])]
-                for u in users
-                if u.op == "call_module"
-            ]
-            after = tuple(norm for norm in norms if isinstance(norm, _BatchNorm))
-            only_norms = len(after) == len(users) and result.norms_after.get(
-                id(layer), True
-            )
-            result.norms_after[id(layer)] = (
-                (*result.norms_after.get(id(layer), ()), *after) if only_norms else ()
-            )
+            after = []
+            for user in users:
+                if user.op == "call_module":
+                    used_by = original_of[id(layers[str(user.target)])]
+                    if isinstance(used_by, _BatchNorm):
+                        after.append(used_by)
+            # Another user in any of its calls: then norms are not all that follow.
+            earlier = norms_after.get(id(layer))
+            if len(after) < len(users) or earlier == ():
+                norms_after[id(layer)] = ()
+            else:
+                norms_after[id(layer)] = (*(earlier or ()), *after)
         elif isinstance(layer, _BatchNorm) and any(
             user.target in _ADDITIONS for user in users
         ):
@@ -134,18 +133,21 @@ def _follow(
 def _users(
     node: fx.Node, layers: dict[str, nn.Module], *, moves: bool
 ) -> Iterator[fx.Node]:
+    """Yield the operations that use a result's values, also through ``nn.Identity``.
+
+    ``moves``: also through operations that move its axes.
+    """
     for user in node.users:
-        nothing = user.op == "call_module" and isinstance(
-            layers[str(user.target)], nn.Identity
-        )
-        if nothing or (
-            moves and getattr(user.target, "__name__", user.target) in _MOVES
-        ):
+        target = user.target
+        called = layers[str(target)] if user.op == "call_module" else None
+        moved = moves and getattr(target, "__name__", target) in _MOVES
+        if moved or isinstance(called, nn.Identity):
             yield from _users(user, layers, moves=moves)
-        elif not (
-            user.target in _QUESTIONS
-            or (user.target is getattr and user.args[1] in _QUESTIONS)
-        ):
+            continue
+        asks = target in _QUESTIONS
+        if target is getattr:
+            asks = user.args[1] in _QUESTIONS
+        if not asks:
             yield user
 
 
@@ -153,9 +155,7 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
     """Records operations; of their arguments it keeps only proxies and plain values."""
 
     def create_arg(self, a: Any) -> Any:
-        """Return ``a`` with nodes instead of proxies, and without tensors and other
-        objects.
-        """
+        """Return ``a`` with nodes for proxies, without tensors and other objects."""
         if isinstance(a, fx.Proxy):
             return a.node
         if isinstance(a, dict):
@@ -166,8 +166,7 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
 
 
 def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the operations of a forward pass of ``root``, and its layers by their
-    names in the operations.
+    """Return the operations of a forward pass of ``root``, and its layers by name.
 
     The layers keep the replaced forward, so afterwards ``root`` and its children are
     only good for recording.
@@ -181,10 +180,9 @@ def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
             # An attribute of this object: its class, and with it every other model in
             # the process, does not change.
             module.forward = _noting(recorder, path)
-    inputs = [
-        fx.Proxy(graph.placeholder(f"input{k}"), recorder)
-        for k in range(_num_inputs(root))
-    ]
+    inputs = []
+    for k in range(_num_inputs(root)):
+        inputs.append(fx.Proxy(graph.placeholder(f"input{k}"), recorder))
     graph.output(recorder.create_arg(root(*inputs)))
     return graph, layers
 
@@ -197,24 +195,20 @@ def _noting(recorder: _Recorder, path: str) -> Any:
 
 
 def _num_inputs(module: nn.Module) -> int:
-    parameters = inspect.signature(module.forward).parameters.values()
+    """Return how many inputs a forward pass needs; ``*args`` alone get one."""
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
-    return max(
-        1,
-        sum(
-            p.kind in positional and p.default is inspect.Parameter.empty
-            for p in parameters
-        ),
-    )
+    needed = 0
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind in positional:
+            needed += parameter.default is inspect.Parameter.empty
+    return max(1, needed)
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
-    """Yield each such layer that is registered directly before a norm layer with as
-    many channels, and that layer.
-    """
+    """Yield layers registered directly before a norm layer that fits, and that layer."""
     for module in model.modules():
         children = [
             child for child in module.children() if not isinstance(child, nn.Identity)
@@ -227,9 +221,7 @@ def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
 
 
 def num_outputs(layer: nn.Module) -> int:
-    """Return the number of out channels of a convolution, or of outputs of a linear
-    layer.
-    """
+    """Return the outputs of a linear layer, or the out channels of a convolution."""
     if isinstance(layer, nn.Linear):
         return layer.out_features
     return int(layer.out_channels)  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""``norm=wsconv``: no normalisation; every convolution uses scaled standardised
-filters.
+"""``norm=wsconv``: no normalisation, and scaled standardised filters.
 
 Instead of a filter W of N weights (N = in channels per group times positions), it uses
 
@@ -23,6 +22,7 @@ would become zero, are not changed. Layers keep a bias that they have.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,18 +71,16 @@ class _Scaled(DerivedWeightConv):
     gamma: float
 
     def derived_weight(self) -> Tensor:
-        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in); a filter
-        of equal weights becomes 0.
+        """Return gain * gamma * (weight - mean) / sqrt((var + 1e-6) * fan-in).
+
+        A filter of equal weights becomes 0.
         """
-        # each filter on its own, contiguous
+        # layer_norm takes each filter on its own, and returns contiguous ones.
         standardised = F.layer_norm(self.weight, self.weight.shape[1:], eps=EPS)
-        # Channels-last: with one channel only the strides tell, and with one position
-        # nothing does.
-        if (
-            self.weight.dim() == 4
-            and self.weight.stride(1) == 1
-            and self.weight[0, 0].numel() > 1
-        ):
+        # Channels-last filters stay so, for the kernel of the convolution: with one
+        # channel only the strides tell, and with one position nothing does.
+        weight = self.weight
+        if weight.dim() == 4 and weight.stride(1) == 1 and weight[0, 0].numel() > 1:
             standardised = standardised.clone(memory_format=torch.channels_last)
         scale = self.gamma / math.sqrt(fan_in(self))
         return standardised * (scale if self.gain is None else self.gain * scale)
@@ -108,8 +106,7 @@ class ScaledConv3d(_Scaled, nn.Conv3d):
 def use_wsconv(
     model: nn.Module, *, activation: str = "relu", gain: bool = False
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Remove every BatchNorm and make every convolution a scaled standardised one, in
-    place.
+    """Remove BatchNorm, and make convolutions scaled standardised ones, in place.
 
     Args:
         model: any model; one without BatchNorm gets the convolutions too.
@@ -128,44 +125,43 @@ def use_wsconv(
     if not isinstance(gain, bool):
         raise ConfigError(f"norm 'wsconv': gain is {gain!r}; it must be True or False.")
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    convolutions = {
-        path: conv
-        for path, conv in plain_convolutions(model).items()
-        if fan_in(conv) > 1
-    }
+    convolutions = {}
+    for path, conv in plain_convolutions(model).items():
+        # A filter of one weight would become zero.
+        if fan_in(conv) > 1:
+            convolutions[path] = conv
     refuse_unusual(convolutions, "scaled weight standardisation (norm='wsconv')")
+
+    # Layers whose bias was BatchNorm's beta, found before BatchNorm goes.
     after = wiring(model).norms_after
-    shifted = {
-        path: layer
-        for path, layer in model.named_modules(remove_duplicate=False)
-        for norm in after.get(id(layer), ())
-        if layer.bias is None
-        and norm.bias is not None
-        and norm.num_features == num_outputs(layer)
-    }
-    before = {
-        path: f"{describe(layer)[:-1]}, bias=False)" for path, layer in shifted.items()
-    }
+    shifted: dict[str, Any] = {}
+    before = {}
+    for path, layer in model.named_modules(remove_duplicate=False):
+        for norm in after.get(id(layer), ()):
+            if layer.bias is not None or norm.bias is None:
+                continue
+            if norm.num_features == num_outputs(layer):
+                shifted[path] = layer
+                before[path] = f"{describe(layer)[:-1]}, bias=False)"
+
     model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
-    for layer in shifted.values():
-        if layer.bias is None:  # the first of several paths
+    biases = []
+    for path, layer in shifted.items():
+        # At the first of several paths.
+        if layer.bias is None:
             zeros = layer.weight.new_zeros(num_outputs(layer))
             layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
-    biases = [
-        Replacement(path, before[path], describe(layer))
-        for path, layer in shifted.items()
-    ]
+        biases.append(Replacement(path, before[path], describe(layer)))
 
     def prepare(conv: _ConvNd) -> None:
-        learns = conv.weight.requires_grad
-        shape = (conv.out_channels, *[1] * (conv.weight.dim() - 1))
-        ones = (
-            nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns)
-            if gain
-            else None
-        )
+        ones = None
+        if gain:
+            shape = (conv.out_channels, *[1] * (conv.weight.dim() - 1))
+            learns = conv.weight.requires_grad
+            ones = nn.Parameter(conv.weight.new_ones(shape), requires_grad=learns)
         conv.register_parameter("gain", ones)
-        conv.gamma = GAMMAS[activation]  # type: ignore[assignment]  # torch types attributes as tensors or modules
+        # torch types attributes as tensors or modules.
+        conv.gamma = GAMMAS[activation]  # type: ignore[assignment]
 
     kinds: dict[type[_ConvNd], type[_ConvNd]] = {
         nn.Conv1d: ScaledConv1d,
