@@ -1,8 +1,8 @@
-"""``fedbn-flwr report``: one HTML page of a run or a study, in one file that loads
-nothing.
+"""``fedbn-flwr report``: one HTML page of a run or a study, which loads nothing.
 
-Pictures are matplotlib's SVG, tables those of ``pandas.to_html``. A page of a run that
-goes on shows what is there.
+First the page, then what is on that of a run and on that of a study, then pictures and
+pieces of HTML. Pictures are matplotlib's SVG, tables those of ``pandas.to_html``. A
+page of a run that goes on shows what is there.
 """
 
 from __future__ import annotations
@@ -69,37 +69,33 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         ConfigError: the folder is neither, the file is not a report, or it cannot be
             written.
     """
+    # Whatever else has this name is not ours to replace.
     target = out or folder / REPORT_FILE
-    if target.is_dir() or (
-        target.is_file() and _GENERATOR.encode() not in target.read_bytes()[:1000]
-    ):
+    is_other = target.is_dir()
+    if target.is_file():
+        is_other = _GENERATOR.encode() not in target.read_bytes()[:1000]
+    if is_other:
         raise ConfigError(
             f"out={str(target)!r} is there and is not a report. Choose another file."
         )
+
     if (folder / STUDY_FILE).is_file():
         title, parts = _study_page(folder)
     else:
         refuse_no_results(folder)
         title, parts = _run_page(RunFiles.read(folder))
-    foot = (
-        f"Made by fedbn-flwr {version('fedbn-flwr')} on"
-        f" {datetime.now():%Y-%m-%d at %H:%M:%S}."
-    )
+
+    # The style is in the page: a report is sent as one file.
+    style = _STYLE.read_text(encoding="utf-8")
+    now = f"{datetime.now():%Y-%m-%d at %H:%M:%S}"
     head = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{_GENERATOR}'
         '<meta name="viewport" content="width=device-width,'
         f' initial-scale=1"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE.read_text(encoding='utf-8')}</style></head><body>"
+        f"<style>{style}</style></head><body>\n<h1>{html.escape(title)}</h1>"
     )
-    page = "\n".join(
-        [
-            head,
-            f"<h1>{html.escape(title)}</h1>",
-            *parts,
-            _text(foot),
-            "</body></html>\n",
-        ]
-    )
+    foot = _text(f"Made by fedbn-flwr {version('fedbn-flwr')} on {now}.")
+    page = "\n".join([head, *parts, foot, "</body></html>\n"])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, page)
@@ -110,8 +106,14 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run's folder holds at one time; a finished run that has lost lines has
-    none.
+    """What a run's folder holds at one time.
+
+    Attributes:
+        folder: the folder.
+        config: the run's settings.
+        lines: those of ``metrics.jsonl``; none if some of a finished run are lost.
+        summary: that of a finished run, else empty.
+        lost: which lines are lost; "" for none.
     """
 
     folder: Path
@@ -135,49 +137,48 @@ class RunFiles:
         """The key of the main metric."""
         try:
             return str(self.summary.get("headline") or headlines(self.config)[0])
-        except FedBNError:  # its own data are not here
-            keys = (
-                key
-                for line in self.lines
-                for key in line
-                if key.startswith(("test-", "personal-"))
-            )
-            return next((key for key in keys if not key.endswith("-loss")), "test-loss")
+        # The data that the config names are not here: the first metric of a test.
+        except FedBNError:
+            for line in self.lines:
+                for key in line:
+                    is_test = key.startswith(("test-", "personal-"))
+                    if is_test and not key.endswith("-loss"):
+                        return key
+            return "test-loss"
 
     @property
     def final(self) -> Mapping[str, Any]:
-        """The figures of the result; while the run is not finished those of the last
-        line with the main metric.
-        """
+        """The figures of the result, or of the last line with the main metric."""
+        if self.summary.get("final"):
+            return dict(self.summary["final"])
         measured = [line for line in self.lines if line.get(self.headline) is not None]
-        return self.summary.get("final") or (measured[-1] if measured else {})
+        return measured[-1] if measured else {}
 
     @property
     def diverged_at(self) -> int:
         """The first round with a loss that is not finite; 0 = none."""
-        return int(
-            self.summary.get(DIVERGED_AT, 0)
-            or max((line.get(DIVERGED_AT, 0) for line in self.lines), default=0)
-        )
+        if self.summary.get(DIVERGED_AT):
+            return int(self.summary[DIVERGED_AT])
+        return max((int(line.get(DIVERGED_AT, 0)) for line in self.lines), default=0)
 
     @property
     def divergence(self) -> str:
         """Which losses are not finite in that round."""
-        losses: list[str] = next(
-            (line["diverged"] for line in self.lines if "diverged" in line), []
-        )
-        return "; ".join(losses) or "a loss is not finite"
+        for line in self.lines:
+            if line.get("diverged"):
+                return "; ".join(line["diverged"])
+        return "a loss is not finite"
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """Return the rounds that have a metric, and its values as they are shown."""
         tested = [line for line in self.lines if line.get(key) is not None]
         scale = 100 if in_percent(key) else 1
-        return [line["round"] for line in tested], [
-            scale * line[key] for line in tested
-        ]
+        rounds = [line["round"] for line in tested]
+        return rounds, [scale * line[key] for line in tested]
 
 
 def _run_page(run: RunFiles) -> tuple[str, list[str]]:
+    """Return the title and the parts of the page of a run."""
     config = run.config
     title = f"{config.title} on {config.dataset}, {config.model}"
     parts = [_facts(_headline(run)), *map(_warning, run_warnings(run))]
@@ -185,45 +186,44 @@ def _run_page(run: RunFiles) -> tuple[str, list[str]]:
     if run.final:
         parts += ["<h2>Result</h2>", _table(_result(run))]
     parts += ["<h2>BatchNorm</h2>", *_findings(run), *_batchnorm(run)]
-    if sites := run.summary.get("sites"):
+    sites = run.summary.get("sites")
+    if sites:
         parts += ["<h2>Sites</h2>", _table(_sites(run, sites))]
-    parts += ["<h2>Settings</h2>", _table(_settings(config))]
-    parts += [
-        _text(
-            "Every other setting has its default. To repeat it: fedbn-flwr run"
-            " config.yaml --out runs/again"
-        )
-    ]
-    if versions := run.summary.get("versions"):
-        same = {
-            "SHA-256 of the final state": run.summary["sha256"],
-            "seed": run.summary["seed"],
-        }
+    again = (
+        "Every other setting has its default. To repeat it: fedbn-flwr run"
+        " config.yaml --out runs/again"
+    )
+    parts += ["<h2>Settings</h2>", _table(_settings(config)), _text(again)]
+    versions = run.summary.get("versions")
+    if versions:
+        sha256, seed = run.summary["sha256"], run.summary["seed"]
+        same = {"SHA-256 of the final state": sha256, "seed": seed}
         parts += [_facts({**same, **versions})]
     return title, parts
 
 
 def _headline(run: RunFiles) -> dict[str, Any]:
     """Return the result and its costs."""
+    # What was reached. The last round's is the result; the best one is not chosen by
+    # a test of its own.
     facts: dict[str, Any] = {}
-    rounds, values = run.curve(run.headline)
-    if "round" in run.final:
-        facts[f"{_named(run.headline)}, round {run.final['round']}"] = _shown(
-            run.headline, run.final.get(run.headline)
-        )
+    headline, final = run.headline, run.final
+    rounds, values = run.curve(headline)
+    if "round" in final:
+        name = f"{_named(headline)}, round {final['round']}"
+        facts[name] = _shown(headline, final.get(headline))
     if values:
-        best = (max if higher_is_better(run.headline) else min)(values)
-        facts["best"] = (
-            f"{best:{_form(run.headline)}} in round {rounds[values.index(best)]}"
-        )
+        best = max(values) if higher_is_better(headline) else min(values)
+        at = rounds[values.index(best)]
+        facts["best"] = f"{best:{_form(headline)}} in round {at}"
+
+    # What it cost.
+    done = run.summary.get("rounds", len(run.lines))
+    facts["rounds"] = f"{done} of {run.config.num_server_rounds}"
     totals = run.summary.get("ledger") or ledger_of(run.lines)
-    facts["rounds"] = (
-        f"{run.summary.get('rounds', len(run.lines))} of {run.config.num_server_rounds}"
-    )
     facts["exchanges"] = f"{totals.get('exchanges', 0):,}"
-    facts["floats sent and received"] = (
-        f"{(totals.get('bytes-down', 0) + totals.get('bytes-up', 0)) / 2**20:,.2f} MiB"
-    )
+    sent = totals.get("bytes-down", 0) + totals.get("bytes-up", 0)
+    facts["floats sent and received"] = f"{sent / 2**20:,.2f} MiB"
     facts["seconds"] = f"{sum(line['seconds'] for line in run.lines):,.1f}"
     facts["BN frozen after round"] = run.summary.get("frozen-after")
     facts["privacy"] = run.summary.get("privacy", {}).get("guarantee")
@@ -239,9 +239,10 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
             f"The run is not finished: {len(run.lines)} of"
             f" {run.config.num_server_rounds} rounds."
         )
-    if reasons := Counter(
-        reason for line in run.lines for reason in line.get("rejected", ())
-    ):
+    reasons: Counter[str] = Counter()
+    for line in run.lines:
+        reasons.update(line.get("rejected", ()))
+    if reasons:
         shown = "; ".join(
             f"{count} times: {reason}" for reason, count in reasons.most_common(3)
         )
@@ -252,30 +253,32 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
 
 def _run_curves(run: RunFiles) -> str:
     """Return a picture for each quantity: the main one first, the loss last."""
-    keys = dict.fromkeys(
-        key for line in run.lines for key in line if not key.endswith("-clients")
-    )
-    quantities: dict[str, list[str]] = {}
-    for key in keys:
-        if key.startswith(_TESTS) and run.curve(key)[0]:
-            quantities.setdefault(quantity_of(key), []).append(key)
-    if not quantities:
+    # The tests of each quantity, in the order in which the lines have them.
+    curves: dict[str, dict[str, _Curve]] = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(run.lines)):
+        # a list of values, one for each client
+        if not key.startswith(_TESTS) or key.endswith("-clients"):
+            continue
+        rounds, values = run.curve(key)
+        if rounds:
+            quantity = quantity_of(key)
+            test = key.removesuffix(f"-{quantity}")
+            curves.setdefault(quantity, {})[test] = rounds, values
+    if not curves:
         return _text(run.lost or "No round is finished yet.")
+
     main = quantity_of(run.headline)
+    order = sorted(curves, key=lambda name: (name != main, name == "loss", name))
     pictures = []
-    for quantity in sorted(
-        quantities, key=lambda name: (name != main, name == "loss", name)
-    ):
-        curves = {
-            key.removesuffix(f"-{quantity}"): run.curve(key)
-            for key in quantities[quantity]
-        }
+    for quantity in order:
         last = ", ".join(
             f"{test} {values[-1]:{_form(quantity)}}"
-            for test, (_, values) in curves.items()
+            for test, (_, values) in curves[quantity].items()
         )
         caption = f"{_named(quantity)}. Last: {last}."
-        pictures.append(_curves(curves, _named(quantity), caption, marks=_frozen(run)))
+        pictures.append(
+            _curves(curves[quantity], _named(quantity), caption, marks=_frozen(run))
+        )
     return _grid(pictures)
 
 
@@ -290,33 +293,27 @@ def _frozen(run: RunFiles) -> list[int]:
 
 def _result(run: RunFiles) -> pd.DataFrame:
     """Return the figures of the result."""
-    rows = []
+    rows: list[tuple[str, str]] = []
     for key, value in run.final.items():
-        if key.startswith(_TESTS) and (
-            value is None or isinstance(value, (int, float))
-        ):
-            rows.append({"figure": _named(key), "value": _shown(key, value)})
+        is_number = value is None or isinstance(value, (int, float))
+        if key.startswith(_TESTS) and is_number:
+            rows.append((_named(key), _shown(key, value)))
     for key, by_domain in run.final.get("domains", {}).items():
         for domain, value in by_domain.items():
-            rows.append(
-                {"figure": f"{_named(key)}: {domain}", "value": _shown(key, value)}
-            )
-    return pd.DataFrame(rows)
+            rows.append((f"{_named(key)}: {domain}", _shown(key, value)))
+    return pd.DataFrame(rows, columns=["figure", "value"])
 
 
 def _sites(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return the main metric at each site."""
-    metric, rows = quantity_of(run.headline), []
+    metric = quantity_of(run.headline)
+    rows: list[tuple[str, int, str]] = []
     for row in sites:
-        site = f"{row['site']} (never trained)" if row.get("held-out") else row["site"]
-        rows.append(
-            {
-                "site": site,
-                "test examples": row["examples"],
-                _named(metric): _shown(metric, row["value"]),
-            }
-        )
-    return pd.DataFrame(rows)
+        site = row["site"]
+        if row.get("held-out"):
+            site = f"{site} (never trained)"
+        rows.append((site, row["examples"], _shown(metric, row["value"])))
+    return pd.DataFrame(rows, columns=["site", "test examples", _named(metric)])
 
 
 def _settings(config: Config) -> pd.DataFrame:
@@ -331,38 +328,33 @@ def _settings(config: Config) -> pd.DataFrame:
 
 
 def _findings(run: RunFiles) -> Iterator[str]:
-    """Yield what the doctor has said, if its ``doctor.json`` lies in the run's folder."""
+    """Yield what the doctor has said, if its ``doctor.json`` is in the run's folder."""
     if not (run.folder / _DIAGNOSIS).is_file():
         return
     diagnosis = read_json(run.folder / _DIAGNOSIS)
     findings = diagnosis.get("findings", [])
-    yield _text(
-        f"The doctor has {len(findings) or 'no'}"
-        f" {'finding' if len(findings) == 1 else 'findings'}."
-    )
+    word = "finding" if len(findings) == 1 else "findings"
+    yield _text(f"The doctor has {len(findings) or 'no'} {word}.")
+    columns = {
+        "setting": "what to try, in order",
+        "why": "what it does",
+        "expected": "gain where measured, cost",
+    }
     for finding in findings:
         yield f"<h3>{html.escape(finding['what'])}</h3>"
         yield _list(finding["evidence"])
-        columns = {
-            "setting": "what to try, in order",
-            "why": "what it does",
-            "expected": "gain where measured, cost",
-        }
-        remedies = pd.DataFrame(
-            finding["remedies"], columns=list(columns), dtype=object
-        ).fillna("")
-        yield _table(remedies.rename(columns=columns))
-    if more := [*diagnosis.get("not-measured", []), *diagnosis.get("notes", [])]:
+        # a remedy that was not measured has no gain
+        remedies = pd.DataFrame(finding["remedies"], columns=list(columns))
+        yield _table(remedies.astype(object).fillna("").rename(columns=columns))
+    more = [*diagnosis.get("not-measured", []), *diagnosis.get("notes", [])]
+    if more:
         yield "<h3>What the doctor could not measure, and notes</h3>" + _list(more)
 
 
 def _batchnorm(run: RunFiles) -> Iterator[str]:
     """Yield the pictures of ``statistics.jsonl``, or how to get it."""
-    lines = [
-        line
-        for line in read_metrics(run.folder / STATISTICS_FILE)
-        if line.get("layers")
-    ]
+    recorded = read_metrics(run.folder / STATISTICS_FILE)
+    lines = [line for line in recorded if line.get("layers")]
     if not lines:
         yield _text("The server saw no statistics of single clients.")
         return
@@ -372,91 +364,76 @@ def _batchnorm(run: RunFiles) -> Iterator[str]:
         " Fig. 3). Far apart, BatchNorm normalises with other numbers in training than"
         " in tests."
     )
-    recorded, middle, low, high = _distances(lines)
-    change = [
-        sum(layer["change"]["l1"] or 0 for layer in line["layers"].values())
-        for line in lines
-    ]
-    positive = [
-        (line["round"], value)
-        for line, value in zip(lines, change, strict=True)
-        if value
-    ]
-    curves = {"clients, median": (recorded, middle)}
-    if positive:  # 0 has no logarithm
-        curves["change of the global ones"] = (
-            [at for at, _ in positive],
-            [value for _, value in positive],
-        )
+
+    # The clients' distances, with a band, and how far the global statistics moved.
+    clients = _distances(lines)
+    rounds = list(clients.index)
+    curves = {"clients, median": (rounds, list(clients["median"]))}
+    bands = {"clients, median": (list(clients["min"]), list(clients["max"]))}
+    change: dict[int, float] = {}
+    for line in lines:
+        of_layers = [layer["change"]["l1"] or 0 for layer in line["layers"].values()]
+        # 0, where BatchNorm is frozen, has no logarithm
+        if sum(of_layers):
+            change[line["round"]] = sum(of_layers)
+    if change:
+        curves["change of the global ones"] = list(change), list(change.values())
     caption = (
         "Sums over the layers. The band reaches from the nearest to the farthest"
         " client."
     )
-    bands = {"clients, median": (low, high)}
-    yield _grid(
-        [
-            _curves(
-                curves,
-                "L1 distance",
-                caption,
-                marks=_frozen(run),
-                bands=bands,
-                log=True,
-            ),
-            _heat_map(lines),
-        ]
+    frozen = _frozen(run)
+    picture = _curves(
+        curves, "L1 distance", caption, marks=frozen, bands=bands, log=True
     )
+    yield _grid([picture, _heat_map(lines)])
 
 
-def _distances(
-    lines: Sequence[Mapping[str, Any]],
-) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return the rounds in which clients tracked, and the median, lowest and highest
-    distance of a client in each.
+def _distances(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the median, min and max distance of a client, by round.
 
     A distance is the L1 norm summed over the layers that track.
     """
-    rounds, middle, low, high = list[int](), list[float](), list[float](), list[float]()
+    rows: dict[int, list[float]] = {}
     for line in lines:
-        by_layer = [
-            values
-            for layer in line["layers"].values()
-            if any(values := layer["clients"]["l1"])
-        ]
-        tracked = [
-            sum(values) for values in zip(*by_layer, strict=True) if None not in values
-        ]
+        layers = [layer["clients"]["l1"] for layer in line["layers"].values()]
+        # zip gives the distances of one client in all layers that any client tracks
+        by_client = zip(*filter(any, layers), strict=True)
+        tracked = [sum(values) for values in by_client if None not in values]
         if tracked:
-            rounds.append(line["round"])
-            middle.append(statistics.median(tracked))
-            low.append(min(tracked))
-            high.append(max(tracked))
-    return rounds, middle, low, high
+            middle = statistics.median(tracked)
+            rows[line["round"]] = [middle, min(tracked), max(tracked)]
+    columns = ["median", "min", "max"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
 def _heat_map(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the median distance over the clients by layer and recorded round."""
-    shown = lines[:: -(-len(lines) // 40)]
+    # A row for each layer, a column for each of about forty rounds.
+    shown = lines[:: _step(lines, 40)]
+    cells: dict[int, dict[str, float]] = {}
+    for line in shown:
+        cells[line["round"]] = {}
+        for path, layer in line["layers"].items():
+            known = [value for value in layer["clients"]["l1"] if value is not None]
+            if known:
+                cells[line["round"]][path] = statistics.median(known)
     layers = list(dict.fromkeys(path for line in shown for path in line["layers"]))
-    values = [[_median(line["layers"].get(path)) for line in shown] for path in layers]
-    known = [
-        (value, path)
-        for path, row in zip(layers, values, strict=True)
-        for value in row
-        if value == value
-    ]
-    if not known:
+    values = pd.DataFrame(cells, index=layers, dtype=float)
+    largest = values.max().max()
+    if pd.isna(largest):
         return _text("No layer tracked its statistics.")
-    largest, where = max(known)
+    where = values.max(axis="columns").idxmax()
 
     def draw(axes: Axes) -> None:
         image = axes.imshow(
             values, aspect="auto", cmap="cividis", interpolation="nearest"
         )
         axes.figure.colorbar(image, ax=axes, label="L1 distance")
-        every = range(0, len(layers), -(-len(layers) // 25))
-        axes.set_yticks(every, [layers[at] or "(model)" for at in every], fontsize=7)
-        columns = range(0, len(shown), -(-len(shown) // 6))
+        # as many names as there is room for
+        rows = range(0, len(layers), _step(layers, 25))
+        axes.set_yticks(rows, [layers[at] or "(model)" for at in rows], fontsize=7)
+        columns = range(0, len(shown), _step(shown, 6))
         axes.set_xticks(columns, [str(shown[at]["round"]) for at in columns])
         axes.set_xlabel("round")
 
@@ -468,54 +445,40 @@ def _heat_map(lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _median(layer: Mapping[str, Any] | None) -> float:
-    known = [
-        value
-        for value in (layer["clients"]["l1"] if layer else ())
-        if value is not None
-    ]
-    return statistics.median(known) if known else float("nan")
+def _step(many: Sequence[Any], most: int) -> int:
+    """Return the step that leaves at most so many."""
+    return -(-len(many) // most)
 
 
 def _study_page(folder: Path) -> tuple[str, list[str]]:
+    """Return the title and the parts of the page of a study."""
+    # The runs that have begun; another study's may lie in the same folder.
     study = Study.read(folder / STUDY_FILE)
     cells = list(study.cells())
-    begun = [
-        cell
-        for cell in cells
-        if (cell.folder(folder) / CONFIG_FILE).is_file() and of_study(cell, folder)
-    ]
-    runs = [(cell, RunFiles.read(cell.folder(folder))) for cell in begun]
-    parts = [
-        _facts(
-            {
-                "methods": len(study.methods),
-                "splits": len(study.splits),
-                "runs": len(cells),
-            }
-        )
-    ]
+    runs: list[tuple[Cell, RunFiles]] = []
+    for cell in cells:
+        if (cell.folder(folder) / CONFIG_FILE).is_file() and of_study(cell, folder):
+            runs.append((cell, RunFiles.read(cell.folder(folder))))
+    facts = {"methods": study.methods, "splits": study.splits, "runs": cells}
+    parts = [_facts({name: len(values) for name, values in facts.items()})]
     parts += map(_warning, _incomplete(cells, folder))
-    parts += ["<h2>Results</h2>", _table(table(rows_of(study, folder)))]
+
+    # The table of the sweep, and a picture for each split.
     note = (
         "Means over the seeds ± the sample standard deviation. p is that of the paired"
         " t test over the seeds."
     )
+    parts += ["<h2>Results</h2>", _table(table(rows_of(study, folder))), _text(note)]
     pictures = []
     for split in study.splits:
         where = f", {split}" if len(study.splits) > 1 else ""
-        pictures.append(
-            _mean_curves(
-                [(cell.method, run) for cell, run in runs if cell.split == split], where
-            )
-        )
-    parts += [_text(note), "<h2>Curves</h2>", _grid(pictures), "<h2>Settings</h2>"]
+        of_split = [(cell.method, run) for cell, run in runs if cell.split == split]
+        pictures.append(_mean_curves(of_split, where))
+    parts += ["<h2>Curves</h2>", _grid(pictures), "<h2>Settings</h2>"]
     for file in (folder / "tuning.md", folder / STUDY_FILE):
         if file.is_file():
-            parts += [
-                f"<h3>{file.name}</h3>",
-                f"<pre>{html.escape(file.read_text(encoding='utf-8'))}</pre>",
-            ]
+            text = html.escape(file.read_text(encoding="utf-8"))
+            parts += [f"<h3>{file.name}</h3>", f"<pre>{text}</pre>"]
     return study.name, parts
 
 
@@ -524,9 +487,8 @@ def _incomplete(cells: Sequence[Cell], out: Path) -> Iterator[str]:
     lists: dict[str, list[str]] = {"Diverged": [], "Failed": [], "Not finished": []}
     for cell in cells:
         if not is_done(cell, out):
-            lists["Failed" if failure_of(cell, out) else "Not finished"].append(
-                cell.name
-            )
+            what = "Failed" if failure_of(cell, out) else "Not finished"
+            lists[what].append(cell.name)
         elif DIVERGED_AT in summary_of(cell.folder(out)):
             lists["Diverged"].append(cell.name)
     for what, names in lists.items():
@@ -535,24 +497,25 @@ def _incomplete(cells: Sequence[Cell], out: Path) -> Iterator[str]:
 
 
 def _mean_curves(runs: Sequence[tuple[str, RunFiles]], where: str) -> str:
-    """Return the main metric of each method: the mean over the seeds, in a band from
-    the lowest to the highest.
-    """
-    curves, bands, metrics = {}, {}, dict[str, None]()
-    for method in dict.fromkeys(method for method, _ in runs):
-        by_round: dict[int, list[float]] = {}
-        for run in (
-            run for name, run in runs if name == method and not run.diverged_at
-        ):
-            metrics[_named(quantity_of(run.headline))] = None
-            for at, value in zip(*run.curve(run.headline), strict=True):
-                by_round.setdefault(at, []).append(value)
+    """Return the main metric of each method: mean over the seeds, lowest, highest."""
+    # The values of each method and round, over the seeds. Methods may have metrics of
+    # their own; a run that diverged has no place in a mean.
+    metrics: dict[str, None] = {}
+    values: dict[str, dict[int, list[float]]] = {}
+    for method, run in runs:
+        by_round = values.setdefault(method, {})
+        if run.diverged_at:
+            continue
+        metrics[_named(quantity_of(run.headline))] = None
+        for at, value in zip(*run.curve(run.headline), strict=True):
+            by_round.setdefault(at, []).append(value)
+
+    curves, bands = {}, {}
+    for method, by_round in values.items():
         rounds = sorted(by_round)
-        curves[method] = rounds, [statistics.fmean(by_round[at]) for at in rounds]
-        bands[method] = (
-            [min(by_round[at]) for at in rounds],
-            [max(by_round[at]) for at in rounds],
-        )
+        of_seeds = [by_round[at] for at in rounds]
+        curves[method] = rounds, [statistics.fmean(seeds) for seeds in of_seeds]
+        bands[method] = list(map(min, of_seeds)), list(map(max, of_seeds))
     if not any(rounds for rounds, _ in curves.values()):
         return ""
     caption = f"Main metric{where}: mean over the seeds, lowest to highest."
@@ -572,26 +535,38 @@ def _curves(
     bands: Mapping[str, _Band] | None = None,
     log: bool = False,
 ) -> str:
-    """Return curves over the rounds, some with a band from low to high; they differ in
-    dashes, too.
+    """Return a picture of curves over the rounds.
+
+    Args:
+        curves: rounds and values by name.
+        label: of the axis of values.
+        caption: the text below.
+        marks: rounds that get a vertical line.
+        bands: the lowest and highest values of some curves, by name.
+        log: whether the axis of values is logarithmic.
     """
+    # Here, as a command that makes no picture does without matplotlib.
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes) -> None:
+        # Curves differ in dashes, too: not everybody sees colours. A single point has
+        # no line, and is drawn as one.
         handles = []
         for at, (name, (rounds, values)) in enumerate(curves.items()):
-            colour, dash = _COLOURS[at % len(_COLOURS)], _DASHES[at % len(_DASHES)]
-            marker = "o" if len(rounds) == 1 else ""
+            colour = _COLOURS[at % len(_COLOURS)]
             handles += axes.plot(
                 rounds,
                 values,
                 color=colour,
-                linestyle=dash,
+                linestyle=_DASHES[at % len(_DASHES)],
                 linewidth=1.4,
-                marker=marker,
+                marker="o" if len(rounds) == 1 else "",
             )
-            if band := (bands or {}).get(name):
-                axes.fill_between(rounds, *band, color=colour, alpha=0.15, linewidth=0)
+            if bands and name in bands:
+                low, high = bands[name]
+                axes.fill_between(
+                    rounds, low, high, color=colour, alpha=0.15, linewidth=0
+                )
         for mark in marks:
             axes.axvline(mark, color="#888888", linewidth=0.8, linestyle=":")
         if log:
@@ -601,7 +576,9 @@ def _curves(
         axes.set_xlabel("round")
         axes.set_ylabel(label)
         axes.grid(color="#dddddd", linewidth=0.5)
-        # with an underscore matplotlib leaves a name out
+
+        # Below the picture, where it covers nothing. With an underscore matplotlib
+        # leaves a name out.
         names = [name.lstrip("_") for name in curves]
         axes.figure.legend(
             handles,
@@ -616,25 +593,29 @@ def _curves(
 
 
 def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> str:
-    """Return a drawing as inline SVG; its text is text, and it is readable on a screen
-    of 400 pixels.
-    """
+    """Return a drawing as inline SVG, for a screen of 400 pixels, too."""
+    # as in ``_curves``
     import matplotlib
     from matplotlib.figure import Figure
 
+    settings: dict[Any, Any] = {
+        # text stays text, which readers can search, and a "$" in a name a "$"
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        # Captions differ, and so do the ids that two pictures of a page refer to.
+        "svg.hashsalt": caption,
+    }
     written = io.StringIO()
-    # Captions differ, and so do the ids that two pictures of a page refer to.
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": caption, "text.parse_math": False}
-    ):
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(4.6, height), layout="constrained")
         draw(figure.subplots())
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    svg = written.getvalue()
-    drawing = svg[svg.index("<svg") :].replace(
-        "<svg", f'<svg role="img" aria-label="{html.escape(caption)}"', 1
-    )
-    return f"<figure>{drawing}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+    # Without the XML's own head, and with a name for screen readers.
+    text = html.escape(caption)
+    _, _, svg = written.getvalue().partition("<svg")
+    drawing = f'<svg role="img" aria-label="{text}"{svg}'
+    return f"<figure>{drawing}<figcaption>{text}</figcaption></figure>"
 
 
 def _grid(pictures: Iterable[str]) -> str:
@@ -642,20 +623,18 @@ def _grid(pictures: Iterable[str]) -> str:
 
 
 def _table(frame: pd.DataFrame) -> str:
-    with pd.option_context("display.max_colwidth", None):
-        return (
-            "<div"
-            f' class="table">{frame.to_html(index=False, border=0, na_rep="-")}</div>'
-        )
+    return _html_of(frame, index=False, na_rep="-")
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    series = pd.Series(facts, dtype=object).astype(str)
+    """Return a table of two columns."""
+    return _html_of(pd.Series(facts, dtype=object).astype(str).to_frame(), header=False)
+
+
+def _html_of(frame: pd.DataFrame, **how: Any) -> str:
+    # pandas would cut long texts; the block scrolls where the screen is narrow
     with pd.option_context("display.max_colwidth", None):
-        return (
-            "<div"
-            f' class="table">{series.to_frame().to_html(header=False, border=0)}</div>'
-        )
+        return f'<div class="table">{frame.to_html(border=0, **how)}</div>'
 
 
 def _text(text: str) -> str:
@@ -679,8 +658,8 @@ def _form(key: str) -> str:
 
 
 def _shown(key: str, value: float | None) -> str:
-    return (
-        "-"
-        if value is None
-        else f"{value * (100 if in_percent(key) else 1):{_form(key)}}"
-    )
+    """Return a value of a metric as the page shows it."""
+    if value is None:
+        return "-"
+    scale = 100 if in_percent(key) else 1
+    return f"{scale * value:{_form(key)}}"
