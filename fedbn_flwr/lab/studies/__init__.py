@@ -1,3 +1,12 @@
-"""Studies: grids of runs read from a file, done one after another or in parallel, with
-one table.
+"""Studies: grids of runs from a file, done in series or in parallel, with one table.
+
+In reading order:
+
+- ``study``: the file, and the runs of the grid (``Cell``).
+- ``study_checks``: what is wrong in it, and the part that a sweep does now.
+- ``sweep``: all runs that are left, then the results.
+- ``one_run``: what became of a run, and doing it, from the start or its checkpoint.
+- ``parallel``: several runs at a time, each in a process.
+- ``tuning``: the settings that a study's trials choose.
+- ``results``: tidy rows, and the table.
 """

@@ -1,9 +1,8 @@
-"""One run of a study: what became of it, and doing it from the start or on from its
-last checkpoint.
-"""
+"""One run of a study: what became of it, and doing it or going on with it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import traceback
@@ -51,8 +50,7 @@ def is_done(cell: Cell, out: Path) -> bool:
 
 
 def of_study(cell: Cell, out: Path) -> bool:
-    """Return whether the run in a cell's folder, finished or not, has the settings that
-    the study has now.
+    """Return whether the run in a cell's folder has the settings of the study now.
 
     Where the cell's config cannot be made, as its data are elsewhere, the run counts as
     the study's.
@@ -65,11 +63,11 @@ def of_study(cell: Cell, out: Path) -> bool:
 
 
 def changed(config: Config, folder: Path) -> str:
-    """Return the settings of the folder's run that differ from the config, as
-    ``changed_settings`` does.
+    """Return the settings of the folder's run that differ from the config.
 
     A ``config.yaml`` that cannot be read differs, too; the text is then its error.
     """
+    # The centralised reference runs with a config that follows from this one.
     now = reference_config(config) if config.strategy == CENTRALIZED else config
     # 0 follows from the other settings
     free = PLACES if config.num_clients else PLACES | {"num-clients"}
@@ -96,30 +94,29 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def failure_of(cell: Cell, out: Path) -> dict[str, Any]:
-    """Return the error with which the last try of a run ended; empty if there is none."""
+    """Return the error with which the last try of a run ended; empty for none."""
     return read_json(cell.folder(out) / FAILED)
 
 
 def do_cell(
     cell: Cell, out: Path, on_round: OnRound | None = None, workers: int | None = None
 ) -> str:
-    """Do or continue a run of a study; return its error, "" if it is finished or
-    diverged as the study allows.
+    """Do or continue a run of a study; return its error, "" for none.
 
-    An exception is written to ``failed.json`` in its folder: other runs do not depend
-    on it.
+    A run that diverged as the study allows has none. An exception is written to
+    ``failed.json`` in its folder: other runs do not depend on it.
     """
-    folder, threads = cell.folder(out), torch.get_num_threads()
+    folder = cell.folder(out)
+    threads = torch.get_num_threads()
     # of the server's tests, too: the same bits on any machine
     torch.set_num_threads(cell.config.torch_threads)
     try:
         _do(cell.config, folder, on_round, workers)
     except Exception as error:  # whatever it is, the other runs go on
+        kind = type(error).__name__
         if not finished(folder):
-            note_failure(
-                folder, str(error), type(error).__name__, traceback.format_exc()
-            )
-        return str(error) or type(error).__name__
+            note_failure(folder, str(error), kind, traceback.format_exc())
+        return str(error) or kind
     finally:
         torch.set_num_threads(threads)
     (folder / FAILED).unlink(missing_ok=True)
@@ -140,6 +137,7 @@ def _do(
     config: Config, folder: Path, on_round: OnRound | None, workers: int | None
 ) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
+    # A finished run that is not the study's any more makes room; nothing is deleted.
     if folder.is_dir():
         # an error if another process still writes there: nothing is renamed under it
         with lock_folder(folder):
@@ -148,19 +146,17 @@ def _do(
             (folder / FAILED).unlink(missing_ok=True)  # of a former try
     if (folder / "checkpoint").is_dir():
         try:
-            if settings := changed(config, folder):
+            settings = changed(config, folder)
+            if settings:
                 raise NotResumableError(
                     f"it belongs to a run with other settings: {settings}"
                 )
-            run(
-                config.model_copy(update={"resume": True}),
-                folder,
-                on_round=on_round,
-                workers=workers,
-            )
+            resumed = config.model_copy(update={"resume": True})
+            run(resumed, folder, on_round=on_round, workers=workers)
             return
         except NotResumableError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)
+    # What was killed before its first checkpoint, or has one that does not fit.
     _set_aside(folder, "unfinished")
     run(config, folder, on_round=on_round, workers=workers)
 
@@ -168,7 +164,8 @@ def _do(
 def _set_aside(folder: Path, why: str) -> None:
     """Rename a folder that is not empty to FOLDER.WHY-N."""
     if folder.exists() and any(folder.iterdir()):
-        number = 1
-        while (kept := folder.with_name(f"{folder.name}.{why}-{number}")).exists():
-            number += 1
-        folder.rename(kept)
+        for number in itertools.count(1):
+            kept = folder.with_name(f"{folder.name}.{why}-{number}")
+            if not kept.exists():
+                folder.rename(kept)
+                return

@@ -1,6 +1,4 @@
-"""The runs of a study in parallel, each in a process of its own on ``torch-threads``
-cores.
-"""
+"""The runs of a study in parallel, each in a process on ``torch-threads`` cores."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging.handlers import QueueHandler
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -41,16 +39,13 @@ _WORTH_PROCESSES = 1e10
 
 
 def default_parallel(cells: Sequence[Cell]) -> int:
-    """Return how many runs at a time pay on this machine: one for each core, or GPU, as
-    far as memory allows.
+    """Return how many runs at a time pay on this machine.
 
-    A small study is done one run after another.
+    One for each core, or GPU, as far as memory allows; a small study is done one run
+    after another.
     """
-    if (
-        not cells
-        or sum(work_of(cell.config, make_model(cell.config)) for cell in cells)
-        < _WORTH_PROCESSES
-    ):
+    work = sum(work_of(cell.config, make_model(cell.config)) for cell in cells)
+    if work < _WORTH_PROCESSES:
         return 1
     places = num_cores() // max(cell.config.torch_threads for cell in cells)
     if any(pick_device(cell.config.device).type == "cuda" for cell in cells):
@@ -60,9 +55,8 @@ def default_parallel(cells: Sequence[Cell]) -> int:
 
 
 def _memory_need(config: Config) -> float:
-    """Return an estimate of a run's memory in bytes: the process, the data twice, and
-    the models of a round.
-    """
+    """Return an estimate of a run's memory in bytes."""
+    # The process, the data twice (as read and as divided), the models of a round.
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
     held = sum(part.inputs.nbytes for part in (data.train, data.test) if part.in_memory)
@@ -71,8 +65,18 @@ def _memory_need(config: Config) -> float:
     return _PROCESS + 2 * held + float(models * model)
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A run at work, its process, and its place among the parallel ones."""
+
+    cell: Cell
+    process: Any
+    place: int
+
+
 def in_parallel(parallel: int) -> Runner:
     """Return a runner that does so many runs at a time; runs share the GPUs evenly."""
+    # Not forks: CUDA and the threads of torch do not survive one.
     spawn = multiprocessing.get_context("spawn")
 
     def runner(
@@ -81,44 +85,49 @@ def in_parallel(parallel: int) -> Runner:
         for cell in cells:
             refuse_named_gpu(cell.config)
         waiting, free = deque(cells), [*range(parallel)]
-        running: dict[Any, tuple[Cell, Any, int]] = {}  # by the pipe of its process
+        running: dict[Any, _Running] = {}  # by the pipe of its process
         warned: set[str] = set()
         try:
             while waiting or running:
+                # Fill the free places.
                 while waiting and free:
                     cell, place = waiting.popleft(), free.pop()
                     receiver, sender = spawn.Pipe(duplex=False)
-                    plain = replace(cell)  # without the config that it has computed
-                    process = spawn.Process(
-                        target=_work, args=(sender, plain, out, place)
-                    )
+                    # a copy without the config that the cell has computed
+                    args = (sender, replace(cell), out, place)
+                    process = spawn.Process(target=_work, args=args)
                     # Ctrl-C is of the whole terminal; the sweep ends its processes.
                     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     process.start()
                     signal.signal(signal.SIGINT, handler)
-                    sender.close()  # so that the end of the process ends the pipe
-                    running[receiver] = cell, process, place
+                    # so that the end of the process ends the pipe
+                    sender.close()
+                    running[receiver] = _Running(cell, process, place)
                     follower.begin(cell)
+
+                # Wait for one that answers or ends.
                 for answered in wait([*running]):
-                    cell, process, place = running.pop(answered)
-                    error, warnings = _outcome(answered, process, cell.folder(out))
-                    free.append(place)
+                    ended = running.pop(answered)
+                    folder = ended.cell.folder(out)
+                    error, warnings = _outcome(answered, ended.process, folder)
+                    free.append(ended.place)
                     for warning in warnings:
                         # several runs of a study often have the same
                         if warning not in warned:
-                            logger.warning("%s: %s", cell.name, warning)
+                            logger.warning("%s: %s", ended.cell.name, warning)
                             warned.add(warning)
-                    yield cell, error
+                    yield ended.cell, error
+        # also where the sweep fails, or stops asking for more
         finally:
-            for _, process, _ in running.values():
-                process.terminate()
-                process.join()
+            for left in running.values():
+                left.process.terminate()
+                left.process.join()
 
     return runner
 
 
 def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]:
-    """Return the error of a run whose process has answered or ended, and its warnings."""
+    """Return the error and the warnings of a run whose process answered or ended."""
     try:
         error, warnings = receiver.recv()
     except EOFError:  # it was killed, for example for lack of memory
@@ -132,10 +141,12 @@ def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]
 
 def _work(sender: Any, cell: Cell, out: Path, place: int) -> None:
     """Do a run in a process; send its error and what it logged as warnings."""
+    # A sweep that is killed takes its processes along.
     threading.Thread(target=end_with_the_command, daemon=True).start()
     keep_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.set_device(place % torch.cuda.device_count())
+    # Warnings only, and not on the terminal, where those of several runs would mix.
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     logger.setLevel(logging.WARNING)
     logger.handlers = [QueueHandler(records)]

@@ -1,5 +1,4 @@
-"""The results of a study: tidy rows in ``results.csv``, and one table with mean,
-deviation and the paper's number.
+"""The results of a study: tidy rows in ``results.csv``, and one table of them.
 
 A row has no times, so that a study that was killed and continued has the rows of one
 that was not.
@@ -32,8 +31,7 @@ FIELDS = (
     *("rounds", "exchanges", "bytes", "target", *_TO_TARGET),
     *("paper", "paper-std", "rejected", "sha256"),
 )
-"""The columns of ``results.csv``: a row for each run and metric, and for each domain of
-it.
+"""The columns of ``results.csv``: a row for each run, metric and domain.
 
 Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is
 None. ``domain`` is "" for all test examples and "average" for the plain mean over the
@@ -48,21 +46,17 @@ _NAN = float("nan")
 
 
 def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
-    """Return the rows of all runs that ended, in the order of the study; their keys are
-    of ``FIELDS``.
+    """Return the rows of all runs that ended, in the order of the study.
+
+    Their keys are of ``FIELDS``.
     """
     rows: list[dict[str, Any]] = []
     for cell in study.cells():
-        about = {
-            "method": cell.method,
-            "split": cell.split,
-            "seed": cell.seed,
-            "domain": WHOLE,
-        }
+        about = {"method": cell.method, "split": cell.split, "seed": cell.seed}
         if is_done(cell, out):
-            rows += [{**about, **row} for row in _rows_of_run(study, cell, out)]
+            rows += [about | row for row in _rows_of_run(study, cell, out)]
         elif failure_of(cell, out):
-            rows.append({**about, "status": "failed"})
+            rows.append({**about, "domain": WHOLE, "status": "failed"})
     return rows
 
 
@@ -80,29 +74,36 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
     }
     metrics = [name for name in study.metrics if name in final] or [summary["headline"]]
     for metric in metrics:
+        # Paper and target are about the metric by which methods are compared.
         main = metric == metrics[0]
-        papers = study.paper_numbers(f"{cell.method}/{cell.split}") if main else {}
+        papers: dict[str, PaperNumber] = {}
+        if main:
+            papers = study.paper_numbers(f"{cell.method}/{cell.split}")
         values = {WHOLE: final.get(metric), **_domains(final, metric)}
         for domain, value in values.items():
             paper = papers.get(domain, PaperNumber())
-            row = {**of_run, "metric": metric, "main": main, "domain": domain}
-            row |= {"final": None if value is None else _scale(metric) * value}
-            row |= {"paper": paper.mean, "paper-std": paper.std}
+            row = {
+                **of_run,
+                "metric": metric,
+                "main": main,
+                "domain": domain,
+                "final": None if value is None else _scale(metric) * value,
+                "paper": paper.mean,
+                "paper-std": paper.std,
+            }
             if main and domain == WHOLE:
                 row |= _until_target(study.target, metric, cell.folder(out), summary)
             yield row
 
 
 def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
-    """Return the results by domain and their plain average, which is unknown where one
-    of them is.
-    """
+    """Return the results by domain, and their plain average."""
     by_domain: dict[str, float | None] = dict(final.get("domains", {}).get(metric, {}))
     known = [value for value in by_domain.values() if value is not None]
     if known:
-        by_domain[AVERAGE] = (
-            statistics.fmean(known) if len(known) == len(by_domain) else None
-        )
+        # without one domain it would be the average of others
+        complete = len(known) == len(by_domain)
+        by_domain[AVERAGE] = statistics.fmean(known) if complete else None
     return by_domain
 
 
@@ -114,117 +115,107 @@ def _scale(metric: str) -> int:
 def _until_target(
     target: float | None, metric: str, run: Path, summary: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the rounds, exchanges and bytes up to the first test that reached the
-    target.
-    """
+    """Return the costs up to the first test that reached the target."""
     if target is None:
         return {}
     lines = read_metrics(run / "metrics.jsonl")
-    if lost := lost_lines(summary, lines):
+    lost = lost_lines(summary, lines)
+    if lost:
         logger.warning("%s/%s", run, lost)
         return {"target": target}
     sign = 1 if higher_is_better(metric) else -1
     exchanges = moved = 0
     for line in lines:
+        # Every round costs, also one without a test.
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
-        value = line.get(metric)
-        if value is not None and sign * (
-            _scale(metric) * value - target
-        ) >= -_ROUNDING * abs(target):
-            return {
-                "target": target,
-                **dict(zip(_TO_TARGET, (line["round"], exchanges, moved), strict=True)),
-            }
+        if line.get(metric) is None:
+            continue
+        above = sign * (_scale(metric) * line[metric] - target)
+        if above >= -_ROUNDING * abs(target):
+            costs = (line["round"], exchanges, moved)
+            return {"target": target, **dict(zip(_TO_TARGET, costs, strict=True))}
     return {"target": target}
 
 
 def write_results(study: Study, out: Path) -> pd.DataFrame:
-    """Write ``results.csv`` and ``table.md`` of the runs that ended so far; return the
-    table.
-    """
+    """Write ``results.csv`` and ``table.md`` of what ended; return the table."""
     rows = rows_of(study, out)
     made = table(rows)
-    write_atomically(
-        out / "results.csv",
-        pd.DataFrame(rows, columns=[*FIELDS], dtype=object).to_csv(index=False),
-    )
+    tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
+    write_atomically(out / "results.csv", tidy.to_csv(index=False))
     write_atomically(out / "table.md", f"# {study.name}\n\n{markdown(made)}\n")
     return made
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the table of the tidy rows, as text: a line for each split, method and
-    metric.
+    """Return the table of the tidy rows, as text.
 
-    A domain has a line where the paper has a number for it; the rows have all. Mean and
-    sample standard deviation are those of the runs that finished with a value; costs
-    are means of all runs that ended. A column that says nothing in any line is left
-    out.
+    It has a line for each split, method and metric. A domain has a line where the paper
+    has a number for it; the rows have all. Mean and sample standard deviation are those
+    of the runs that finished with a value; costs are means of all runs that ended. A
+    column that says nothing in any line is left out.
     """
     frame = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     if frame.empty:
         return pd.DataFrame(columns=["split", "method", "metric", "final", "runs"])
+    first = frame["method"].iloc[0]
     tests = paired_tests(rows)
-    shown = frame[(frame["domain"] == WHOLE) | frame["paper"].notna()].fillna(
-        {"metric": "-"}
-    )
+    # How the runs of a method ended, each once: a failed one has no metric.
+    ended = frame.drop_duplicates(["split", "method", "seed"])
+    statuses = ended.groupby(["split", "method"])["status"]
+
     lines = []
-    for (split, method, metric, domain), runs in shown.groupby(
-        ["split", "method", "metric", "domain"], sort=False
-    ):
-        of_method = frame[
-            (frame["split"] == split) & (frame["method"] == method)
-        ].drop_duplicates("seed")
-        statuses = of_method["status"].value_counts()
-        if metric == "-" and set(statuses.index) != {"failed"}:
-            continue  # failed runs have a line only where no other run has one
-        line = {"split": split, "method": method, "metric": metric, "domain": domain}
-        line |= _line(runs, statuses, in_percent(metric))
+    shown = frame[(frame["domain"] == WHOLE) | frame["paper"].notna()]
+    shown = shown.fillna({"metric": "-"})
+    groups = shown.groupby(["split", "method", "metric", "domain"], sort=False)
+    for (split, method, metric, domain), runs in groups:
+        how = statuses.get_group((split, method)).value_counts()
+        # Failed runs have a line only where no other run has one.
+        if metric == "-" and set(how.index) != {"failed"}:
+            continue
+        percent = metric != "-" and in_percent(metric)
+        line = {
+            "split": split,
+            "method": method,
+            "metric": f"{metric}, %" if percent else metric,
+            "domain": domain,
+        }
+        form = ".2f" if percent else ".4f"
+        line |= _line(runs, how, form)
         if runs["main"].iloc[0] and domain == WHOLE:
             difference, p = tests.get((split, method), (_NAN, _NAN))
-            form = "+.2f" if in_percent(metric) else "+.4f"
-            line |= {
-                f"minus {frame['method'].iloc[0]}": _number(difference, form),
-                "p": _number(p, ".3f"),
-            }
-        line["metric"] += ", %" * (metric != "-" and in_percent(metric))
+            line[f"minus {first}"] = _number(difference, f"+{form}")
+            line["p"] = _number(p, ".3f")
         lines.append(line)
     made = pd.DataFrame(lines).fillna("")
     return made.loc[:, (made != "").any()]
 
 
-def _line(
-    runs: pd.DataFrame, statuses: Mapping[Any, int], share: bool
-) -> dict[str, str]:
+def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[str, str]:
     """Return the numbers of one line of the table as text; "" where there is none."""
-    numbers = runs.drop(
-        columns=["method", "split", "metric", "domain", "status", "sha256"]
-    ).apply(pd.to_numeric)
+    # Costs are those of all runs; values those of the runs that finished.
+    texts = ["method", "split", "metric", "domain", "status", "sha256"]
+    numbers = runs.drop(columns=texts).apply(pd.to_numeric)
+    mean = numbers.mean()
     finished = numbers[runs["status"] == "finished"]
-    values, mean, reached = (
-        finished["final"].dropna(),
-        numbers.mean(),
-        finished["rounds-to-target"].dropna(),
-    )
-    others = {
+    values = finished["final"].dropna()
+    reached = finished["rounds-to-target"].dropna()
+
+    # Nobody shall take the mean for one of all runs and all clients.
+    counts = {
         "without a value": len(finished) - len(values),
         "with lost replies": (finished["rejected"] > 0).sum(),
         "diverged": statuses.get("diverged", 0),
         "failed": statuses.get("failed", 0),
     }
-    form = ".2f" if share else ".4f"
+    others = [f", {number} {what}" for what, number in counts.items() if number]
     line = {
         "final": _number(values.mean(), form, values.std()),
         "rounds": _number(mean["rounds"], ".10g"),
         "exchanges": _number(mean["exchanges"], ".10g"),
         "MB of floats": _number(mean["bytes"] / 2**20, ".2f"),
-        "runs": ", ".join(
-            [
-                str(len(values)),
-                *(f"{number} {what}" for what, number in others.items() if number),
-            ]
-        ),
+        "runs": f"{len(values)}{''.join(others)}",
         "target": _number(mean["target"], "g"),
         "paper": _number(mean["paper"], form, mean["paper-std"]),
         "minus paper": _number(values.mean() - mean["paper"], f"+{form}"),
@@ -238,61 +229,59 @@ def _line(
 def _number(value: float, form: str, std: float = _NAN) -> str:
     if pd.isna(value):
         return ""
-    return f"{value:{form}}" if pd.isna(std) else f"{value:{form}} ± {std:{form}}"
+    if pd.isna(std):
+        return f"{value:{form}}"
+    return f"{value:{form}} ± {std:{form}}"
 
 
 def paired_tests(
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return by split and method the mean difference to the first method of the study,
-    and p of the paired t test.
+    """Return by split and method the mean difference to the first method, and p.
 
-    Runs of two methods with one seed have the same data split and the same initial
-    weights, so they are paired by seed. Main metrics of one quantity are compared, also
-    of different tests: FedBN's accuracy is that of the clients' models, FedAvg's that
-    of the global one. p is NaN with one seed, and where all differences are alike.
+    p is that of the paired t test. Runs of two methods with one seed have the same data
+    split and the same initial weights, so they are paired by seed. Main metrics of one
+    quantity are compared, also of different tests: FedBN's accuracy is that of the
+    clients' models, FedAvg's that of the global one. p is NaN with one seed, and where
+    all differences are alike.
     """
+    # scipy's statistics take half a second to import, and a sweep's plan needs none.
     from scipy.stats import ttest_rel
 
-    tests: dict[tuple[str, str], tuple[float, float]] = {}
     frame = pd.DataFrame(rows, columns=[*FIELDS])
     first = frame["method"].iloc[0]
-    frame = frame[
-        frame["main"].eq(True)
-        & (frame["domain"] == WHOLE)
-        & (frame["status"] == "finished")
-    ]
-    for (split, _), of_split in frame.groupby(
-        ["split", frame["metric"].map(quantity_of)], sort=False
-    ):
-        finals = of_split.assign(final=pd.to_numeric(of_split["final"]))
-        finals = finals.pivot_table(
+    main = frame["main"].eq(True) & (frame["domain"] == WHOLE)
+    frame = frame[main & (frame["status"] == "finished")]
+    frame = frame.assign(
+        final=pd.to_numeric(frame["final"]), quantity=frame["metric"].map(quantity_of)
+    )
+
+    tests: dict[tuple[str, str], tuple[float, float]] = {}
+    for (split, _), of_split in frame.groupby(["split", "quantity"], sort=False):
+        # a row for each seed, a column for each method
+        finals = of_split.pivot_table(
             index="seed", columns="method", values="final", sort=False
         )
-        for method in finals.columns.drop(first) if first in finals else ():
+        if first not in finals:
+            continue
+        for method in finals.columns.drop(first):
             both = finals[[method, first]].dropna()
+            if both.empty:
+                continue
             differences = both[method] - both[first]
-            if len(both):
-                vary = differences.max() - differences.min() > _ROUNDING
-                p = float(ttest_rel(both[method], both[first]).pvalue) if vary else _NAN
-                tests[split, method] = float(differences.mean()), p
+            p = _NAN
+            if differences.max() - differences.min() > _ROUNDING:
+                p = float(ttest_rel(both[method], both[first]).pvalue)
+            tests[split, method] = float(differences.mean()), p
     return tests
 
 
 def markdown(shown: pd.DataFrame) -> str:
-    """Return a table of text as Markdown, in which asterisks are no emphasis and a
-    cell's own bars do not end it.
-    """
-    cells = [
-        list(shown.columns),
-        ["---"] * len(shown.columns),
-        *shown.to_numpy().tolist(),
-    ]
-    lines = [
-        [
-            str(cell).replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
-            for cell in row
-        ]
-        for row in cells
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    """Return a table of text as Markdown."""
+    # A cell's own bars do not end it, and asterisks are no emphasis.
+    escapes = str.maketrans({"|": "\\|", "*": "\\*", "\n": " "})
+    lines = []
+    for row in [shown.columns, ["---"] * len(shown.columns), *shown.to_numpy()]:
+        cells = [str(cell).translate(escapes) for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

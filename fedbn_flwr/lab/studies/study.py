@@ -48,6 +48,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -82,11 +83,14 @@ WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domai
 
 
 class PaperNumber(NamedTuple):
-    """A number of a paper, in the unit of the table, with its ± where the paper has
-    one.
+    """A number of a paper, in the unit of the table.
+
+    Attributes:
+        mean: the number; None: the paper has none.
+        std: what stands behind its ±; None: nothing.
     """
 
-    mean: float | None = None  # None: the paper has none
+    mean: float | None = None
     std: float | None = None
 
     @classmethod
@@ -96,30 +100,29 @@ class PaperNumber(NamedTuple):
         Raises:
             ValueError: it is neither.
         """
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            number = (
-                cls(*map(float, value.split("±")))
-                if isinstance(value, str)
-                else cls(float(value))
-            )
-        except (TypeError, ValueError):  # also more than one ±
-            number = cls(math.nan)
-        if (
-            not all(math.isfinite(part) for part in number if part is not None)
-            or (number.std or 0) < 0
-        ):
+        # A bool is an int for Python, and its text is no number.
+        parts: list[float] = []
+        with suppress(ValueError):
+            parts = [float(part) for part in str(value).split("±")]
+        finite = all(math.isfinite(part) for part in parts)
+        if not finite or len(parts) not in (1, 2) or min(parts[1:], default=0) < 0:
             raise ValueError(
                 f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18"
             )
-        return number
+        return cls(*parts)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study: its own settings, and those of ``base``. ``trial`` is its
-    point of ``tune``; "" for none.
+    """One run of a study.
+
+    Attributes:
+        method: its name.
+        split: its name.
+        seed: its seed.
+        settings: its own settings.
+        base: those of all runs.
+        trial: its point of ``tune``; "" for none.
     """
 
     method: str
@@ -133,11 +136,9 @@ class Cell:
     def name(self) -> str:
         """METHOD/SPLIT/seed-N; of a trial tune/METHOD/SPLIT/KEY=VALUE/seed-N."""
         pair = f"{self.method}/{self.split}"
-        return (
-            f"tune/{pair}/{self.trial}/seed-{self.seed}"
-            if self.trial
-            else f"{pair}/seed-{self.seed}"
-        )
+        if self.trial:
+            return f"tune/{pair}/{self.trial}/seed-{self.seed}"
+        return f"{pair}/seed-{self.seed}"
 
     @functools.cached_property
     def config(self) -> Config:
@@ -155,13 +156,14 @@ class Cell:
 
     def folder(self, out: Path) -> Path:
         """Return the run's folder under ``out``."""
-        parts = [
-            re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")
-        ]
-        # not "..", ""
-        return out.joinpath(
-            *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)
-        )
+        folder = out
+        for part in self.name.split("/"):
+            name = re.sub(r"[^A-Za-z0-9._+=-]", "_", part)
+            # not ".." or "", which would be another folder
+            if not name.strip("."):
+                name = "_" * max(1, len(name))
+            folder /= name
+        return folder
 
 
 def trial_name(point: Mapping[str, Scalar]) -> str:
@@ -185,16 +187,18 @@ class Tuning(BaseModel):
     @classmethod
     def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
         """Take ``1e-3`` as a number, which YAML reads as a text."""
-        return {
-            key: [_number(value) for value in values] for key, values in grid.items()
-        }
+        found: dict[str, list[Scalar]] = {}
+        for key, values in grid.items():
+            found[key] = []
+            for value in values:
+                as_number = number(value) if isinstance(value, str) else None
+                found[key].append(value if as_number is None else as_number)
+        return found
 
     def points(self) -> list[StudySettings]:
         """Return every combination of the grid, the last key changing first."""
-        return [
-            dict(zip(self.grid, values, strict=True))
-            for values in itertools.product(*self.grid.values())
-        ]
+        combinations = itertools.product(*self.grid.values())
+        return [dict(zip(self.grid, values, strict=True)) for values in combinations]
 
 
 class Study(BaseModel):
@@ -230,8 +234,9 @@ class Study(BaseModel):
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
-        """Read a study file; the configs of its runs are not made, so that their data
-        may be elsewhere.
+        """Read a study file.
+
+        The configs of its runs are not made: their data may be elsewhere.
 
         Args:
             path: the YAML file.
@@ -242,29 +247,24 @@ class Study(BaseModel):
             ConfigError: the file is no study.
         """
         read = read_yaml(path, "study")
-        try:
-            if (
-                overrides
-                and isinstance(read, dict)
-                and isinstance(base := read.get("base") or {}, dict)
-            ):
+        # What is no mapping is told by the validation.
+        if overrides and isinstance(read, dict):
+            base = read.get("base") or {}
+            if isinstance(base, dict):
                 read["base"] = {**base, **read_overrides(overrides)}
+        try:
             return cls.model_validate(read)
         except ValidationError as error:
-            lines = [
-                f"study {path}: {'.'.join(map(str, e['loc']))}: {text_of(e)}"
-                for e in error.errors()
-            ]
+            lines = []
+            for problem in error.errors():
+                where = ".".join(map(str, problem["loc"]))
+                lines.append(f"study {path}: {where}: {text_of(problem)}")
             raise ConfigError("\n".join(lines)) from error
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
-        """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the
-        domain ``WHOLE``.
-        """
-        return {
-            domain: PaperNumber.read(value)
-            for domain, value in _by_domain(self.paper.get(name, {})).items()
-        }
+        """Return the paper's numbers of METHOD/SPLIT by domain, or ``WHOLE``."""
+        stated = _by_domain(self.paper.get(name, {}))
+        return {domain: PaperNumber.read(value) for domain, value in stated.items()}
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the content of a study file that ``read`` reads as this study."""
@@ -275,9 +275,8 @@ class Study(BaseModel):
         return [f"{method}/{split}" for method in self.methods for split in self.splits]
 
     def cells(self) -> Iterator[Cell]:
-        """Yield all runs except skipped ones, seed by seed: a stopped study has
-        complete tables for the first seeds.
-        """
+        """Yield all runs except skipped ones."""
+        # Seed by seed: a stopped study has complete tables for the first seeds.
         for seed in self.seeds:
             yield from self._cells(seed, {})
 
@@ -293,7 +292,9 @@ class Study(BaseModel):
         trial = trial_name(point)
         for split, of_split in self.splits.items():
             for method, of_method in self.methods.items():
-                if (name := f"{method}/{split}") not in self.skip:
+                name = f"{method}/{split}"
+                if name not in self.skip:
+                    # the later ones win
                     settings = {
                         **of_split,
                         **of_method,
@@ -304,22 +305,12 @@ class Study(BaseModel):
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
-        """Return the study with the settings that ``tune`` chose, by METHOD/SPLIT, and
-        without ``tune``.
-        """
-        overrides = {
-            name: {**self.overrides.get(name, {}), **settings}
-            for name, settings in chosen.items()
-        }
-        return self.model_copy(
-            update={"overrides": {**self.overrides, **overrides}, "tune": None}
-        )
+        """Return the study with the settings that ``tune`` chose in its place."""
+        overrides = dict(self.overrides)
+        for name, settings in chosen.items():
+            overrides[name] = {**overrides.get(name, {}), **settings}
+        return self.model_copy(update={"overrides": overrides, "tune": None})
 
 
 def _by_domain(stated: Any) -> dict[str, Any]:
     return stated if isinstance(stated, dict) else {WHOLE: stated}
-
-
-def _number(value: Scalar) -> Scalar:
-    as_number = number(value) if isinstance(value, str) else None
-    return value if as_number is None else as_number

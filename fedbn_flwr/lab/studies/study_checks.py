@@ -1,6 +1,4 @@
-"""A study, checked before any work: its names, settings and numbers, and the part of it
-that a sweep does now.
-"""
+"""A study, checked before any work, and the part of it that a sweep does now."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ __all__ = ["EVERYTHING", "Selection", "load_study"]
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of methods and splits, and seeds, of a study; an empty one selects all of
-    its kind.
+    """Names of methods and splits, and seeds; an empty one selects all of its kind.
 
     The trials of ``tune`` have seeds of their own, which ``seeds`` does not limit.
     """
@@ -30,15 +27,14 @@ class Selection:
     seeds: Sequence[int] = ()
 
     def __contains__(self, cell: Cell) -> bool:
-        pair = cell.method in (self.methods or [cell.method]) and cell.split in (
-            self.splits or [cell.split]
-        )
-        return pair and (bool(cell.trial) or cell.seed in (self.seeds or [cell.seed]))
+        if self.methods and cell.method not in self.methods:
+            return False
+        if self.splits and cell.split not in self.splits:
+            return False
+        return not self.seeds or bool(cell.trial) or cell.seed in self.seeds
 
     def check(self, study: Study) -> None:
-        """Raise ConfigError if something selected is not in the study, or the study
-        skips all of it.
-        """
+        """Raise ConfigError if something selected is not in the study, or skipped."""
         problems = [*self._unknown(study)]
         if not problems and not any(cell in self for cell in study.cells()):
             problems = [
@@ -77,68 +73,71 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         ConfigError: all problems, each with the name of the run.
     """
     study = Study.read(path, overrides)
-    if problems := [
-        f"study {path}: {problem}"
-        for problem in _problems_of(study, read_overrides(overrides))
-    ]:
-        raise ConfigError("\n".join(problems))
+    problems = _problems_of(study, read_overrides(overrides))
+    lines = [f"study {path}: {problem}" for problem in problems]
+    if lines:
+        raise ConfigError("\n".join(lines))
     return study
 
 
 def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong, with the name of the run; ``given`` are the settings of the
-    command.
+    """Yield what is wrong, with the name of the run.
+
+    Args:
+        study: the study, with the settings of the command in its ``base``.
+        given: those settings.
     """
+    # Its names.
     yield from _wrong_names(study)
-    yield from _unusable_names(study)
+    for method in study.methods:
+        # its folder would lie in place of the study's own files
+        if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
+            yield f"method {method!r} ends as a file of the study; rename it"
+
+    # Seeds are those of the lists. One of the command is told of below.
     for what, keys in _places(study):
-        # of the command: see below
         if "seed" in keys and not (what == "base" and "seed" in given):
-            yield (
-                f"{what}: seed has no effect here; list the seeds under"
-                f" {'tune.' * what.startswith('tune')}seeds"
-            )
+            seeds = "tune.seeds" if what.startswith("tune") else "seeds"
+            yield f"{what}: seed has no effect here; list the seeds under {seeds}"
+
+    # Each run, and what the command says to no run.
     yield from _problems_of_runs(study)
     for key in given:
         if all(key in cell.settings for cell in study.cells()):
-            of_seed = f"seeds; --seed {given[key]} does the runs of that one"
-            where = of_seed if key == "seed" else "methods or splits"
+            where = "methods or splits"
+            if key == "seed":
+                where = f"seeds; --seed {given[key]} does the runs of that one"
             yield f"--set {key} has no effect: every run has its own, in {where}"
 
 
 def _wrong_names(study: Study) -> Iterator[str]:
     """Yield what is listed twice, and names that are none of the study."""
     for what, values in _lists(study):
-        if repeated := {str(value) for value in values if values.count(value) > 1}:
+        repeated = {str(value) for value in values if values.count(value) > 1}
+        if repeated:
             yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
     for name in (*study.skip, *study.paper, *study.overrides):
         if name not in study.names():
             yield f"'{name}' names no METHOD/SPLIT"
-    if not any(True for _ in study.cells()):
+    if not [*study.cells()]:
         yield f"skip leaves out every run: {', '.join(study.skip)}"
 
 
 def _problems_of_runs(study: Study) -> Iterator[str]:
-    """Yield folders that two runs would share, settings that are wrong, and runs that
-    are tied together.
-    """
+    """Yield shared folders, wrong settings, and runs that are tied together."""
     folders: dict[Path, tuple[str, str, str, int]] = {}
     tied: dict[str, str] = {}
     shares: dict[str, float] = {}  # of the runs, which come before the trials
     for cell in (*study.cells(), *study.trials()):
-        folder, place = (
-            cell.folder(Path()),
-            (cell.method, cell.split, cell.trial, cell.seed),
-        )
+        # Two names may become one folder: A on b/c, and A/b on c.
+        folder = cell.folder(Path())
+        place = (cell.method, cell.split, cell.trial, cell.seed)
         first = folders.setdefault(folder, place)
         if first != place:
-            twins = [
-                f"method {method!r} on split {split!r}"
-                for method, split, *_ in (first, place)
-            ]
             yield (
-                f"{twins[0]} and {twins[1]} would share the folder {folder}; rename one"
-                " of them"
+                f"method {first[0]!r} on split {first[1]!r} and"
+                f" method {cell.method!r} on split {cell.split!r} would share the"
+                f" folder {folder}; rename one of them"
             )
         try:
             config = cell.config
@@ -147,6 +146,8 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
             continue
         if config.series:
             tied[cell.name] = config.series
+
+        # A trial is scored on validation examples.
         pair = f"{cell.method}/{cell.split}"
         if not cell.trial:
             shares[pair] = config.validation_share
@@ -162,9 +163,11 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
                 " runs, too, so that trials and runs do the same"
             )
     if tied:
-        one, more = next(iter(tied)), len(tied) - 1
+        one = names = next(iter(tied))
+        if len(tied) > 1:
+            names = f"{one} and {len(tied) - 1} other runs"
         yield (
-            f"{one}{f' and {more} other runs' if more else ''}: series={tied[one]} ties"
+            f"{names}: series={tied[one]} ties"
             " runs together: a run starts with the parts that clients kept in the run"
             " before, and parallel runs would depend on their timing. Leave series out"
             " of a study; for a series do the runs one after another with `fedbn-flwr"
@@ -172,30 +175,25 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
         )
 
 
-def _unusable_names(study: Study) -> Iterator[str]:
-    """Yield the methods whose folders would lie in place of the study's own files."""
-    for method in study.methods:
-        if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
-            yield f"method {method!r} ends as a file of the study; rename it"
-
-
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
     """Yield each place in the file that has settings, and their keys."""
     yield "base", study.base
-    for what, named in (
-        ("methods", study.methods),
-        ("splits", study.splits),
-        ("overrides", study.overrides),
-    ):
-        yield from ((f"{what}.{name}", settings) for name, settings in named.items())
+    for name, settings in study.methods.items():
+        yield f"methods.{name}", settings
+    for name, settings in study.splits.items():
+        yield f"splits.{name}", settings
+    for name, settings in study.overrides.items():
+        yield f"overrides.{name}", settings
     if study.tune:
-        yield from (("tune.base", study.tune.base), ("tune.grid", study.tune.grid))
+        yield "tune.base", study.tune.base
+        yield "tune.grid", study.tune.grid
 
 
 def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
-    yield from (("seeds", study.seeds), ("metrics", study.metrics))
+    """Yield each list in the file, in which nothing may be twice."""
+    yield "seeds", study.seeds
+    yield "metrics", study.metrics
     if study.tune:
         yield "tune.seeds", study.tune.seeds
-        yield from (
-            (f"tune.grid: {key}", values) for key, values in study.tune.grid.items()
-        )
+        for key, values in study.tune.grid.items():
+            yield f"tune.grid: {key}", values

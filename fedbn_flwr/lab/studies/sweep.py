@@ -52,9 +52,7 @@ class Follower(Protocol):
         """Take note of all runs of a phase, and of those that are left to do."""
 
     def begin(self, cell: Cell) -> OnRound | None:
-        """Take note that a run begins; the return value is called with each new line of
-        its ``metrics.jsonl``.
-        """
+        """Take note that a run begins; return what takes its new lines, if anything."""
 
     def end(self, cell: Cell, error: str) -> None:
         """Take note that a run ended; ``error`` is "" if it is finished."""
@@ -110,27 +108,38 @@ def sweep(
             their ``on-divergence`` is "stop". All other runs are finished, and the
             error holds the table. The same call tries the failed ones again.
     """
-    runner, follower = runner or in_series, follower or LogFollower()
+    runner = runner or in_series
+    follower = follower or LogFollower()
     selection.check(study)
     _log_dropped(study, selection)
     with lock_folder(out, "study"):
+        # Refuse everything now that would fail or mislead after hours.
         _refuse_folder_of_another(study, out)
         _check_before(study, out, selection)
-        if trials := [cell for cell in study.trials() if cell in selection]:
+
+        # The trials first: they choose settings of the runs.
+        trials = [cell for cell in study.trials() if cell in selection]
+        if trials:
             study = _tune(study, trials, out, runner, follower)
         else:
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
+
+        # Results before the runs, too: a sweep that is stopped leaves no tables of
+        # other settings.
         cells = [cell for cell in study.cells() if cell in selection]
         with writing(out, _AGAIN):
-            # a sweep that is stopped leaves no tables of other settings
             write_results(study, out)
         _do_all(cells, out, runner, follower)
         with writing(out, _AGAIN):
             table = write_results(study, out)
-    if absent := _absent_metrics(study, out):
+
+    # Say what the table lacks.
+    absent = _absent_metrics(study, out)
+    if absent:
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
-    if failed := [cell.name for cell in cells if _failed(cell, out)]:
+    failed = [cell.name for cell in cells if _failed(cell, out)]
+    if failed:
         message = (
             f"{len(failed)} of {len(cells)} runs failed or diverged:"
             f" {', '.join(failed)}"
@@ -141,20 +150,17 @@ def sweep(
 
 def _log_dropped(study: Study, selection: Selection) -> None:
     """Log once for each METHOD/SPLIT which keys of ``base`` have no effect there."""
-    dropped: dict[tuple[str, str, str], str] = {}
+    dropped: dict[tuple[str, str], str] = {}
     for cell in study.cells():
         if cell in selection:
-            dropped |= {
-                (cell.method, cell.split, key): why for key, why in cell.dropped.items()
-            }
-    for (method, split, key), why in dropped.items():
-        logger.warning("%s/%s: %s of base is left out: %s", method, split, key, why)
+            for key, why in cell.dropped.items():
+                dropped[f"{cell.method}/{cell.split}", key] = why
+    for (name, key), why in dropped.items():
+        logger.warning("%s: %s of base is left out: %s", name, key, why)
 
 
 def _check_before(study: Study, out: Path, selection: Selection) -> None:
-    """Raise ConfigError if the data of a run that is left cannot be used, or finished
-    ones are of other data.
-    """
+    """Raise ConfigError if data cannot be used, or finished runs are of other data."""
     cells = [*study.trials(), *study.cells()]
     done = [cell for cell in cells if is_done(cell, out)]
     left = [cell for cell in cells if cell in selection and cell not in done]
@@ -196,7 +202,8 @@ def _do_all(
     """Do the runs that are left."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
-        if finished(folder := cell.folder(out)):
+        folder = cell.folder(out)
+        if finished(folder):
             other = changed(cell.config, folder)
             logger.warning(
                 "%s is repeated, its settings are not the study's: %s", cell.name, other
@@ -210,37 +217,33 @@ def _do_all(
 
 
 def _write(study: Study, out: Path) -> None:
+    content = yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True)
     with writing(out, _AGAIN):
-        write_atomically(
-            out / STUDY_FILE,
-            yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True),
-        )
+        write_atomically(out / STUDY_FILE, content)
 
 
 def _absent_metrics(study: Study, out: Path) -> list[str]:
     """Return the metrics that the study asks for and that no finished run has."""
-    finals = [summary_of(cell.folder(out)).get("final", {}) for cell in study.cells()]
-    return [
-        name for name in study.metrics if not any(name in final for final in finals)
-    ]
+    known: set[str] = set()
+    for cell in study.cells():
+        known.update(summary_of(cell.folder(out)).get("final", {}))
+    return [name for name in study.metrics if name not in known]
 
 
 def _refuse_folder_of_another(study: Study, out: Path) -> None:
-    """Raise ConfigError if the folder is that of a run or of another study: their files
-    would be replaced.
-    """
+    """Raise ConfigError if the folder is that of a run or of another study."""
+    # Their files would be replaced.
     if (out / "config.yaml").exists():
         raise ConfigError(
             f"out={str(out)!r} is the folder of a run; choose another folder for a"
             " study."
         )
-    content = (
-        read_yaml(out / STUDY_FILE, "study") if (out / STUDY_FILE).exists() else None
-    )
-    if (
-        isinstance(content, dict)
-        and (name := content.get("name", study.name)) != study.name
-    ):
+    if not (out / STUDY_FILE).exists():
+        return
+    content = read_yaml(out / STUDY_FILE, "study")
+    # one that is no study any more is replaced
+    name = content.get("name", study.name) if isinstance(content, dict) else study.name
+    if name != study.name:
         raise ConfigError(
             f"out={str(out)!r} has the study {name!r}, whose tables those of"
             f" {study.name!r} would replace. Choose another folder, or give the study"
@@ -249,10 +252,10 @@ def _refuse_folder_of_another(study: Study, out: Path) -> None:
 
 
 def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
-    """Raise RunFailedError if trials have no result: without them another setting could
-    be chosen.
-    """
-    if lost := [cell.name for cell in trials if not is_done(cell, out)]:
+    """Raise RunFailedError if trials have no result."""
+    # Without them another setting could be chosen.
+    lost = [cell.name for cell in trials if not is_done(cell, out)]
+    if lost:
         raise RunFailedError(
             f"{len(lost)} of {len(trials)} trials of tune failed: {', '.join(lost)}."
             " Nothing was chosen; the same command tries them again. (A trial that"
@@ -261,30 +264,32 @@ def _refuse_lost(trials: Sequence[Cell], out: Path) -> None:
 
 
 def _check_data(cells: Sequence[Cell]) -> None:
-    """Raise ConfigError with all problems of the data and their splits, before any
-    work.
-    """
+    """Raise ConfigError with all problems of the data and their splits."""
+    # One run of each pair, the first one: the seeds have the same data. Of runs with
+    # the same problem the first one, too, is named.
+    first = {(cell.method, cell.split): cell for cell in reversed(cells)}
     problems: dict[str, str] = {}
-    for cell in {(cell.method, cell.split): cell for cell in reversed(cells)}.values():
+    for cell in first.values():
         try:
             check(cell.config)
             partitioned_data(cell.config, count_clients(cell.config))
         except FedBNError as error:
             problems.setdefault(str(error), cell.name)
     if problems:
-        raise ConfigError(
-            "\n".join(f"{name}: {error}" for error, name in reversed(problems.items()))
-        )
+        lines = [f"{name}: {error}" for error, name in reversed(problems.items())]
+        raise ConfigError("\n".join(lines))
 
 
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
-    """Raise ConfigError if own data have changed since runs of the study: a table would
-    compare results of both.
-    """
-    if other := [
+    """Raise ConfigError if own data have changed since runs of the study."""
+    # A table would compare results of both.
+    other = [
         cell.name for cell in done if has_other_data(cell.folder(out), cell.config)
-    ]:
-        shown = ", ".join(other[:3] + (["..."] if len(other) > 3 else []))
+    ]
+    if other:
+        shown = ", ".join(other[:3])
+        if len(other) > 3:
+            shown += ", ..."
         raise ConfigError(
             f"{len(other)} finished runs of the study in {out} ({shown}) are of other"
             " data: those of dataset have changed since, or are divided in another"
@@ -293,10 +298,8 @@ def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
 
 
 def _failed(cell: Cell, out: Path) -> bool:
-    """Return whether a run is not done, or says that it diverged although
-    ``on-divergence`` is "stop".
-    """
-    stop = cell.config.on_divergence == "stop"
-    return not is_done(cell, out) or (
-        stop and DIVERGED_AT in summary_of(cell.folder(out))
-    )
+    """Return whether a run is not done, or diverged against the study's will."""
+    if not is_done(cell, out):
+        return True
+    diverged = DIVERGED_AT in summary_of(cell.folder(out))
+    return diverged and cell.config.on_divergence == "stop"

@@ -44,8 +44,7 @@ class Tuned:
 
 
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
-    """Return the scores of the trials, and by METHOD/SPLIT the settings of the best
-    point.
+    """Return the scores of the trials, and by METHOD/SPLIT the best settings.
 
     A METHOD/SPLIT with a trial that is not done is left out. One whose trials all
     diverged keeps the study's own settings, with a warning; a warning, too, tells of a
@@ -56,17 +55,21 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     points = {trial_name(point): point for point in study.tune.points()}
     chosen: dict[str, StudySettings] = {}
     results = []
-    for name, cells in _grouped(
-        study.trials(), lambda cell: f"{cell.method}/{cell.split}"
-    ).items():
+    by_pair = _grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}")
+    for name, cells in by_pair.items():
         if not all(is_done(cell, out) for cell in cells):
             continue
-        by_trial = _grouped(cells, lambda cell: cell.trial)
-        scores = {trial: _score(repeats, out) for trial, repeats in by_trial.items()}
+
+        # The mean score of each point over the seeds, and the best of them.
         config = cells[0].config
-        usable = {trial: score for trial, score in scores.items() if score is not None}
+        scores: dict[str, float | None] = {}
+        usable: dict[str, float] = {}
+        for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
+            score = scores[trial] = _score(repeats, out)
+            if score is not None:
+                usable[trial] = score
         choose = max if data_of(config).task.higher_is_better else min
-        best = choose(usable, key=lambda trial: usable[trial], default=None)
+        best = choose(usable, key=usable.__getitem__, default=None)
         results.append(Tuned(name, validation_metric(config), scores, best))
         if best is None:
             logger.warning(
@@ -74,13 +77,12 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
                 name,
             )
             continue
+
+        # At the end of a grid of numbers the best one may lie outside.
         chosen[name] = points[best]
         for key, value in chosen[name].items():
-            grid = [
-                number
-                for number in study.tune.grid[key]
-                if isinstance(number, (int, float))
-            ]
+            values = study.tune.grid[key]
+            grid = [each for each in values if isinstance(each, (int, float))]
             if len(grid) > 2 and value in (min(grid), max(grid)):
                 logger.warning(
                     "%s: %s=%s is best and ends the grid; a larger grid may do better",
@@ -112,25 +114,21 @@ def _grouped(
 
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
-    """Return the mean over the seeds of the validation score of the last round; None if
-    a seed has none.
-    """
+    """Return the mean over the seeds of the last validation score; None without one."""
+    # One seed without a score is enough: the mean of the others would favour the point.
     values = []
     for cell in cells:
         summary = summary_of(cell.folder(out))
-        value = (
-            None
-            if DIVERGED_AT in summary
-            else summary["final"].get(validation_metric(cell.config))
-        )
-        if value is None or not math.isfinite(value):
+        value = summary["final"].get(validation_metric(cell.config))
+        if DIVERGED_AT in summary or value is None or not math.isfinite(value):
             return None
         values.append(value)
     return statistics.fmean(values)
 
 
 def _shown(tried: Tuned, trial: str) -> str:
-    text, score = "-", tried.scores.get(trial)
-    if score is not None:
-        text = f"{100 * score:.2f} %" if in_percent(tried.metric) else f"{score:.4f}"
+    score = tried.scores[trial]
+    if score is None:
+        return "-"
+    text = f"{100 * score:.2f} %" if in_percent(tried.metric) else f"{score:.4f}"
     return f"{text} (chosen)" if trial == tried.best else text
