@@ -1,6 +1,4 @@
-"""How many examples of each class the clients have, and whether own data are still
-those of a run.
-"""
+"""What is reported of a split, and whether own data are still those of a run."""
 
 from __future__ import annotations
 
@@ -26,17 +24,17 @@ __all__ = [
     "sha256_of_data",
 ]
 
-_MOST = 20  # clients and classes that the text shows
+# Clients and classes that a text shows.
+_MOST = 20
 
 
 def data_counts(split: PartitionedData) -> dict[str, int]:
     """Return the number of training, validation and test examples."""
-    parts = {
-        "training": split.train,
-        "validation": split.validation,
-        "test": split.test,
+    return {
+        "training": sum(map(len, split.train)),
+        "validation": sum(map(len, split.validation)),
+        "test": sum(map(len, split.test)),
     }
-    return {name: sum(map(len, of_clients)) for name, of_clients in parts.items()}
 
 
 def data_text(split: PartitionedData, config: Config) -> str:
@@ -49,6 +47,7 @@ def data_text(split: PartitionedData, config: Config) -> str:
         f"{config.dataset}: {data_of(config).task.name}, {parts} examples of shape"
         f" {data.shape}"
     ]
+    # The table, and who its clients are, which it calls by their numbers.
     classes = split.dataset.label_names
     if data.by_class and len(names) <= _MOST and len(classes) <= _MOST:
         counts = partition_counts(split.train, data.labels.cpu().numpy(), len(classes))
@@ -56,7 +55,8 @@ def data_text(split: PartitionedData, config: Config) -> str:
         named = [
             f"client {at} is {name}" for at, name in enumerate(names) if name != str(at)
         ]
-        lines += [", ".join(named)] if named else []
+        if named:
+            lines.append(", ".join(named))
     for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True):
         lines.append(
             f"held out: {name}, {len(train):,} inputs, {len(test):,} test examples"
@@ -65,24 +65,24 @@ def data_text(split: PartitionedData, config: Config) -> str:
 
 
 def data_warnings(split: PartitionedData, config: Config) -> list[str]:
-    """Return what looks wrong in a split: clients without examples, classes without a
-    client.
-    """
+    """Return what looks wrong in a split, a sentence each."""
     warnings = _unused_classes(split)
+    # A split of a registered data set refuses clients without examples.
     if not is_own(config.dataset):
         return warnings
-    names = client_names(split)
-    for name, part in zip(names, split.train, strict=True):
-        if not len(part):
+    without = []
+    for name, train, test in zip(
+        client_names(split), split.train, split.test, strict=True
+    ):
+        if not len(train):
             warnings.append(f"client {name} has no training examples")
-        elif len(part) == 1:
+        elif len(train) == 1:
             warnings.append(
                 f"client {name} has 1 training example: BatchNorm has no variance from"
                 " it alone"
             )
-    without = [
-        name for name, part in zip(names, split.test, strict=True) if not len(part)
-    ]
+        if not len(test):
+            without.append(name)
     if without:
         warnings.append(
             f"no test examples: client {', '.join(without[:_MOST])}; no mean counts"
@@ -97,17 +97,16 @@ def _unused_classes(split: PartitionedData) -> list[str]:
     if not train.by_class:
         return []
     labels, names = train.labels.cpu().numpy(), split.dataset.label_names
-    # held-out clients train nothing
+    # Held-out clients train nothing, so their examples do not count.
     used = np.concatenate([*split.train, *split.validation])
-    total, held = (
-        np.bincount(some, minlength=len(names)) for some in (labels, labels[used])
-    )
-    lacking = np.flatnonzero((total > 0) & (held == 0))
+    total = np.bincount(labels, minlength=len(names))
+    of_clients = np.bincount(labels[used], minlength=len(names))
+    lacking = np.flatnonzero((total > 0) & (of_clients == 0))
     if not len(lacking):
         return []
-    shown = ", ".join(names[number] for number in lacking[:5]) + (
-        ", ..." if len(lacking) > 5 else ""
-    )
+    shown = ", ".join(names[number] for number in lacking[:5])
+    if len(lacking) > 5:
+        shown += ", ..."
     return [
         f"{len(lacking)} of {len(names)} classes have no client ({shown}): their"
         f" {total[lacking].sum()} training examples are not used, and no model learns"
@@ -116,32 +115,31 @@ def _unused_classes(split: PartitionedData) -> list[str]:
 
 
 def sha256_of_data(config: Config) -> str | None:
-    """Return the SHA-256 of own data; None on a machine that has them from another one,
-    without the files.
-    """
+    """Return the SHA-256 of own data; None where the files are not here."""
     try:
         return own_sha256(data_of(config).own)
+    # A run's folder may be looked at on another machine than the one with the data.
     except DataError:
         return None
 
 
 def has_other_data(run: Path, config: Config) -> bool:
-    """Return whether own data are other examples, or divided in another way, than those
-    of the run in a folder.
+    """Return whether own data have changed, or are divided otherwise, since a run.
 
-    False where the folder does not say what they were.
+    False where the run's folder does not say what they were.
     """
     if not is_own(config.dataset) or data_of(config).on_nodes:
         return False
     before = read_json(run / "data.json").get("sha256")
-    now = sha256_of_data(config) if before else None
+    if not before:
+        return False
+    now = sha256_of_data(config)
     return now is not None and now != before
 
 
 def refuse_other_data(run: Path, config: Config) -> None:
-    """Raise NotResumableError if a run would go on with other data: test examples may
-    have been trained on.
-    """
+    """Raise NotResumableError if a run would go on with other data."""
+    # Examples that are for tests now may have been trained on before.
     if has_other_data(run, config):
         raise NotResumableError(
             f"dataset={config.dataset!r} has changed since the run in {run} began:"
@@ -151,9 +149,7 @@ def refuse_other_data(run: Path, config: Config) -> None:
 
 
 def refuse_no_tests(split: PartitionedData, config: Config) -> None:
-    """Raise DataError if own data have no test examples: the run would end without
-    results.
-    """
+    """Raise DataError if own data have no test examples."""
     if not is_own(config.dataset) or len(split.dataset.test):
         return
     raise DataError(
@@ -165,17 +161,15 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
 
 
 def client_names(split: PartitionedData) -> list[str]:
-    """Return the name of each client: its group, if it has one group of its own, else
-    its number.
-    """
+    """Return the name of each client: its group, if that is its own; else its number."""
     groups, known = split.dataset.train.groups, split.dataset.group_names
     numbers = [str(at) for at in range(len(split.train))]
     if groups is None:
         return numbers
     names = []
     for number, part in zip(numbers, split.train, strict=True):
-        of_client = torch.unique(
-            groups[torch.as_tensor(part).to(groups.device)]
-        ).tolist()
+        rows = torch.as_tensor(part).to(groups.device)
+        of_client = torch.unique(groups[rows]).tolist()
         names.append(known[of_client[0]] if len(of_client) == 1 else number)
+    # Several clients of one domain cannot have its name.
     return names if len(set(names)) == len(names) else numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -39,24 +39,37 @@ __all__ = [
     "whole_data",
 ]
 
-DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
-_SPLIT_KEYS = (
-    "augment",
-    "seed",
-    "validation_share",
-    "partition",
-    "partition_alpha",
-    "classes_per_client",
-    "shards_per_client",
-    "domain_share",
-    "held_out_clients",
-)
+# Of num-clients=0 in process, which has no federation to count.
+DEFAULT_CLIENTS = 5
+
+
+@dataclass(frozen=True)
+class _SplitKeys:
+    """The config keys that a split depends on: runs with the same values share it."""
+
+    partition: str
+    partition_alpha: float
+    classes_per_client: int
+    shards_per_client: int
+    domain_share: float
+    held_out_clients: str
+    validation_share: float
+    augment: str
+    seed: int
 
 
 @dataclass(frozen=True)
 class PartitionedData:
-    """The data of a run and its split: indices of each client's training, test and
-    validation examples.
+    """The data of a run, and the indices of each client's examples.
+
+    Attributes:
+        dataset: all training and test examples.
+        train: training examples by partition id.
+        test: test examples by partition id.
+        augment: the changes of training images; None = none.
+        validation: validation examples by partition id; () without them.
+        held_out_names: names of the clients that take no part in the training.
+        held_out: training and test examples of each of these.
     """
 
     dataset: Dataset
@@ -65,37 +78,32 @@ class PartitionedData:
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
     held_out_names: tuple[str, ...] = ()
-    # training and test examples of each held-out client
     held_out: tuple[tuple[Indices, Indices], ...] = ()
 
     def held_out_views(self, at: int) -> tuple[Subset, Subset]:
-        """Return the inputs, of which no target is used, and the test data of a
-        held-out client.
-        """
+        """Return the inputs (no target is used) and the tests of a held-out client."""
         train, test = self.held_out[at]
-        return self._view(self.dataset.train, train), self._view(
-            self.dataset.test, test
-        )
+        inputs = self._view(self.dataset.train, train)
+        return inputs, self._view(self.dataset.test, test)
 
     def train_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's training data; without a partition id that of all clients
-        together.
-        """
-        indices = (
-            np.concatenate(self.train)
-            if partition_id is None
-            else self.train[partition_id]
-        )
+        """Return a client's training data; without a partition id those of all."""
+        if partition_id is None:
+            indices = np.concatenate(self.train)
+        else:
+            indices = self.train[partition_id]
         return self._view(self.dataset.train, indices, self.augment)
 
     def test_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's own test data; without a partition id all test data but
-        those of held-out clients.
+        """Return a client's own test data; without a partition id those of all.
+
+        Those of held-out clients are left out.
         """
-        return self._view(
-            self.dataset.test,
-            self._tests() if partition_id is None else self.test[partition_id],
-        )
+        if partition_id is None:
+            indices = self._tests()
+        else:
+            indices = self.test[partition_id]
+        return self._view(self.dataset.test, indices)
 
     def _view(
         self, examples: Samples, indices: Any, augment: Augment | None = None
@@ -116,34 +124,29 @@ class PartitionedData:
         return np.setdiff1d(np.arange(len(self.dataset.test)), apart)
 
     def validation_view(self, partition_id: int | None = None) -> Subset:
-        """Return a client's validation data, which it does not train on; without a
-        partition id that of all clients.
+        """Return a client's validation data; without a partition id those of all.
 
-        They are a part of the training examples, and not augmented. Empty if
-        ``validation-share`` is 0.
+        They are a part of the training examples that no client trains on, and not
+        augmented. Empty if ``validation-share`` is 0.
         """
-        parts = (
-            self.validation
-            if partition_id is None
-            else self.validation[partition_id : partition_id + 1]
-        )
-        return self._view(
-            self.dataset.train, np.concatenate([np.empty(0, np.int64), *parts])
-        )
+        parts = self.validation
+        if partition_id is not None:
+            parts = parts[partition_id : partition_id + 1]
+        # The empty part is for no validation examples: nothing cannot be concatenated.
+        indices = np.concatenate([np.empty(0, np.int64), *parts])
+        return self._view(self.dataset.train, indices)
 
     def domain_views(self) -> dict[str, Subset]:
-        """Return the test set of each domain (group) by name; empty if the data have no
-        groups.
-        """
+        """Return the test set of each domain (group) by name; {} without groups."""
         groups = self.dataset.test.groups
         if groups is None:
             return {}
+        # A domain of a held-out client only is no test of the clients' model.
         tests = self._tests()
         known = torch.ones_like(groups, dtype=torch.bool)
         if tests is not None:
-            known = torch.zeros_like(known).index_fill_(
-                0, torch.as_tensor(tests).to(groups.device), True
-            )
+            known = torch.zeros_like(known)
+            known[torch.as_tensor(tests).to(groups.device)] = True
         views = {}
         for number, name in enumerate(self.dataset.group_names):
             indices = torch.nonzero((groups == number) & known).flatten()
@@ -152,11 +155,8 @@ class PartitionedData:
         return views
 
     def domain_of(self, partition_id: int) -> str | None:
-        """Return the domain of a client's test data; None if they come from several
-        domains or none.
-
-        None, too, for an unknown client.
-        """
+        """Return the domain of a client's test data; None if it is not a single one."""
+        # A node may have a higher number than the split has clients.
         if partition_id >= len(self.test):
             return None
         groups = self.test_view(partition_id).groups
@@ -165,26 +165,31 @@ class PartitionedData:
 
 
 def domain_test(domain: str) -> str:
-    """Return the name of a client's test on a domain, without the comma that separates
-    the names of tests.
-    """
+    """Return the name of a client's test on a domain."""
+    # Commas separate the names of tests in a message.
     return f"domain-{domain.replace(',', ';')}"
 
 
 def count_clients(config: Config) -> int:
-    """Return ``num_clients``; if it is 0, the groups that are not held out for a split
-    by group, 5 for other splits.
+    """Return the number of clients of a run in process.
+
+    Without ``num_clients`` a split by group has a client for each group that is not
+    held out, and other splits have ``DEFAULT_CLIENTS``.
 
     Raises:
         DataError: the data is missing.
     """
-    if config.num_clients or not PARTITIONS[data_of(config).split_name].by_group:
-        return config.num_clients or DEFAULT_CLIENTS
+    if config.num_clients:
+        return config.num_clients
+    split = data_of(config).split_name
+    if not PARTITIONS[split].by_group:
+        return DEFAULT_CLIENTS
     data = load_data(config)
+    # Any number will do: the split raises.
     if data.train.groups is None:
-        return DEFAULT_CLIENTS  # the split raises
-    apart = len(_held_out(config.held_out_clients, data_of(config).split_name, data))
-    return max(1, len(torch.unique(data.train.groups)) - apart)
+        return DEFAULT_CLIENTS
+    apart = _held_out(config.held_out_clients, split, data)
+    return max(1, len(torch.unique(data.train.groups)) - len(apart))
 
 
 def partitioned_data(
@@ -200,19 +205,17 @@ def partitioned_data(
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
-    # Runs with the same values of these keys share the data and its split.
-    values = [getattr(config, key) for key in _SPLIT_KEYS]
-    return _partitioned(num_clients, load_data(config, shape), *values)
+    keys = [getattr(config, field.name) for field in fields(_SplitKeys)]
+    return _partitioned(num_clients, load_data(config, shape), _SplitKeys(*keys))
 
 
 def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
-    """Return all data for one client, whose number seeds the draw of its validation
-    examples.
+    """Return all data of a node for its one client.
 
     Args:
         config: the settings of the run.
         data: the data of one node.
-        client: partition id.
+        client: partition id; it seeds the draw of the validation examples.
     """
     return _whole(data, client, config.augment, config.seed, config.validation_share)
 
@@ -221,10 +224,15 @@ def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
 def _whole(
     data: Dataset, client: int, augment: str, seed: int, share: float
 ) -> PartitionedData:
-    train, test = (
-        np.arange(len(samples), dtype=np.int64) for samples in (data.train, data.test)
+    everything = np.arange(len(data.train), dtype=np.int64)
+    train, validation = _validated(data, [everything], [client], seed, share)
+    return PartitionedData(
+        data,
+        train,
+        test=(np.arange(len(data.test), dtype=np.int64),),
+        augment=Augment.parse(augment),
+        validation=validation,
     )
-    return _prepared(data, [train], [test], [client], augment, seed, share)
 
 
 def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
@@ -240,6 +248,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
             " some. Use eval-on=personal-own over a network; or name the path."
         )
     shape, augment = shape or data_of(config).shape, Augment.parse(config.augment)
+    # Rows and signals stay as they are.
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
         data_of(config).info,
@@ -254,94 +263,94 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 # Cached, because Flower calls client_fn for every message; all clients of a process
 # share one copy of the images.
 @functools.lru_cache(maxsize=4)
-def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
-    options = dict(zip(_SPLIT_KEYS, values, strict=True))
-    names = (
-        "augment",
-        "partition",
-        "partition_alpha",
-        "validation_share",
-        "held_out_clients",
-    )
-    augment, partition, alpha, share, held_out_clients = (
-        options.pop(key) for key in names
-    )
-    apart = _held_out(held_out_clients, partition, data)
+def _partitioned(num_clients: int, data: Dataset, keys: _SplitKeys) -> PartitionedData:
+    # Held-out clients are split off like the others, so that they are clients of the
+    # same kind.
+    apart = _held_out(keys.held_out_clients, keys.partition, data)
     train, test = split_dataset(
-        data, partition, num_clients + len(apart), alpha=alpha, **options
+        data,
+        keys.partition,
+        num_clients + len(apart),
+        seed=keys.seed,
+        alpha=keys.partition_alpha,
+        classes_per_client=keys.classes_per_client,
+        shards_per_client=keys.shards_per_client,
+        domain_share=keys.domain_share,
     )
-    places = [at % len(train) for at in apart.values()]  # -1 is the last client
+    # -1 is the last client.
+    places = [at % len(train) for at in apart.values()]
     held_out = tuple((train[at], test[at]) for at in places)
+    # The others have the numbers from 0 on, as if there had been no more.
     train = [part for at, part in enumerate(train) if at not in places]
     test = [part for at, part in enumerate(test) if at not in places]
-    clients, seed = range(num_clients), options["seed"]
-    return _prepared(
-        data, train, test, clients, augment, seed, share, tuple(apart), held_out
+    rest, validation = _validated(
+        data, train, range(num_clients), keys.seed, keys.validation_share
     )
-
-
-def _prepared(
-    data: Dataset,
-    train: list[Indices],
-    test: list[Indices],
-    clients: Sequence[int],
-    augment: str,
-    seed: int,
-    share: float,
-    names: tuple[str, ...] = (),
-    held_out: tuple[tuple[Indices, Indices], ...] = (),
-) -> PartitionedData:
-    """Return the data of these clients: validation examples put aside."""
-    validation: list[Indices] = []
-    if share:
-        pairs = []
-        for client, part in zip(clients, train, strict=True):
-            pairs.append(
-                put_aside(
-                    data.train, part, share, derive_seed(seed, "validation", client)
-                )
-            )
-        train, validation = [rest for rest, _ in pairs], [aside for _, aside in pairs]
-        if not any(map(len, validation)):
-            raise DataError(
-                f"validation-share={share} gives no client a validation example: the"
-                f" largest of {len(clients)} has {max(map(len, train))} training"
-                " examples. Use a larger share or fewer clients."
-            )
     return PartitionedData(
         data,
-        tuple(train),
+        rest,
         tuple(test),
-        Augment.parse(augment),
-        tuple(validation),
-        names,
-        held_out,
+        Augment.parse(keys.augment),
+        validation,
+        held_out_names=tuple(apart),
+        held_out=held_out,
     )
+
+
+def _validated(
+    data: Dataset,
+    train: Sequence[Indices],
+    clients: Sequence[int],
+    seed: int,
+    share: float,
+) -> tuple[tuple[Indices, ...], tuple[Indices, ...]]:
+    """Return the training and the validation examples of each client.
+
+    Raises:
+        DataError: no client has an example for validation.
+    """
+    if not share:
+        return tuple(train), ()
+    rests, validation = list[Indices](), list[Indices]()
+    for client, part in zip(clients, train, strict=True):
+        seed_of_client = derive_seed(seed, "validation", client)
+        rest, aside = put_aside(data.train, part, share, seed_of_client)
+        rests.append(rest)
+        validation.append(aside)
+    if not any(map(len, validation)):
+        raise DataError(
+            f"validation-share={share} gives no client a validation example: the"
+            f" largest of {len(clients)} has {max(map(len, train))} training"
+            " examples. Use a larger share or fewer clients."
+        )
+    return tuple(rests), tuple(validation)
 
 
 def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
-    """Return the held-out clients of the config: their names, and their places among
-    all clients, -1 for the last.
+    """Return the names of the held-out clients, and their places among all clients.
+
+    A place of -1 is that of the last client.
 
     Raises:
         ConfigError: a name is unknown, or the split does not give each client a group,
             or no client is left.
     """
-    text = unicodedata.normalize("NFC", text).strip()  # as names of clients are
+    # Only clients of ``natural`` have names: those of the groups. Names of clients are
+    # in this form of Unicode; a file system may have another one.
+    text = unicodedata.normalize("NFC", text).strip()
     natural, groups = partition == "natural", list[str]()
     if natural and data.train.groups is not None:
-        groups = [
-            data.group_names[number]
-            for number in torch.unique(data.train.groups).tolist()
-        ]
+        for number in torch.unique(data.train.groups).tolist():
+            groups.append(data.group_names[number])
+    # A number, unless a group is called so: that many, from the last client on.
     if text.isdecimal() and text not in groups:
         count = int(text)
-        last = (
-            groups[max(0, len(groups) - count) :]
-            if natural
-            else [f"held-out-{at}" for at in range(count)]
-        )
+        if natural:
+            last = groups[max(0, len(groups) - count) :]
+        else:
+            last = [f"held-out-{at}" for at in range(count)]
         held_out = {name: at - count for at, name in enumerate(last)}
+    # Else names; one with a comma in it is a name as well.
     else:
         wanted = [text] if text in groups else listed(text)
         for name in wanted:

@@ -1,6 +1,4 @@
-"""The split of a config: numbers of training examples by client and class, and by
-client and group.
-"""
+"""The tables and the picture of a split: examples by client and class, or group."""
 
 from __future__ import annotations
 
@@ -19,8 +17,13 @@ __all__ = ["Counts", "count_split", "draw_split"]
 
 @dataclass(frozen=True)
 class Counts:
-    """Training or validation examples by ``what``, int64 (clients, columns), and the
-    columns' names.
+    """The examples of each client, by class or group.
+
+    Attributes:
+        what: what the columns are.
+        counts: int64 (clients, columns).
+        names: of the columns.
+        of: of which examples: training or validation.
     """
 
     what: str
@@ -30,8 +33,7 @@ class Counts:
 
 
 def count_split(config: Config) -> tuple[Counts, ...]:
-    """Return the tables of a config's split: by class if images have one class, and by
-    group if there are groups.
+    """Return the tables of a config's split: by class, and by group, where there are any.
 
     With ``validation-share``, the tables of the validation examples follow those of the
     training examples.
@@ -47,19 +49,18 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         columns.append(("class", samples.labels, split.dataset.label_names))
     if samples.groups is not None:
         columns.append(("group", samples.groups, split.dataset.group_names))
+    # With neither, labels are all 0: a single column counts the examples.
     if not columns:
         columns.append(("example", samples.labels, ("examples",)))
+    parts = {"training": split.train}
+    if split.validation:
+        parts["validation"] = split.validation
     tables = []
-    for of, parts in (("training", split.train), ("validation", split.validation)):
-        for what, numbers, names in columns if parts else ():
-            tables.append(
-                Counts(
-                    what,
-                    partition_counts(parts, numbers.cpu().numpy(), len(names)),
-                    names,
-                    of,
-                )
-            )
+    for of, of_clients in parts.items():
+        for what, values, names in columns:
+            numbers = values.cpu().numpy()
+            counts = partition_counts(of_clients, numbers, len(names))
+            tables.append(Counts(what, counts, names, of))
     return tuple(tables)
 
 
@@ -78,9 +79,8 @@ def draw_split(config: Config, table: Counts, path: Path) -> None:
         f"{config.dataset}, partition={config.partition}, {len(table.counts)} clients,"
         f" seed {config.seed}"
     )
-    picture = partition_picture(
-        table.counts, title, () if table.what == "class" else table.names
-    )
+    names = () if table.what == "class" else table.names
+    picture = partition_picture(table.counts, title, names)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, picture)
