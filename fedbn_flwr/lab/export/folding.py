@@ -60,8 +60,10 @@ class Folding:
     left: Mapping[str, str]
 
     def lines(self, shown: int = 1_000_000) -> list[str]:
-        """Return a report: what was done, and for each reason the layers that stay, at
-        most ``shown`` by name.
+        """Return a report of lines: what was done, and the layers that stay, by reason.
+
+        Args:
+            shown: the most layers of a reason that are named.
         """
         lines: list[str] = []
         if self.folded:
@@ -75,14 +77,15 @@ class Folding:
             paths = [
                 shown_path(path) for path, other in self.left.items() if other == reason
             ]
-            names = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
+            names = ", ".join(paths[:shown])
+            if len(paths) > shown:
+                names += ", ..."
             lines.append(f"{len(paths)} not folded ({names}): {reason}")
         return lines or ["nothing to fold: the model has no norm layer"]
 
 
 def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    """Return a copy of the model in eval mode with BatchNorm folded where that is
-    exact, and what was done.
+    """Return a copy in eval mode with BatchNorm folded where that is exact, and a report.
 
     Args:
         model: any model; it does not change.
@@ -101,19 +104,20 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 
 
 def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
+    # The layer before each norm layer, or why there is none.
     model = copied(model).eval()
     inputs, expected = _inputs_of_norms(model, example)
-    pairs, left = {}, {}
+    pairs, left = dict[str, str](), dict[str, str]()
     for path, norm in model.named_modules():
         if isinstance(norm, _NORMS):
             left[path] = _why_not(norm, inputs[norm])
             if not left[path]:
                 pairs[path] = next(iter(inputs[norm]))
+    # All at once, as in most models. If the outputs change, some layers are used
+    # elsewhere, too: folding one after the other shows which.
     folded: dict[str, str] = {}
     if _is_exact(model, pairs, example, expected):
         folded = pairs
-    # some layers are used elsewhere, too: which ones is seen by folding one after the
-    # other
     else:
         for path, layer in pairs.items():
             if _is_exact(model, {**folded, path: layer}, example, expected):
@@ -124,6 +128,8 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
                     " compute, are used elsewhere"
                 )
     left = {path: why for path, why in left.items() if path not in folded}
+    # Derived filters become plain weights even if nothing is folded, unless the model's
+    # own code uses what they are derived from.
     if not folded and not _is_exact(model, {}, example, expected):
         return model, Folding({}, (), left)
     baked = [
@@ -138,10 +144,11 @@ def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 def _inputs_of_norms(
     model: nn.Module, example: Tensor
 ) -> tuple[Mapping[nn.Module, set[str]], Any]:
-    """Return the paths of the layers whose outputs each norm layer gets, "" for any
-    other value; and the outputs.
+    """Return the layers whose outputs each norm layer gets, and the model's outputs.
+
+    The layers are paths, "" for any other value.
     """
-    # the tensor is kept, so that its id stays its own
+    # By the id of an output. The tensor is kept, or a later one could get its id.
     outputs: dict[int, tuple[str, Tensor]] = {}
     inputs: defaultdict[nn.Module, set[str]] = defaultdict(set)
 
@@ -151,6 +158,7 @@ def _inputs_of_norms(
         value = args[0] if args else kwargs["input"]
         inputs[norm].add(outputs[id(value)][0] if id(value) in outputs else "")
 
+    # Hooks see what the forward pass does, which no name of a module tells.
     with ExitStack() as hooks:
         for path, layer in model.named_modules():
             if isinstance(layer, _NORMS):
@@ -186,53 +194,53 @@ def _why_not(norm: nn.Module, inputs: set[str]) -> str:
 def _is_exact(
     model: nn.Module, pairs: Mapping[str, str], example: Tensor, expected: Any
 ) -> bool:
-    """Return whether the model with these pairs folded has these outputs up to
-    rounding.
-    """
+    """Return whether the model with these pairs folded has these outputs, rounded."""
     try:
         outputs = folded_at(model, pairs)(example)
-    except Exception:  # the model's own code uses what the new layers lack
+    # The model's own code uses what the new layers lack.
+    except Exception:
         return False
     for one, other in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
         if isinstance(other, Tensor) and other.is_floating_point() and other.numel():
-            # infinite ones may be equal
-            apart = float(torch.where(one == other, 0.0, (one - other).abs()).max())
-            if not apart <= 1000 * torch.finfo(other.dtype).eps * float(
-                other.abs().max()
-            ):
+            # Infinite numbers may be equal, and their difference is NaN.
+            apart = torch.where(one == other, 0.0, (one - other).abs()).max()
+            largest = float(other.abs().max())
+            if not float(apart) <= 1000 * torch.finfo(other.dtype).eps * largest:
                 return False
     return True
 
 
 def folded_at(model: nn.Module, pairs: Mapping[str, str]) -> nn.Module:
-    """Return a copy in eval mode whose BatchNorm layers are folded into these layers;
-    derived filters become weights.
+    """Return a copy in eval mode whose BatchNorm layers are folded into these layers.
+
+    Derived filters become weights.
 
     Args:
         model: any model; it does not change.
         pairs: the path of a layer by the path of the BatchNorm after it, as in
             ``Folding.folded``.
     """
+    # A holder, since the model itself may be the layer that is replaced.
     holder = nn.Sequential(copied(model).eval())
     layers = dict(holder[0].named_modules(remove_duplicate=False))
+    # What each layer becomes. A norm layer with an activation inside leaves this.
     new: dict[nn.Module, nn.Module] = {}
     for path, of_layer in pairs.items():
         norm, layer = layers[path], layers[of_layer]
-        new |= {
-            layer: _fused(layer, norm),
-            norm: nn.Sequential(OrderedDict(norm.named_children())),
-        }
-        if not len(new[norm]._modules):
-            new[norm] = nn.Identity()
+        new[layer] = _fused(layer, norm)
+        inside = OrderedDict(norm.named_children())
+        new[norm] = nn.Sequential(inside) if inside else nn.Identity()
     for layer in layers.values():
         if isinstance(layer, DerivedWeightConv) and layer not in new:
             new[layer] = _plain(layer)
+    # In all places, as a layer may be in a model twice.
     for module in list(holder.modules()):
         for name, child in module._modules.items():
             if child in new:
                 module.add_module(name, new[child])
+    # A model may reach an old layer in another way than by its path, a list say, and
+    # would then compute without what was folded.
     for layer in new:
-        # where the model reaches it in another way than by its path
         layer.register_forward_pre_hook(_refuse)
     result: nn.Module = holder[0]
     return result
@@ -244,12 +252,15 @@ def _refuse(layer: nn.Module, args: Any) -> None:
 
 def _fused(layer: nn.Module, norm: Any) -> Any:
     """Return a plain layer for both; computed in double precision."""
-    plain = _plain(layer)
+    # Without affine parameters gamma is 1 and beta is 0.
     mean, var = norm.running_mean.double(), norm.running_var.double()
-    gamma = (
-        torch.ones_like(var) if norm.weight is None else norm.weight.detach().double()
-    )
-    beta = torch.zeros_like(var) if norm.bias is None else norm.bias.detach().double()
+    gamma, beta = torch.ones_like(var), torch.zeros_like(var)
+    if norm.weight is not None:
+        gamma = norm.weight.detach().double()
+    if norm.bias is not None:
+        beta = norm.bias.detach().double()
+    # W and b of the layer; a bias is there afterwards in any case.
+    plain = _plain(layer)
     bias = None if plain.bias is None else plain.bias.double()
     entries = (plain.weight.double(), bias, mean, var, norm.eps, gamma, beta)
     if isinstance(plain, nn.Linear):
@@ -263,18 +274,17 @@ def _fused(layer: nn.Module, norm: Any) -> Any:
 
 
 def _plain(layer: nn.Module) -> Any:
-    """Return a copy of a layer of torch's own class; filters derived from a weight are
-    its weight.
-    """
+    """Return a copy of a layer in torch's own class, with derived filters as weights."""
     plain = copied(layer).requires_grad_(False)
     if not isinstance(plain, DerivedWeightConv):
         return plain
+    # What the weight is derived from goes, such as a gain of each filter.
     weight = nn.Parameter(plain.derived_weight(), False)
     for name in set(plain._parameters) - {"weight", "bias"}:
         delattr(plain, name)
     plain.weight = weight
-    kind: Any = next(
-        kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(plain, kind)
-    )
-    plain.__class__ = kind
+    # Its class is changed in place: a new layer would need every argument of this one.
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if isinstance(plain, kind):
+            plain.__class__ = kind
     return plain

@@ -1,5 +1,4 @@
-"""Two formats with the graph of a model: torch.export and ONNX. Each file is loaded and
-run as its user would do it.
+"""Two formats with the graph of a model, torch.export and ONNX, and how they are run.
 
 The number of examples of a batch is free. TorchScript is not offered: torch has
 deprecated it.
@@ -33,23 +32,20 @@ Run = Callable[[Tensor], Tensor]
 def encode_torch_export(
     model: nn.Module, example: Tensor, about: Mapping[str, str]
 ) -> bytes:
-    """Return the ``.pt2`` file of a model, with ``about`` as the extra file
-    ``about.KEY`` for each key.
+    """Return the ``.pt2`` file of a model.
 
     Args:
         model: in eval mode.
         example: a batch of at least two inputs.
-        about: what to write beside the graph.
+        about: what to write beside the graph: an extra file ``about.KEY`` each.
     """
+    # A batch of one would be traced as a constant: the file would take no other batch.
     program = torch.export.export(
         model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
     )
+    extra_files = {f"about.{key}": value for key, value in about.items()}
     file = BytesIO()
-    torch.export.save(
-        program,
-        file,
-        extra_files={f"about.{key}": value for key, value in about.items()},
-    )
+    torch.export.save(program, file, extra_files=extra_files)
     return file.getvalue()
 
 
@@ -61,7 +57,8 @@ def run_torch_export(path: Path) -> Run:
 def check_onnx_is_installed() -> None:
     """Raise ConfigError if a package of the extra ``onnx`` is absent."""
     names = ("onnx", "onnxscript", "onnxruntime")
-    if absent := [name for name in names if importlib.util.find_spec(name) is None]:
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    if absent:
         raise ConfigError(
             f"format=onnx needs {', '.join(absent)}, which is not installed;"
             f" {install_extra('onnx')}. format=torch-export needs nothing more."
@@ -69,9 +66,8 @@ def check_onnx_is_installed() -> None:
 
 
 def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> bytes:
-    """Return the ``.onnx`` file of a model, one file with input "input" and output
-    "output"; as for ``.pt2``.
-    """
+    """Return the ``.onnx`` file of a model, from "input" to "output"; else as ``.pt2``."""
+    # They tell at length what they translate.
     with _quiet("torch.onnx", "onnxscript", "onnx_ir"):
         program = torch.onnx.export(
             model,
@@ -92,9 +88,8 @@ def encode_onnx(model: nn.Module, example: Tensor, about: Mapping[str, str]) -> 
 
 
 def run_onnx(path: Path) -> Run:
-    """Return the function of an ``.onnx`` file under onnxruntime on the CPU, from
-    inputs to outputs.
-    """
+    """Return the function of an ``.onnx`` file under onnxruntime on the CPU."""
+    # A package of the extra ``onnx``.
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

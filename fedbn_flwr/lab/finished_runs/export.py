@@ -1,6 +1,4 @@
-"""Taking a model away: one file that runs without the run, checked against the
-evaluated model.
-"""
+"""A model of a run as one file that needs no run, checked against the evaluated model."""
 
 from __future__ import annotations
 
@@ -56,11 +54,11 @@ SUFFIXES: Mapping[str, str] = {
 }
 FORMATS = get_args(Format)
 BOUND = 1e-4
-"""Largest error of the outputs that an exported file may have, divided by the largest
-output.
-"""
+"""The largest error of an exported file's outputs, divided by the largest output."""
 
-_BATCHES = [1, 5, 26]  # examples of the check
+# Examples of the check: more than one size shows that the batch is free.
+_BATCHES = [1, 5, 26]
+# The metadata of a file that says which BatchNorm layers were folded.
 _FOLDED = "folded"
 
 
@@ -117,8 +115,7 @@ def export(
     *,
     fold_bn: bool = False,
 ) -> Exported:
-    """Write a model of a run as a file, which takes inputs as the data hold them;
-    nothing is written over.
+    """Write a model of a run as a new file, which takes inputs as the data hold them.
 
     The file is loaded again, and its outputs are compared with those of the evaluated
     model, on test data of the run where these are here, else on random inputs.
@@ -140,9 +137,12 @@ def export(
     """
     _check_place(out, format)
     saved = load_model(run, choice or Choice())
-    if changed := saved.description.code_changed():
+    # A file of another model would look right, and nobody has the run's to compare.
+    changed = saved.description.code_changed()
+    if changed:
         raise ConfigError(changed)
     inputs, what = _inputs(saved)
+    # A copy: the saved model is what the file is compared with.
     normalise = saved.description.normalise()
     model = copied(saved.model).to(memory_format=torch.contiguous_format)
     folding = None
@@ -161,6 +161,7 @@ def export(
         write_atomically(out, content)
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+    # The file as its user would load it; one that fails must not stay.
     try:
         check = _check(saved.model, _LOADERS[format](out), normalise, inputs, what)
     except BaseException:
@@ -170,10 +171,9 @@ def export(
 
 
 def load_exported(path: str | Path) -> nn.Module:
-    """Return the model of a file that ``export`` wrote with format "torch", in eval
-    mode on the CPU.
+    """Return the model of a file that ``export`` wrote with format "torch".
 
-    It takes what the data hold (pixels 0..255).
+    It is in eval mode on the CPU, and takes what the data hold (pixels 0..255).
 
     Raises:
         ConfigError: the file is not one of these.
@@ -185,8 +185,10 @@ def load_exported(path: str | Path) -> nn.Module:
             f"{path} was not written by `fedbn-flwr export --format torch`."
         )
     taken = ModelDescription.read(about)
-    if changed := taken.code_changed():
+    changed = taken.code_changed()
+    if changed:
         logger.warning("%s: %s", path, changed)
+    # The layers are folded again, and their weights come from the file.
     model = taken.model()
     folded = json.loads(about[_FOLDED])
     if folded is not None:
@@ -224,18 +226,20 @@ def _check_place(out: Path, format: str) -> None:
 def _inputs(saved: SavedModel) -> tuple[Tensor, str]:
     """Return inputs of the check as the data hold them, float32, and what they are."""
     count, taken = sum(_BATCHES), saved.description
+    # Test data of the run, spread over all of them.
     why = "the data of the run are not here"
     with suppress(DataError, ConfigError):
         test = load_data(saved.config.model_copy(update={"device": "cpu"})).test
         if test.shape == taken.shape and len(test):
             positions = torch.linspace(0, len(test) - 1, count).long()
+            inputs, _ = test.take(positions)
+            # Without the folders of a path: the text goes into the file's report.
             kind, colon, path = saved.config.dataset.partition(":")
-            what = (
-                f"{min(count, len(test))} test examples of"
-                f" {kind}{colon}{Path(path).name}"
-            )
-            return test.take(positions)[0].float(), what
+            name = f"{kind}{colon}{Path(path).name}"
+            used = min(count, len(test))
+            return inputs.float(), f"{used} test examples of {name}"
         why = "the data have changed since the run"
+    # Else random ones of the same kind; pixels are whole numbers.
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(count, *taken.shape, generator=generator)
     if taken.as_bytes:
@@ -257,7 +261,7 @@ def _encode(
         return encode(normalised_inside(model, normalise), example, about)
     except FedBNError:
         raise
-    # torch.export raises many kinds for models that it cannot trace
+    # torch.export raises many kinds for models that it cannot trace.
     except Exception as error:
         first = str(error).strip().split("\n")[0]
         raise EngineError(
@@ -289,9 +293,11 @@ def _check(
                 f"the file gives outputs {tuple(outputs.shape)}, the model"
                 f" {tuple(expected.shape)}."
             )
+        # ``max`` would lose a NaN.
         difference = float((outputs - expected).abs().max())
         error = difference if math.isnan(difference) else max(error, difference)
         largest = max(largest, float(expected.abs().max()))
+    # Written so that a NaN is above the bound.
     check = Check(what, error, largest)
     if not check.relative <= BOUND:
         raise EngineError(

@@ -1,7 +1,6 @@
-"""Initial weights from a file or from a publisher: loaded by name and shape, with a
-report. Torch only.
+"""Initial weights from a file or a publisher, loaded by name and shape, with a report.
 
-A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which
+Torch only. A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which
 is read without running code. Prefixes of wrappers (``module.``, ``_orig_mod.``,
 ``model.``) are taken off if that gives more matching names.
 
@@ -35,7 +34,9 @@ from fedbn_flwr.training.wrappers import load_state
 __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
 
 FILES = (".safetensors", ".pt", ".pth")
+# DataParallel, torch.compile and Lightning put these before the names of entries.
 _WRAPPERS = ("module", "_orig_mod", "model")
+# Names of each kind that a report shows.
 _SHOWN = 6
 
 
@@ -121,25 +122,26 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
         ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is
             not finite, or no parameter of the model matches in name and shape.
     """
+    # The source's name of each of the model's entries that has one.
     given, at = _chosen(init, _read(init, name, channels))
     state = model.state_dict()
     names = _renamed(given, state)
     batchnorm = _batchnorm_on_one_side(model, names)
-    source = {
-        here: there
-        for there, here in names.items()
-        if here in state and _layer_of(here) not in batchnorm
-    }
-    shapes = [
-        OtherShape(here, tuple(given[there].shape), tuple(state[here].shape))
-        for here, there in source.items()
-    ]
-    other = [entry for entry in shapes if entry.there != entry.here]
-    unfit = {entry.name for entry in other}
-    loaded = {here: given[there] for here, there in source.items() if here not in unfit}
-    if not any(
-        entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)
-    ):
+    source = dict[str, str]()
+    for there, here in names.items():
+        if here in state and _layer_of(here) not in batchnorm:
+            source[here] = there
+    # Of these, what fits: a head of other classes keeps its seeded values.
+    loaded, other = dict[str, Tensor](), list[OtherShape]()
+    for here, there in source.items():
+        value, own = given[there], state[here]
+        if value.shape == own.shape:
+            loaded[here] = value
+        else:
+            other.append(OtherShape(here, tuple(value.shape), tuple(own.shape)))
+    # Running statistics alone would be weights of nothing.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if parameters.keys().isdisjoint(loaded):
         raise ConfigError(
             f"init={init}: no parameter of model {name!r} has an entry of the same name"
             f" and shape. The first names there: {', '.join(list(given)[:3])}; here:"
@@ -179,14 +181,13 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
 def _refuse_values(
     init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raise ConfigError if values cannot be those of the model's entries, in whose
-    dtype large ones are infinite.
-    """
+    """Raise ConfigError if values cannot be those of the model's entries."""
     for name, value in loaded.items():
         if state[name].is_floating_point() and not value.is_floating_point():
             raise ConfigError(
                 f"init={init}: {name} ({value.dtype}) has no floating-point numbers."
             )
+        # In the dtype of the model, in which a large number may be infinite.
         if not torch.isfinite(value.to(state[name].dtype)).all():
             raise ConfigError(f"init={init}: {name} is not finite (NaN or infinity).")
 
@@ -196,16 +197,20 @@ def _layer_of(entry: str) -> str:
 
 
 def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's name for each of the given ones: with or without wrappers'
-    prefixes, whichever fits best.
+    """Return the model's name for each of the given ones: the way that fits best.
+
+    The ways are the names as they are, with ``model.`` before them, and with one
+    wrapper's prefix after the other taken off.
     """
     ways = [{name: name for name in given}, {name: f"model.{name}" for name in given}]
-    while (
-        shorter := {name: _without_prefix(here) for name, here in ways[-1].items()}
-    ) != ways[-1]:
+    while True:
+        shorter = {name: _without_prefix(here) for name, here in ways[-1].items()}
+        if shorter == ways[-1]:
+            break
         ways.append(shorter)
+    # Two entries cannot have one name.
     ways = [way for way in ways if len(set(way.values())) == len(way)]
-    # the first of equals
+    # Of equals ``max`` takes the first: no prefix is touched without need.
     return max(ways, key=lambda way: sum(here in state for here in way.values()))
 
 
@@ -215,21 +220,20 @@ def _without_prefix(name: str) -> str:
 
 
 def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[str]:
-    """Return the paths that are BatchNorm with running statistics in the source alone
-    or in the model alone.
-    """
+    """Return the paths that are BatchNorm in the source alone or in the model alone."""
+    # BatchNorm of a source is known by its running statistics: gamma and beta of other
+    # norms have the same names.
+    paths, there = set[str](), set[str]()
+    for name in names.values():
+        path, _, entry = name.rpartition(".")
+        paths.add(path)
+        if entry == "running_mean":
+            there.add(path)
     modules = dict(model.named_modules(remove_duplicate=False))
-    paths = {_layer_of(here) for here in names.values()}
-    there = {
-        _layer_of(here)
-        for here in names.values()
-        if here.rpartition(".")[2] == "running_mean"
-    }
-    here = {
-        path
-        for path, m in modules.items()
-        if isinstance(m, _BatchNorm) and m.running_mean is not None
-    }
+    here = set[str]()
+    for path, module in modules.items():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            here.add(path)
     return sorted(paths & modules.keys() & (there ^ here))
 
 
@@ -237,12 +241,12 @@ def _read(init: str, name: str, channels: int) -> Any:
     """Return what a file holds, or the tensors that a publisher has."""
     if init.endswith(FILES):
         return _read_file(Path(init))
+    # A publisher has the model's own network, or torchvision the one that is named.
     publisher, _, network = init.partition(":")
-    prefixes = _PUBLISHERS.get(publisher, ())
-    of_model = next(
-        (name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)),
-        "",
-    )
+    of_model = ""
+    for prefix in _PUBLISHERS.get(publisher, ()):
+        if name.startswith(prefix):
+            of_model = name.removeprefix(prefix)
     named = bool(network) and publisher == "torchvision"
     if not named and (network or not of_model):
         raise ConfigError(
@@ -255,14 +259,13 @@ def _read(init: str, name: str, channels: int) -> Any:
     try:
         if publisher == "torchvision":
             return _of_torchvision(network or of_model)
-        return (
-            published_timm(of_model, channels)
-            if publisher == "timm"
-            else published_smp(of_model, channels)
-        )
+        if publisher == "timm":
+            return published_timm(of_model, channels)
+        return published_smp(of_model, channels)
     except ConfigError:
         raise
-    except Exception as error:  # the packages fetch in ways of their own
+    # The packages fetch in ways, and with errors, of their own.
+    except Exception as error:
         raise ConfigError(
             f"init={init}: the weights could not be fetched: {error}. Fetch them where"
             " there is a network, and write init=/the/absolute/path/of/the/file."
@@ -283,11 +286,13 @@ def _read_file(path: Path) -> Any:
             " from the file. Save the weights alone: torch.save(model.state_dict(),"
             " path)."
         ) from error
-    except Exception as error:  # a damaged file may raise anything in these readers
+    # A damaged file may raise anything in these readers.
+    except Exception as error:
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
 
 
 def _of_torchvision(which: str) -> Any:
+    # It takes longer to import than torch, and most runs need no published weights.
     import torchvision.models
 
     network, _, version = which.partition(".")

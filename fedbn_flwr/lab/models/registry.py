@@ -1,5 +1,6 @@
-"""The registry of models and the seeded build. A new model is one file and one line of
-``MODELS``.
+"""The registry of models and the seeded build.
+
+A new model is one file and one line of ``MODELS``.
 """
 
 from __future__ import annotations
@@ -132,10 +133,9 @@ def model_info(name: str) -> ModelInfo:
         return MODELS[name]
     if is_own(name):
         return own_info(name)
-    for prefix, names in (
-        (PREFIX, zoo_names()),
-        (SEGMENTATION_PREFIX, segmentation_names()),
-    ):
+    # A frequent slip is a name of torchvision's without its prefix.
+    by_prefix = {PREFIX: zoo_names(), SEGMENTATION_PREFIX: segmentation_names()}
+    for prefix, names in by_prefix.items():
         if name in names:
             raise ConfigError(
                 f"unknown model {name!r}. Did you mean {prefix + name!r}? Allowed:"
@@ -147,11 +147,14 @@ def model_info(name: str) -> ModelInfo:
 def input_shape(
     name: str, channels: int, size: int, *, asked: bool = False
 ) -> tuple[int, int]:
-    """Return the (channels, size) of the square images that the model takes, from those
-    of the data set's images.
+    """Return the (channels, size) of the square images that the model takes.
 
-    ``asked``: the config asks for this size (``image-size``); it may be below the size
-    that the model takes by default.
+    Args:
+        name: a model name, see ``model_info``.
+        channels: of the data set's images.
+        size: of the data set's images.
+        asked: the config asks for this size (``image-size``); it may be below the size
+            that the model takes by default.
 
     Raises:
         ConfigError: the model is unknown, or channels or size are below 1.
@@ -161,13 +164,16 @@ def input_shape(
             f"images of {channels} channels and {size} pixels: at least 1 needed."
         )
     info = model_info(name)
-    taken, default = info.shape(channels, size)
-    return taken, max(size, info.smallest) if asked and info.smallest else default
+    channels_taken, size_taken = info.shape(channels, size)
+    if asked and info.smallest:
+        size_taken = max(size, info.smallest)
+    return channels_taken, size_taken
 
 
-# by the dimensions of an example: the field of ModelInfo
+# The field of ``ModelInfo`` by the dimensions of an example.
 _KINDS = {1: "rows", 2: "signals", 3: "build", 4: "volumes"}
-_image_input = input_shape  # an argument of ``build_model`` has its name
+# An argument of ``build_model`` has the name of this function.
+_image_input = input_shape
 
 
 def build_model(
@@ -183,10 +189,9 @@ def build_model(
     feature_norm: FeatureScale | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a model on the CPU in training mode that maps inputs to logits (N,
-    num_classes, ...).
+    """Return a model on the CPU in training mode, from inputs to logits.
 
-    The model is built with BatchNorm for rows, for signals, or for images of
+    Logits are (N, num_classes, ...). The model is built with BatchNorm for rows, for signals, or for images of
     ``input_shape(name, channels, size)``. Then ``replace_norm`` is applied: with every
     norm all other initial weights are the same (``fixup`` changes some of them). Equal
     arguments give equal weights. The global random state does not change (a thread that
@@ -219,19 +224,20 @@ def build_model(
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
     with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
         model = build()
+    # A study may give the options of all its norms to each run, but no misspelt one.
     options = {"groups": norm_groups, **(norm_options or {})}
     known = {option for info in NORMS.values() for option in info.options}
     for option in options.keys() - known:
         raise unknown_name("option of a norm", option, known)
-    taken = {
-        option: value
-        for option, value in options.items()
-        if option in NORMS[norm].options
-    }
-    model = replace_norm(model, norm, **taken)[0]
-    return (
-        use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
-    )
+    taken = {}
+    for option in NORMS[norm].options:
+        if option in options:
+            taken[option] = options[option]
+    # After the build, so that every norm has the same initial weights of other layers.
+    model, _ = replace_norm(model, norm, **taken)
+    if feature_norm:
+        model, _ = use_feature_norm(model, feature_norm, num_classes)
+    return model
 
 
 def _builder(
@@ -241,6 +247,7 @@ def _builder(
     kind = _KINDS.get(len(shape), "")
     build: Callable[..., nn.Module] | None = getattr(model_info(name), kind or "build")
     if not kind or build is None or min(num_classes, *shape) < 1:
+        # The message names the models that take such examples; a user's model may.
         fitting = [
             key
             for key, other in MODELS.items()
@@ -252,8 +259,7 @@ def _builder(
             " (channels, height, width), volumes (channels, depth, height, width). Use"
             f" {', '.join([*fitting, 'your own model (module:function)'])}."
         )
-    return partial(
-        build,
-        num_classes,
-        *(_image_input(name, *shape[:2]) if kind == "build" else shape),
-    )
+    # Images are scaled to what a model takes; other examples stay as they are.
+    if kind == "build":
+        shape = _image_input(name, *shape[:2])
+    return partial(build, num_classes, *shape)
