@@ -1,10 +1,9 @@
-"""Cityscapes: street scenes with a class for each pixel and a group for each city
-(Cordts et al. 2016).
+"""Cityscapes: street scenes with a class for each pixel and a group for each city.
 
-Height to width is 1:2 as published. What does not fit into memory stays on the disk,
-see ``data.image_files``. Targets are bytes; batches convert them. The validation cities
-are the test set. They are not training cities, so no client has test images from its
-own city.
+Cordts et al. 2016. Height to width is 1:2 as published. What does not fit into memory
+stays on the disk, see ``data.image_files``. Targets are bytes; batches convert them.
+The validation cities are the test set. They are not training cities, so no client has
+test images from its own city.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ IGNORE = SEGMENTATION.ignore
 """The class of pixels that neither train nor count."""
 
 TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
-"""The published label id of the classes 0..18: road, sidewalk, building, ...,
-motorcycle, bicycle.
-"""
+"""The published label ids of the classes 0..18: road, sidewalk, ..., bicycle."""
 
 
 def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
-    """Return ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` with
-    ``gtFine/.../*_gtFine_labelIds.png``.
+    """Return the images of ``leftImg8bit`` with the classes of pixels of ``gtFine``.
+
+    These are ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` and
+    ``gtFine/{train,val}/CITY/*_gtFine_labelIds.png``.
 
     Raises:
         DataError: a folder is absent, or an image has no label file or a label file of
             another size.
     """
+    # Cities of both parts have one numbering, so that no two groups have a number.
     root = root_of(folder, "cityscapes")
     parts = {part: _cities(root / "leftImg8bit" / part) for part in ("train", "val")}
     names = list(parts["train"] | parts["val"])
@@ -49,6 +49,7 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
             groups += [names.index(city)] * len(paths)
             masks += [_label_file(root, part, path) for path in paths]
     lengths = [sum(map(len, cities.values())) for cities in parts.values()]
+    # From label ids to the 19 classes that count; all others are ignored.
     table = np.full(256, IGNORE, np.uint8)
     table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
     train, test = hold(images, groups, lengths, shape, masks=masks, mask_table=table)

@@ -39,13 +39,11 @@ class Dataset:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """A name for each class of a label, its number where it has none; one output
-        may stand for two classes.
-        """
-        count = max(
-            self.num_classes, int(self.train.labels.max()) + 1 if len(self.train) else 0
-        )
-        return tuple(
-            self.class_names[at] if at < len(self.class_names) else str(at)
-            for at in range(count)
-        )
+        """A name for each class of a label, its number where it has none."""
+        # Labels may have more classes than the model has outputs: one output stands for
+        # two classes.
+        count = self.num_classes
+        if len(self.train):
+            count = max(count, int(self.train.labels.max()) + 1)
+        known = self.class_names[:count]
+        return known + tuple(str(at) for at in range(len(known), count))

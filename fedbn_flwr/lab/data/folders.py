@@ -1,6 +1,4 @@
-"""Sets of image files, a folder per class. What does not fit into memory stays on the
-disk: ``data.image_files``.
-"""
+"""Sets of image files, a folder per class; what is in memory: ``data.image_files``."""
 
 from __future__ import annotations
 
@@ -55,22 +53,17 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
-    """Return the image files of ``folder/CLASS`` for each class, sorted by class, then
-    by name.
-    """
-    return [
-        (path, label)
-        for label, name in enumerate(classes)
-        for path in image_files(folder / name)
-    ]
+    """Return the image files of ``folder/CLASS`` by class, then by name."""
+    files = Files()
+    for label, name in enumerate(classes):
+        files += [(path, label) for path in image_files(folder / name)]
+    return files
 
 
 def hold_files(
     parts: Sequence[Files], shape: Shape, centre: bool = False
 ) -> list[Samples]:
-    """Return the images of each part; see ``data.image_files.hold``, also for the
-    errors.
-    """
+    """Return the images of each part: ``data.image_files.hold``."""
     paths, labels = list[Path](), list[int]()
     for part in parts:
         paths += [path for path, _ in part]
@@ -88,23 +81,22 @@ def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
     root = root_of(folder, "tiny-imagenet-200")
     classes = _class_folders(root / "train", 200)
     train = files_of_classes(root / "train", [f"{name}/images" for name in classes])
-    numbers = {name: label for label, name in enumerate(classes)}
+    # The images for tests are in one folder; a file says the class of each.
+    annotations = (root / "val/val_annotations.txt").read_text(encoding="utf-8")
     test = []
-    for line in (
-        (root / "val/val_annotations.txt").read_text(encoding="utf-8").splitlines()
-    ):
+    for line in annotations.splitlines():
         name, wnid = line.split("\t")[:2]
-        if wnid in numbers:  # a folder may hold only some of the classes
-            test.append((root / "val/images" / name, numbers[wnid]))
+        # A folder may have only some of the classes.
+        if wnid in classes:
+            test.append((root / "val/images" / name, classes.index(wnid)))
     return _both(train, test, shape)
 
 
 def read_imagenet(folder: Path, shape: Shape) -> Loaded:
-    """Return ImageNet-1K: ``train/WNID/*`` and ``val/WNID/*``, the central square of
-    each image, val as the test set.
+    """Return ImageNet-1K: ``train/WNID/*``, and ``val/WNID/*`` as the test set.
 
-    Classes are numbered by WNID. A folder may hold only some classes, the same in train
-    and val; these are numbered.
+    Of each image it is the central square. Classes are numbered by WNID; a folder may
+    have only some of them, the same in train and val.
     """
     root = root_of(folder, "imagenet")
     classes = _class_folders(root / "train", 1000)

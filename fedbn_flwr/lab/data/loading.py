@@ -67,17 +67,19 @@ def load_dataset(
         )
     # The cache must not hold a second copy under other spellings of the arguments, so
     # these get one form first.
+    folder, device = _folder(info, data_dir), str(torch.device(device))
     shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
-        return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))
+        return _load(info, folder, shape, device)
 
 
 @functools.lru_cache(maxsize=8)
 def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset:
+    # The reader's own errors say what is wrong, but not what it needs in the folder.
     try:
-        train, test, group_names = info.loader(folder, shape)
+        loaded = info.loader(folder, shape)
     except READ_ERRORS as error:
-        # own data: the message says it all
+        # Own data have no folder, and their message says it all.
         if isinstance(error, FedBNError) and not info.files:
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -87,19 +89,16 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
             " data-dir to the folder that holds them, or use dataset='digits', which"
             " is embedded."
         ) from error
-    mean, std = (
-        per_channel(values, shape.channels) for values in (info.mean, info.std)
-    )
-    train, test = (fitted(part, shape).to(device) for part in (train, test))
+    # Readers may return images as published: all are fitted here, once in a process.
     return Dataset(
         info.name,
-        train,
-        test,
+        fitted(loaded.train, shape).to(device),
+        fitted(loaded.test, shape).to(device),
         info.num_classes,
-        mean,
-        std,
-        group_names,
-        info.class_names,
+        mean=per_channel(info.mean, shape.channels),
+        std=per_channel(info.std, shape.channels),
+        group_names=loaded.group_names,
+        class_names=info.class_names,
     )
 
 

@@ -1,6 +1,4 @@
-"""A client's local data: an npz file, or a folder of images by class, that never leaves
-the client.
-"""
+"""A client's local data, which never leave it: an npz file, or folders of images."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ __all__ = ["load_local_dataset"]
 logger = logging.getLogger("flwr")
 
 
-# in Ray and in process, every message makes a new client
+# Cached: in Ray and in process, every message makes a new client.
 @functools.lru_cache(maxsize=4)
 def load_local_dataset(
     path: str,
@@ -59,21 +57,25 @@ def load_local_dataset(
     info = DATASETS[like]
     num_classes = num_classes or info.num_classes
     shape = Shape(channels, size, info.aspect * size)
-    if not Path(path).is_absolute():
+    where = Path(path)
+    if not where.is_absolute():
         raise DataError(
             f"data-path={path!r} is relative, but apps run in their own folders. Write"
             " an absolute path."
         )
+    # Read; without names the folders are called by the numbers of their classes.
+    classes = classes or tuple(map(str, range(num_classes)))
     try:
-        if Path(path).is_file():
-            train, test = read_archive(Path(path), num_classes)
+        if where.is_file():
+            train, test = read_archive(where, num_classes)
         else:
-            train, test = _read_folders(
-                Path(path), classes or tuple(map(str, range(num_classes))), shape
-            )
+            train, test = _read_folders(where, classes, shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
-    if (found := train.shape[0]) > channels:
+    # In the shape of the run's model, with the run's mean and std: all clients train
+    # one model.
+    found = train.shape[0]
+    if found > channels:
         logger.warning(
             "data-path=%r: images have %d channels, and the run's model takes %d: their"
             " colours are lost.",
@@ -103,10 +105,15 @@ def _read_folders(
         for entry in path.iterdir()
         if entry.is_dir() and not entry.name.startswith(".")
     }
-    files, others = Files(), folders - {*classes}
+    # A client need not have every class: one without a folder has no examples here.
+    files, absent = Files(), list[str]()
     for label, name in enumerate(classes):
         if name in folders:
             files += [(image, label) for image in image_files(path / name)]
+        else:
+            absent.append(name)
+    # A folder without a class is more often a misspelt name than one to leave out.
+    others = folders - {*classes}
     if not files:
         raise DataError(
             f"no folder is called after a class ({', '.join(classes[:5])}, ...; found:"
@@ -120,7 +127,6 @@ def _read_folders(
             " classes in data-classes.",
             str(path),
             ", ".join(sorted(others)),
-            ", ".join(name for name in classes if name not in folders)
-            or "none of the classes",
+            ", ".join(absent) or "none of the classes",
         )
     return read_class_folders(files, shape)

@@ -14,7 +14,6 @@ from fedbn_flwr.lab.data.domains import (
 )
 from fedbn_flwr.lab.data.folders import read_imagenet, read_tiny_imagenet
 from fedbn_flwr.lab.data.readers import (
-    IDX_FILES,
     Reader,
     read_digits,
     read_idx,
@@ -22,7 +21,7 @@ from fedbn_flwr.lab.data.readers import (
 )
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
 
-__all__ = ["DATASETS", "IMAGENET", "DatasetInfo"]
+__all__ = ["DATASETS", "IMAGENET_MEAN", "IMAGENET_STD", "DatasetInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,15 @@ class DatasetInfo:
     client_names: tuple[str, ...] = ()
 
 
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Of ImageNet's pixels, which the authors of many papers use for other photographs, too.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 _IDX_FILES = (
-    f"{{}}/raw/ with {', '.join(IDX_FILES[:-1])} and {IDX_FILES[-1]}, each as it is or"
-    " with .gz"
+    "/raw/ with train-images-idx3-ubyte, train-labels-idx1-ubyte,"
+    " t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each as it is or with .gz"
 )
 
+# In the order of the tables of the docs: small ones first.
 _INFOS = (
     DatasetInfo(
         "digits",
@@ -108,7 +110,7 @@ _INFOS = (
         summary="70,000 handwritten digits, 28x28 grey",
         source="LeCun et al. 1998",
         loader=read_idx("MNIST"),
-        files=_IDX_FILES.format("MNIST"),
+        files="MNIST" + _IDX_FILES,
         mean=(0.1307,),
         std=(0.3081,),
     ),
@@ -120,7 +122,7 @@ _INFOS = (
         summary="70,000 pictures of clothes, 28x28 grey",
         source="Xiao et al. 2017",
         loader=read_idx("FashionMNIST"),
-        files=_IDX_FILES.format("FashionMNIST"),
+        files="FashionMNIST" + _IDX_FILES,
         mean=(0.2860,),
         std=(0.3530,),
     ),
@@ -239,8 +241,8 @@ _INFOS = (
             "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw,"
             " real and sketch, all as NAME.npz or all as NAME/CLASS/*.jpg"
         ),
-        mean=IMAGENET[0],
-        std=IMAGENET[1],
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
         grouped=True,
     ),
     DatasetInfo(
@@ -267,8 +269,8 @@ _INFOS = (
         source="Russakovsky et al. 2015",
         loader=read_imagenet,
         files="imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
-        mean=IMAGENET[0],
-        std=IMAGENET[1],
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
     ),
     DatasetInfo(
         "cityscapes",
@@ -284,8 +286,8 @@ _INFOS = (
             "cityscapes/ with leftImg8bit/{train,val}/CITY/*_leftImg8bit.png and "
             "gtFine/{train,val}/CITY/*_gtFine_labelIds.png"
         ),
-        mean=IMAGENET[0],
-        std=IMAGENET[1],
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
         aspect=2,
         grouped=True,
         task=SEGMENTATION,

@@ -1,7 +1,11 @@
-"""Image files as examples.
+"""Image files as examples, in memory or on the disk.
 
 ``hold`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a larger
 set stays on the disk, and each batch decodes its own images. Both give the same bits.
+
+- ``decoding``: the pixels of one file, and many files in several threads.
+- ``files``: files as the inputs of samples.
+- ``inspection``: what is wrong with files, found before a run begins.
 """
 
 from __future__ import annotations
@@ -34,8 +38,7 @@ def hold(
     masks: Sequence[Path] = (),
     mask_table: Bytes | None = None,
 ) -> list[Samples]:
-    """Return the images of each part, in the requested shape and in the order of
-    ``paths``.
+    """Return the images of each part, in this shape and in the order of ``paths``.
 
     Args:
         paths: image files. Every colour mode becomes RGB first; grey is computed from
@@ -56,26 +59,26 @@ def hold(
     options: dict[str, Any] = {"centre": centre, "mask_table": mask_table}
     numbers = torch.split(torch.arange(len(paths)), list(parts))
     classes = torch.tensor(labels, dtype=torch.int64)
+    # A mask takes the memory of one more channel.
     channels = shape.channels + bool(masks)
-    if (
-        len(paths) * channels * shape.height * shape.width <= MAX_BYTES
-        and not shape.originals
-    ):
+    size = len(paths) * channels * shape.height * shape.width
+    if size <= MAX_BYTES and not shape.originals:
         inputs, of_pixels = ImageFiles(paths, shape, masks=masks, **options).read_all()
         if of_pixels is None:
             return [Samples(inputs[part], classes[part]) for part in numbers]
         return [
             Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers
         ]
+    # On the disk. A damaged file is found now, not in the middle of a run.
     refuse_damaged_files(paths)
     samples = []
     for part in numbers:
         of_part = [paths[number] for number in part.tolist()]
-        masks_of_part = [masks[number] for number in part.tolist()] if masks else []
-        files = ImageFiles(of_part, shape, masks=masks_of_part, **options)
-        samples.append(
-            Samples(files, None, classes[part])
-            if masks
-            else Samples(files, classes[part])
-        )
+        if masks:
+            options["masks"] = [masks[number] for number in part.tolist()]
+            files = ImageFiles(of_part, shape, **options)
+            samples.append(Samples(files, None, classes[part]))
+        else:
+            files = ImageFiles(of_part, shape, **options)
+            samples.append(Samples(files, classes[part]))
     return samples

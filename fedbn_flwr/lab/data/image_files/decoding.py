@@ -35,6 +35,7 @@ _MODES = (
 )
 """Pillow's modes of images whose pixels are bytes."""
 
+# Futures that exist at the same time.
 _CHUNK = 4096
 
 
@@ -52,7 +53,7 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
         with Image.open(path) as image:
             check_mode(image)
             values = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
-    # damaged files
+    # What Pillow raises for damaged files, by their format.
     except (
         OSError,
         ValueError,
@@ -61,9 +62,9 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
         Image.DecompressionBombError,
     ) as error:
         raise DataError(f"image {path} cannot be read: {error}") from error
-    return torch.from_numpy(values if values.ndim == 3 else values[:, :, None]).permute(
-        2, 0, 1
-    )
+    if values.ndim == 2:
+        values = values[:, :, None]
+    return torch.from_numpy(values).permute(2, 0, 1)
 
 
 def check_mode(image: Any) -> None:
@@ -79,12 +80,11 @@ def check_mode(image: Any) -> None:
 
 
 def for_all(count: int, act: Callable[[int], Result]) -> list[Result]:
-    """Return ``act`` of the numbers below ``count``, in several threads: Pillow decodes
-    outside of Python's lock.
-    """
+    """Return ``act`` of the numbers below ``count``, in several threads."""
+    # Threads help, since Pillow decodes outside of Python's lock.
     results = list[Result]()
     with ThreadPoolExecutor(min(8, num_cores())) as pool:
-        # a million futures at the same time would need a gigabyte
+        # A million futures at the same time would need a gigabyte.
         for start in range(0, count, _CHUNK):
             results += pool.map(act, range(start, min(start + _CHUNK, count)))
     return results

@@ -20,9 +20,7 @@ __all__ = ["ImageFiles"]
 
 
 class ImageFiles(LazyInputs):
-    """Image files, decoded to bytes of one shape; with classes of pixels from mask
-    files if there are some.
-    """
+    """Image files, decoded to bytes of one shape; masks give the classes of pixels."""
 
     dtype = torch.uint8
 
@@ -47,28 +45,23 @@ class ImageFiles(LazyInputs):
         each: Sequence[str] = (),
         seeds: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Return images, uint8 (B, C, H, W), and the classes of their pixels, uint8 (B,
-        H, W), or None.
+        """Return uint8 images, and the classes of their pixels, uint8 (B, H, W), or None.
 
         Raises:
             DataError: a file is damaged; the message names it.
         """
-        images = torch.empty(len(numbers), *self.shape[1:], dtype=torch.uint8)
-        masks = (
-            torch.empty(len(numbers), *self.shape[2:], dtype=torch.uint8)
-            if self.by_pixel
-            else None
-        )
+        images, masks = self._empty(len(numbers))
         # Threads decode only: what follows uses torch's own threads, which a forked
         # process must not start.
         decoded = for_all(len(numbers), lambda at: self._decoded(numbers[at]))
         for at, (image, mask) in enumerate(decoded):
+            # Transforms get what images in memory would be, or the originals if one of
+            # them takes a part of these; what comes out is fitted in any case.
             if not self._wanted.originals:
                 image, mask = self._fitted(image, mask)
             if seeds:
-                image, mask = transform_image(
-                    image, mask, each, (self.shape[2], self.shape[3]), seeds[at]
-                )
+                size = (self.shape[2], self.shape[3])
+                image, mask = transform_image(image, mask, each, size, seeds[at])
             image, mask = self._fitted(image, mask)
             images[at] = image
             if masks is not None and mask is not None:
@@ -81,12 +74,8 @@ class ImageFiles(LazyInputs):
         Raises:
             DataError: files are damaged; the message names all of them.
         """
-        inputs = torch.empty(self.shape, dtype=torch.uint8)
-        targets = (
-            torch.empty(len(self), *self.shape[2:], dtype=torch.uint8)
-            if self.by_pixel
-            else None
-        )
+        inputs, targets = self._empty(len(self))
+        # All problems are told at once: a user mends the files in one go.
         damaged: dict[int, str] = {}
 
         def read(number: int) -> None:
@@ -103,10 +92,14 @@ class ImageFiles(LazyInputs):
         refuse_damaged(damaged)
         return inputs, targets
 
+    def _empty(self, count: int) -> tuple[Tensor, Tensor | None]:
+        images = torch.empty(count, *self.shape[1:], dtype=torch.uint8)
+        if not self.by_pixel:
+            return images, None
+        return images, torch.empty(count, *self.shape[2:], dtype=torch.uint8)
+
     def _decoded(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return one image as RGB bytes, (3, H, W), and the classes of its pixels, (H,
-        W).
-        """
+        """Return one image as RGB bytes, (3, H, W), and its classes of pixels, (H, W)."""
         image = pixels(str(self._paths[number]))
         if not self.by_pixel:
             return image, None
@@ -118,11 +111,9 @@ class ImageFiles(LazyInputs):
                 f" of {image.shape[2], image.shape[1]}."
             )
         classes = mask[0]
-        return image, (
-            classes
-            if self._table is None
-            else torch.from_numpy(self._table[classes.numpy()])
-        )
+        if self._table is not None:
+            classes = torch.from_numpy(self._table[classes.numpy()])
+        return image, classes
 
     def _fitted(
         self, image: Tensor, mask: Tensor | None

@@ -10,13 +10,12 @@ from fedbn_flwr.lab.data.image_files.decoding import check_mode, for_all
 
 __all__ = ["refuse_damaged", "refuse_damaged_files"]
 
+# The last bytes of a whole file: a cut one lacks them.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def refuse_damaged_files(paths: Sequence[Path]) -> None:
-    """Raise DataError if files cannot be read: headers, and ends of JPEG and PNG files,
-    are looked at.
-    """
+    """Raise DataError if files cannot be read, from headers, and ends of JPEG and PNG."""
     looks = for_all(len(paths), lambda number: _look(paths[number]))
     refuse_damaged({number: problem for number, problem in enumerate(looks) if problem})
 
@@ -28,6 +27,7 @@ def _look(path: Path) -> str:
     try:
         with Image.open(path) as image:
             check_mode(image)
+            # Some files have more bytes after the end: decoding tells.
             if image.format in _ENDS and _ENDS[image.format] not in _end(path):
                 image.load()
     except (
@@ -48,9 +48,7 @@ def _end(path: Path) -> bytes:
 
 
 def refuse_damaged(damaged: Mapping[int, str]) -> None:
-    """Raise DataError with the first ten problems, a line each, if there are problems
-    of files, by their numbers.
-    """
+    """Raise DataError with the first ten problems of files, by number, if there are any."""
     if damaged:
         problems = [damaged[number] for number in sorted(damaged)]
         raise DataError(

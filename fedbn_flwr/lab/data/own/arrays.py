@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,24 +47,22 @@ def read_arrays(request: OwnData) -> Records:
     arrays = _load(request)
     inputs = _inputs(request, arrays["x"])
     read = _targets(request, arrays["y"], inputs)
-    records = Records(
+    given: dict[str, Any] = {}
+    if "client" in arrays:
+        values = arrays["client"].tolist()
+        given["clients"], given["client_names"] = numbered(values)
+    if "group" in arrays:
+        values = arrays["group"].tolist()
+        given["units"], given["unit_names"] = numbered(values)
+    if "split" in arrays:
+        given["tests"] = _tests(request, arrays["split"])
+    return Records(
         inputs=inputs,
         targets=read.targets,
         task=read.task,
         num_classes=read.num_outputs,
+        **given,
     )
-    # Only images as bytes have a height and a width that can be changed later.
-    if inputs.dtype == torch.uint8:
-        records = replace(records, size=tuple(inputs.shape[2:]))
-    if "client" in arrays:
-        clients, names = numbered(arrays["client"].tolist())
-        records = replace(records, clients=clients, client_names=names)
-    if "group" in arrays:
-        units, names = numbered(arrays["group"].tolist())
-        records = replace(records, units=units, unit_names=names)
-    if "split" in arrays:
-        records = replace(records, tests=_tests(request, arrays["split"]))
-    return records
 
 
 def _load(request: OwnData) -> dict[str, Any]:

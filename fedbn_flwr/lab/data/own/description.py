@@ -13,7 +13,7 @@ from fedbn_flwr.lab.data.own.function import function_info
 from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.registry import IMAGENET, DatasetInfo
+from fedbn_flwr.lab.data.registry import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
 from fedbn_flwr.lab.data.shapes import Shape, per_channel
 from fedbn_flwr.training.tasks import TASKS
 
@@ -41,29 +41,31 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
-    # Images have channels and a size that can change; other inputs stay as they are.
+    # Images have channels and a height, which can change; other inputs are as they are.
     records = read(request, stamp)
-    if isinstance(records.inputs, Tensor):
-        shape = tuple(records.inputs.shape[1:])
-        channels = shape[0] if records.inputs.dtype == torch.uint8 else 0
-    else:
-        shape, channels = (), 3
+    inputs = records.inputs
+    shape: tuple[int, ...] = ()
+    channels, height = 3, records.height
+    if isinstance(inputs, Tensor):
+        if inputs.dtype == torch.uint8:
+            channels, height = inputs.shape[1:3]
+        else:
+            shape, channels = tuple(inputs.shape[1:]), 0
     # Every node must scale pixels alike, so this is no mean of what it happens to have.
-    mean, std = (per_channel(values, channels) for values in IMAGENET)
     return DatasetInfo(
         request.name,
         num_classes=records.num_classes,
         channels=channels,
-        size=min(records.size[0], _LARGEST) if channels else 0,
+        size=min(height, _LARGEST),
         summary=f"{len(records):,} examples of own data",
         source="own data",
         loader=functools.partial(load, request, stamp),
         files="",
-        mean=mean,
-        std=std,
+        mean=per_channel(IMAGENET_MEAN, channels),
+        std=per_channel(IMAGENET_STD, channels),
         grouped=records.clients is not None,
         task=records.task,
-        input_shape=() if channels else shape,
+        input_shape=shape,
         class_names=records.class_names,
         client_names=records.client_names,
     )
@@ -92,8 +94,8 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
         source="own data",
         loader=_nothing,
         files="its own data on each node, named by data-path in its node config",
-        mean=IMAGENET[0],
-        std=IMAGENET[1],
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
         task=task,
     )
 

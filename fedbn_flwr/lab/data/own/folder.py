@@ -73,7 +73,7 @@ def read_folder(request: OwnData) -> Records:
         allowed.append("binary")
     task = chosen_task(request, "classification", allowed)
     # The first image stands for all: image-size says another height.
-    _, height, width = pixels(str(paths[0])).shape
+    _, height, _ = pixels(str(paths[0])).shape
     # Folders without clients have the client "" of ``_place``.
     clients, client_names = numbered([place.client for place in of_files])
     has_clients = client_names != ("",)
@@ -83,7 +83,7 @@ def read_folder(request: OwnData) -> Records:
         task=task,
         num_classes=1 if task.name == "binary" else len(classes),
         class_names=tuple(classes),
-        size=(height, width),
+        height=height,
         clients=clients if has_clients else None,
         client_names=client_names if has_clients else (),
         tests=_tests(request, [place.part for place in of_files]),

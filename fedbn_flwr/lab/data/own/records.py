@@ -26,7 +26,7 @@ class Records:
         task: the learning task.
         num_classes: outputs of the model: classes, labels or target columns.
         class_names: their names, () = numbers.
-        size: (height, width) of the images as stored, or ().
+        height: that of the first image file, in pixels.
         clients: client of each example, (N,), and ``client_names``; None if the data
             have no clients.
         units: unit (patient) of each example, (N,), or None, and ``unit_names``.
@@ -39,7 +39,7 @@ class Records:
     task: Task
     num_classes: int
     class_names: tuple[str, ...] = ()
-    size: tuple[int, ...] = ()
+    height: int = 0
     clients: npt.NDArray[np.int64] | None = None
     client_names: tuple[str, ...] = ()
     units: npt.NDArray[np.int64] | None = None
