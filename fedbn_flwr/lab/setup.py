@@ -29,7 +29,6 @@ from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.wrappers import no_tensors
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.config.method import RunMethod
     from fedbn_flwr.lab.models import InitReport
 
 __all__ = [
@@ -136,8 +135,10 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if why:
         raise ConfigError(f"model {config.model!r}: {why}")
     warnings: list[str] = []
+    ignored: list[str] = []
     if config.strategy != CENTRALIZED:
         warnings += partly_without_effect(split_state(model), method_of(config).methods)
+        ignored += [problem.key for problem in method_of(config).problems("unused")]
 
     # the momentum: every BN layer gets that of the config
     replaced = []
@@ -146,7 +147,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
             if layer.momentum not in (0.1, config.bn_momentum):
                 replaced.append(f"'{path}': {layer.momentum}")
             layer.momentum = config.bn_momentum
-    if replaced and _uses_momentum(config):
+    if replaced and "bn_momentum" not in ignored:
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of"
             f" {len(replaced)} BatchNorm layers of model {config.model!r} (of"
@@ -164,14 +165,6 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if unlike:
         warnings.append(f"model {config.model!r}: {unlike}")
     return model, warnings
-
-
-def _uses_momentum(config: Config) -> bool:
-    """Return whether BN's momentum has an effect with the method."""
-    if config.strategy == CENTRALIZED:
-        return True
-    unused = method_of(config).problems("unused")
-    return all(problem.key != "bn_momentum" for problem in unused)
 
 
 def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
@@ -239,7 +232,8 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     """
     method = method_of(config)
     settings = method.params.model_dump()
-    if config.held_out_clients and _keeps_bn(method):
+    kept = method.methods.local & {Part.AFFINE, Part.STATISTICS}
+    if config.held_out_clients and kept and not method.shares_nothing:
         # Held-out clients have no BN of their own: they are tested with the average.
         settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
@@ -264,12 +258,6 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         # As an argument it makes Flower warn that clients will not evaluate.
         strategy.fraction_evaluate = 0.0
     return strategy
-
-
-def _keeps_bn(method: RunMethod) -> bool:
-    """Return whether the clients keep parts of BN, and share the rest of the model."""
-    bn = {Part.AFFINE, Part.STATISTICS}
-    return bool(method.methods.local & bn) and not method.shares_nothing
 
 
 def client_tests(config: Config) -> list[str]:

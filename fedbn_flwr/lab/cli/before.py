@@ -1,5 +1,6 @@
-"""``fedbn-flwr list``, ``inspect`` and ``partition``: what a run can use, what it
-sends, and how it splits its data.
+"""``fedbn-flwr list``, ``inspect`` and ``partition``.
+
+What a run can use, what it sends, and how it splits its data.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, report_own_data, say
+from fedbn_flwr.lab.cli.console import (
+    BEFORE,
+    ConfigFile,
+    Overrides,
+    app,
+    exit_codes,
+    report_own_data,
+    say,
+)
 
 if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.parts import Part
@@ -28,12 +37,11 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
     from fedbn_flwr.lab.config.names import rows
 
-    names, texts, _ = zip(*rows(kind), strict=True)
-    for name, what, source in rows(kind):
-        say(
-            f"{name.ljust(len(max(names, key=len)))} "
-            f" {what.ljust(len(max(texts, key=len)))}  {source}"
-        )
+    entries = rows(kind)
+    wide = max(len(name) for name, _, _ in entries)
+    wider = max(len(what) for _, what, _ in entries)
+    for name, what, source in entries:
+        say(f"{name.ljust(wide)}  {what.ljust(wider)}  {source}")
 
 
 @app.add(BEFORE, "inspect --model resnet20 --strategy silobn --num-clients 5")
@@ -63,34 +71,27 @@ def inspect(
     with exit_codes():
         given = read_overrides(set_ or [])
         strategy = str(given.get("strategy", strategy))
+        # The reference, strategy=centralized, sends nothing.
         if strategy not in PARAMS:
             raise unknown_name("strategy", strategy, PARAMS)
-        settings = Config.make(
-            {
-                "model": model,
-                "norm": norm,
-                "dataset": dataset,
-                **given,
-                "strategy": strategy,
-            }
-        )
+        options = {"model": model, "norm": norm, "dataset": dataset}
+        settings = Config.make({**options, **given, "strategy": strategy})
     from fedbn_flwr.lab.runs.inspection import inspect_model
     from fedbn_flwr.lab.setup import initialise, make_model
     from fedbn_flwr.training.settings import share_of
 
     with exit_codes():
+        # --num-clients are those of a round, --set num-clients=N all of them
         if given.get("num-clients"):
-            num_clients = max(
-                1, share_of(settings.fraction_train, settings.num_clients)
-            )
+            share = share_of(settings.fraction_train, settings.num_clients)
+            num_clients = max(1, share)
         built = make_model(settings)
         loaded = initialise(built, settings)
         inspection = inspect_model(built, strategy, num_clients, settings)
-        named = (
+        say(
             f"{settings.model} (norm={settings.norm}), {settings.title}, {num_clients}"
-            " clients"
+            f" clients: {len(inspection.parts.layers)} BN layers"
         )
-        say(f"{named}: {len(inspection.parts.layers)} BN layers")
         say(_layers(inspection))
         for line in _costs(inspection):
             say(line)
@@ -101,9 +102,7 @@ def inspect(
 
 
 def _layers(inspection: Inspection) -> Table:
-    """Return a row for each BN layer and one for all other entries: what happens to
-    them, and how many they are.
-    """
+    """Return a table: what happens to each BN layer and the rest, and their sizes."""
     from fedbn_flwr.batchnorm.parts import Part
 
     floats, counters = inspection.floats, inspection.counters
@@ -111,27 +110,27 @@ def _layers(inspection: Inspection) -> Table:
     table = Table(
         "BN layer", "gamma and beta", "running statistics", "floats", box=None
     )
+
+    # a row for each BN layer
     for layer in inspection.parts.layers:
         affine = statistics = "-"
         if "weight" in layer.entries:
-            trains = layer.entries["weight"] not in inspection.frozen
-            affine = use[Part.AFFINE] if trains else f"{use[Part.AFFINE]}; not trained"
+            affine = use[Part.AFFINE]
+            if layer.entries["weight"] in inspection.frozen:
+                affine += "; not trained"
         if "running_mean" in layer.entries:
-            moves = layer.path not in inspection.fixed
-            statistics = (
-                use[Part.STATISTICS]
-                if moves
-                else f"{use[Part.STATISTICS]}; in eval mode"
-            )
-        of_layer = [
-            name
-            for name in layer.entries.values()
-            if inspection.parts.part_of[name] != Part.COUNTERS
-        ]
-        size = sum(inspection.sizes[name] for name in of_layer)
+            statistics = use[Part.STATISTICS]
+            if layer.path in inspection.fixed:
+                statistics += "; in eval mode"
+        size = 0
+        for name in layer.entries.values():
+            if inspection.parts.part_of[name] != Part.COUNTERS:
+                size += inspection.sizes[name]
         table.add_row(
             layer.path or "(the model itself)", affine, statistics, f"{size:,}"
         )
+
+    # the rest of the model, and the sums
     table.add_row(
         "all other layers", f"({use[Part.REST]})", "", f"{floats[Part.REST]:,}"
     )
@@ -165,8 +164,12 @@ def _use(inspection: Inspection, part: Part) -> str:
 
 def _costs(inspection: Inspection) -> Iterator[str]:
     """Yield what a round of each phase costs, and the whole run."""
-    for phase in filter(None, (*inspection.phases, inspection.reestimation)):
-        cost, rounds = phase.traffic, "?" if phase.rounds is None else phase.rounds
+    for phase in (*inspection.phases, inspection.reestimation):
+        if phase is None:
+            continue
+        cost = phase.traffic
+        # a method may find the length during the run
+        rounds = "?" if phase.rounds is None else phase.rounds
         yield (
             f"{phase.name} ({rounds} rounds), each: {cost.exchanges} exchanges,"
             f" {cost.megabytes:.4f} MB of floats: {cost.down:,} bytes down, {cost.up:,}"
@@ -190,14 +193,8 @@ def _costs(inspection: Inspection) -> Iterator[str]:
     BEFORE, "partition --set partition=dirichlet --set num-clients=10 --out split.png"
 )
 def partition(
-    config: Annotated[
-        Path | None,
-        typer.Argument(help="YAML file of settings; without it, the defaults."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key=value, replaces the file's; repeatable."),
-    ] = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Picture (PNG) of classes by clients to write; a new file."),
@@ -206,6 +203,7 @@ def partition(
     """Show the split of the training and validation data: each client's examples by
     class, and by domain if any.
     """
+    # a typing mistake is told before torch is imported, which takes a second
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():

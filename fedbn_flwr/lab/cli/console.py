@@ -8,6 +8,7 @@ import os.path
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
@@ -29,8 +30,11 @@ __all__ = [
     "AFTERWARDS",
     "BEFORE",
     "TRAIN",
+    "ConfigFile",
     "EngineChoice",
+    "Overrides",
     "Scores",
+    "StateFolder",
     "app",
     "bars",
     "complaints",
@@ -120,14 +124,25 @@ def _of_all_commands(
         typer.echo(ctx.get_help())
 
 
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="key=value, replaces the file's; repeatable."),
+]
+StateFolder = Annotated[
+    Path | None, typer.Option(help="State folder of this site: its own model.")
+]
+"""Arguments of several commands."""
+
 EngineChoice = Literal["in-process", "simulation"]
 """Where the clients run: ``runs.run.Engine``, without its import."""
 
 
 def say(text: object = "", style: str | None = None, on: Console = console) -> None:
-    """Print a text or a table: in a terminal its lines break between words, elsewhere
-    they stay whole.
-    """
+    """Print a text or a table."""
+    # Lines of a file or a pipe stay whole; in a terminal they break between words.
     if not on.is_terminal:
         on = Console(file=on.file, width=_WIDE, markup=False, highlight=False)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
@@ -135,28 +150,27 @@ def say(text: object = "", style: str | None = None, on: Console = console) -> N
 
 @contextmanager
 def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
-    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``;
-    1 for others.
+    """Turn errors into exit codes: 2 for bad usage, config or data, else 1.
 
     130 is for Ctrl-C and 143 for SIGTERM, as a shell has it.
+
+    Args:
+        bad_input: further errors with code 2.
     """
     try:
         yield
-    except KeyboardInterrupt as error:  # its argument says what is saved
-        text = (
-            " ".join(["interrupted.", *map(str, error.args)])
-            if any(error.args)
-            else "interrupted"
-        )
+    except KeyboardInterrupt as error:
+        text = "interrupted"
+        # what is saved, see ``interrupt``
+        if any(error.args):
+            text = " ".join(["interrupted.", *map(str, error.args)])
         say(text, on=complaints)
         raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from error
     except FedBNError as error:
         say(error, "red", complaints)
-        raise typer.Exit(
-            2
-            if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input))
-            else 1
-        ) from error
+        of_input: tuple[type[FedBNError], ...]
+        of_input = (ConfigError, DataError, NormLayerError, *bad_input)
+        raise typer.Exit(2 if isinstance(error, of_input) else 1) from error
 
 
 class _Terminated(KeyboardInterrupt):
@@ -169,9 +183,7 @@ def _terminate(*_: object) -> None:
 
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, and add to both what is saved and how
-    to go on.
-    """
+    """Let SIGTERM end a command as Ctrl-C does; both say what is saved."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -183,14 +195,15 @@ def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
 
 def report_own_data(settings: Any) -> None:
     """Print the counts of own data."""
-    from fedbn_flwr.lab.data import is_own
+    from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.partitioned.counts import data_text
     from fedbn_flwr.lab.partitioned.partitioned_data import (
         count_clients,
         partitioned_data,
     )
 
-    if not is_own(settings.dataset) or settings.dataset.endswith(":"):
+    data = data_of(settings)
+    if not data.is_own or data.on_nodes:
         return
     split = partitioned_data(settings, count_clients(settings))
     say(data_text(split, settings))
@@ -200,7 +213,8 @@ class Scores:
     """The loss and the scores of a run so far; each stays until the next one."""
 
     def __init__(self, score: str) -> None:
-        label = {"accuracy": "acc"}.get(score, score)
+        # the bar is narrow
+        label = "acc" if score == "accuracy" else score
         self._labels = {
             "train-loss": "loss",
             f"test-{score}": label,

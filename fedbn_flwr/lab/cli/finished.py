@@ -1,6 +1,4 @@
-"""``fedbn-flwr evaluate`` and ``fedbn-flwr export``: the model of a run on other data,
-and as one file.
-"""
+"""``fedbn-flwr evaluate`` and ``export``: a run's model on other data, and as a file."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
+from fedbn_flwr.lab.cli.console import AFTERWARDS, StateFolder, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
 
@@ -50,9 +48,7 @@ def evaluate(
             )
         ),
     ] = "",
-    state_dir: Annotated[
-        Path | None, typer.Option(help="State folder of this site: its own model.")
-    ] = None,
+    state_dir: StateFolder = None,
     out: Annotated[
         Path | None,
         typer.Option(help="New folder for predictions.csv and metrics.json."),
@@ -74,16 +70,16 @@ def evaluate(
 
     with exit_codes():
         if dataset is None:
+            # each of the run's own sites; these options are about other data
             of_data = {
                 "--set": set_,
                 "--bn": bn,
                 "--state-dir": state_dir,
                 "--out": out,
             }
-            if given := [name for name, value in of_data.items() if value]:
-                raise ConfigError(
-                    f"{', '.join(given)}: say which data, with --dataset."
-                )
+            given = ", ".join(name for name, value in of_data.items() if value)
+            if given:
+                raise ConfigError(f"{given}: say which data, with --dataset.")
             print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
             say(
                 f"The ends are those of {LEVEL:.0%} intervals over the groups of a"
@@ -98,8 +94,8 @@ def evaluate(
             data = {**overrides, "dataset": dataset}
             what, rows = evaluate_run(run, data, bn, out, state_dir)
             say(f"model: {what}")
-            metrics = list(rows[0].result.named())
-            table = Table("data", "examples", *metrics, box=None)
+            table = Table("data", "examples", *rows[0].result.named(), box=None)
+            # a long name takes more lines, rather than lose its end
             for column in table.columns:
                 column.overflow = "fold"
             for row in rows:
@@ -139,9 +135,7 @@ def export(
         Literal["averaged"] | None,
         typer.Option(help="The average of the BN that the clients keep."),
     ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option(help="State folder of this site: its own model.")
-    ] = None,
+    state_dir: StateFolder = None,
     fold_bn: Annotated[
         bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")
     ] = False,
@@ -156,7 +150,8 @@ def export(
         choice = Choice(client, bn is not None, state_dir)
         done = write(run, out, format, choice, fold_bn=fold_bn)
         say(f"model: {done.what}")
-        for line in done.folding.lines(shown=3) if done.folding else ():
-            say(line)
+        if done.folding:
+            for line in done.folding.lines(shown=3):
+                say(line)
         say(f"check: {done.check}")
         say(f"file: {done.file.absolute()}")

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, quiet_flower, say
+from fedbn_flwr.lab.cli.console import (
+    BEFORE,
+    Overrides,
+    app,
+    exit_codes,
+    quiet_flower,
+    say,
+)
 
 
 @app.add(
@@ -18,10 +25,7 @@ from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, quiet_flower, sa
 )
 def check_node(
     config: Annotated[Path, typer.Argument(help="YAML file: the settings of the run.")],
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key=value, replaces the file's; repeatable."),
-    ] = None,
+    set_: Overrides = None,
     node_config: Annotated[
         str, typer.Option(help="As for flower-supernode: this node's config.")
     ] = "",

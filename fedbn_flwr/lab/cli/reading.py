@@ -1,5 +1,6 @@
-"""``fedbn-flwr report`` and ``doctor``: what happened in a run or a study, and what is
-wrong with its BatchNorm.
+"""``fedbn-flwr report`` and ``doctor``.
+
+What happened in a run or a study, and what is wrong with its BatchNorm.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def doctor(
     """
     from fedbn_flwr.lab.config import Config
 
+    # what is asked for, and whether the options fit it, before torch is imported
     path = Path(os.path.expanduser(target))
     with exit_codes():
         settings = read_overrides(set_ or [])
@@ -127,8 +129,11 @@ def doctor(
         read_names,
     )
 
-    with exit_codes(StateError):  # 1 and 3 are answers, under --strict
-        split = {"local_keys": read_names(local_keys)} if local_keys else {}
+    # 1 and 3 are answers, under --strict
+    with exit_codes(StateError):
+        split = {}
+        if local_keys:
+            split["local_keys"] = read_names(local_keys)
         if path.is_dir():
             diagnosis = diagnose_run(path, max_examples)
         elif path.is_file():

@@ -14,7 +14,9 @@ from rich.table import Table
 from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.lab.cli.console import (
     TRAIN,
+    ConfigFile,
     EngineChoice,
+    Overrides,
     app,
     exit_codes,
     interrupt,
@@ -27,14 +29,8 @@ from fedbn_flwr.lab.cli.console import (
 
 @app.add(TRAIN, "run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
 def run(
-    config: Annotated[
-        Path | None,
-        typer.Argument(help="YAML file of settings; without it, the defaults."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key=value, replaces the file's; repeatable."),
-    ] = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
     engine: Annotated[
         EngineChoice, typer.Option(help="Where the clients run.")
     ] = "in-process",
@@ -68,22 +64,24 @@ def run(
     """Do a run, or the rest of it, and write its folder: config, metrics, summary,
     model, curves, checkpoints.
     """
-    from fedbn_flwr.lab.config import Config
+    from fedbn_flwr.lab.config.config import Config
 
+    # a typing mistake is told before torch is imported, which takes a second
     with exit_codes():
+        overrides = list(set_ or [])
         if resume:
-            config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
-        settings = Config.load(config, set_ or [])
-    from fedbn_flwr.lab.config import data_of
+            config = _resumed(config, out)
+            overrides.append("resume=true")
+        settings = Config.load(config, overrides)
+    from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.output.checkpoint import after_interrupt
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
-        # its import, which came with the run's, sets the level of its log
+        # Flower's import, which came with the run's, sets the level of its log.
         quiet_flower()
-        folder = out or Path(
-            settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
-        )
+        default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
+        folder = out or Path(settings.out or default)
         if workers is not None and engine != "in-process":
             raise ConfigError(
                 f"--workers={workers} is for --engine in-process; Ray has workers of"
@@ -94,27 +92,31 @@ def run(
                 f"--ray-address={ray_address} needs --engine simulation, whose clients"
                 " Ray runs."
             )
+
+        # the checks, which read the data
         checked = preflight(settings, folder)
         report_own_data(checked.config)
-        options = "" if engine == "in-process" else f" --engine {engine}"
-        options += "" if workers is None else f" --workers {workers}"
-        options += "" if ray_address is None else f" --ray-address {ray_address}"
+
+        # the options of the command that goes on after Ctrl-C
+        options = ""
+        if engine != "in-process":
+            options += f" --engine {engine}"
+        if workers is not None:
+            options += f" --workers {workers}"
+        if ray_address is not None:
+            options += f" --ray-address {ray_address}"
+
+        rounds, score = settings.num_server_rounds, data_of(settings).task.score
         try:
             with (
                 interrupt(lambda: after_interrupt(folder, options)),
-                progress(
-                    settings.num_server_rounds,
-                    settings.title,
-                    data_of(settings).task.score,
-                ) as advance,
+                progress(rounds, settings.title, score) as advance,
             ):
                 summary = start(checked, engine, advance, workers, ray_address)
         except DivergedError:
-            _print_results(
-                settings.title,
-                json.loads((folder / "summary.json").read_text()),
-                folder,
-            )
+            # The folder is complete, up to the round that diverged.
+            summary = json.loads((folder / "summary.json").read_text())
+            _print_results(settings.title, summary, folder)
             raise
         _print_results(settings.title, summary, folder)
 
@@ -137,27 +139,27 @@ def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None
     from fedbn_flwr.training.tasks import quantity_of
 
     say(_summary_table(strategy, summary))
-    if sites := summary.get("sites"):
-        print_sites(sites, quantity_of(summary["headline"]))
-    if note := summary.get("model-note"):
-        say(note)
+    if "sites" in summary:
+        print_sites(summary["sites"], quantity_of(summary["headline"]))
+    if "model-note" in summary:
+        say(summary["model-note"])
     say(f"results: {folder.absolute()}")
     shown = shlex.quote(str(folder))
     say(f"next: fedbn-flwr report {shown}\n      fedbn-flwr doctor {shown}")
     say(f"      fedbn-flwr evaluate {shown} --dataset DATA")
-    if (log := folder.absolute() / FLOWER_LOG).is_file():
+    log = folder.absolute() / FLOWER_LOG
+    if log.is_file():
         say(f"log of Flower's simulation: {log}")
 
 
 def _summary_table(name: str, summary: dict[str, Any]) -> Table:
     headline, ledger = summary["headline"], summary["ledger"]
+    # None where no test was done, or its value is not defined
     values = [summary[which].get(headline) for which in ("final", "best")]
     shown = ["-" if value is None else f"{value:.4f}" for value in values]
-    rounds = (
-        f"{summary['rounds']}, diverged"
-        if "diverged-at" in summary
-        else str(summary["rounds"])
-    )
+    rounds = str(summary["rounds"])
+    if "diverged-at" in summary:
+        rounds += ", diverged"
     megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
     table = Table(
         "run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None

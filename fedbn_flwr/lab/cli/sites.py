@@ -15,17 +15,18 @@ _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-
 
 
 def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
-    """Print a row for each site: its counts, the metric, and the ends of intervals
-    where the rows have them.
-    """
+    """Print a row for each site: its counts, the metric, and intervals if any."""
     names = [name for name in ("examples", "groups", *_FIGURES) if name in rows[0]]
-    table = Table(
-        "site", *(metric if name == "value" else name for name in names), box=None
-    )
+    table = Table("site", box=None)
+    for name in names:
+        table.add_column(metric if name == "value" else name)
+    # a long name takes more lines, rather than lose its end
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:
-        site = f"{row['site']} (never trained)" if row.get("held-out") else row["site"]
+        site = row["site"]
+        if row.get("held-out"):
+            site += " (never trained)"
         table.add_row(site, *(_shown(row[name]) for name in names))
     say(table)
 
@@ -33,4 +34,6 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
 def _shown(value: float | None) -> str:
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4f}"

@@ -97,8 +97,8 @@ def sweep(
             )
         runner = in_parallel(parallel) if parallel > 1 else in_series
 
+        # the runs: one that fails ends the command after the others
         failed: RunFailedError | None = None
-        table: pd.DataFrame | None = None  # of lost trials there is none
         saved = (
             f"Finished runs in {out} stay. The same command goes on, from the last"
             " checkpoint of each run."
@@ -109,6 +109,7 @@ def sweep(
                     grid, out, runner, Display(progress, grid.name), selection
                 )
         except RunFailedError as error:
+            # There is no table where tuning lost its trials.
             table, failed = error.result, error
         if table is not None:
             _show(table, grid.name)
@@ -121,7 +122,8 @@ def sweep(
 
 
 def _show(table: pd.DataFrame, title: str) -> None:
-    """Print the table; a split that is the only one has no column."""
+    """Print the table."""
+    # a split that is the only one says nothing
     if "split" in table and table["split"].nunique() == 1:
         table = table.drop(columns="split")
     shown = Table(*table.columns, box=None, pad_edge=False)
@@ -134,16 +136,21 @@ def _show(table: pd.DataFrame, title: str) -> None:
 
 
 class Display:
-    """A bar over the runs of a study, and a line for each run that ended, so that a log
-    file has them too.
+    """A bar over the runs of a study, and a line for each run that ended.
+
+    The lines are there so that a log file has the runs, too.
     """
 
     def __init__(self, progress: Progress, name: str) -> None:
-        self._progress, self._name, self._started = progress, name, dict[str, float]()
+        self._progress = progress
+        self._name = name
+        self._started: dict[str, float] = {}
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
         """Show the bar over these runs."""
-        what = f"tuning {self._name}" if cells and cells[0].trial else self._name
+        what = self._name
+        if cells and cells[0].trial:
+            what = f"tuning {what}"
         self._left, self._ended, self._shown = len(left), 0, ""
         self._bar = self._progress.add_task(what, total=len(left), shown="")
 
@@ -167,12 +174,8 @@ class Display:
         self._ended += 1
         self._progress.advance(self._bar)
         seconds = time.monotonic() - self._started[cell.name]
-        outcome = (
-            f"failed: {error}" if error else f"{self._shown} {seconds:.0f} s".strip()
-        )
-        say(
-            f"{self._ended}/{self._left} {cell.name}: {outcome}",
-            "red" if error else None,
-            complaints,
-        )
+        outcome, colour = f"{self._shown} {seconds:.0f} s".strip(), None
+        if error:
+            outcome, colour = f"failed: {error}", "red"
+        say(f"{self._ended}/{self._left} {cell.name}: {outcome}", colour, complaints)
         self._shown = ""

@@ -99,12 +99,17 @@ class Recorder:
         self._tests.try_batches()
         if self._held_out:
             self._held_out.try_batches(model)
-        lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
-        self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
+        self.stopping = None
+        if config.early_stopping:
+            self.stopping = EarlyStopping(config, self.lines())  # of a resumed run
         self._note_stop()
         self._tested: dict[str, Any] = {}  # of this round, until its line is written
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of all rounds so far."""
+        return read_metrics(self._folder.path / "metrics.jsonl")
 
     def start_clock(self) -> None:
         """Count the seconds of a round from now."""
@@ -245,7 +250,7 @@ class Recorder:
 
         With early stopping, ``state`` and the strategy are those of the best round.
         """
-        lines = read_metrics(self._folder.path / "metrics.jsonl")
+        lines = self.lines()
         chosen = (self.stopping.best() if self.stopping else None) or len(lines)
         summary: dict[str, Any] = {
             "strategy": strategy.name if strategy else self._config.strategy

@@ -65,26 +65,20 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
             "the run began with %d nodes and continues with %d", wanted, connected
         )
     elif connected != wanted:
-        raise _other_size(wanted, connected, begun_with, network)
+        start = (
+            f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr"
+            " run`"
+        )
+        if network:
+            start = f"Start {wanted} SuperNodes"
+        why = "or set num-clients=0 to take all nodes"
+        if begun_with:
+            why = f"the run began with {begun_with}"
+        raise ConfigError(
+            f"num-clients={wanted}, but the federation has {connected} node(s)."
+            f" {start}; {why}."
+        )
     return wanted
-
-
-def _other_size(
-    wanted: int, connected: int, begun_with: int, network: bool
-) -> ConfigError:
-    """Return the error of a federation of another size."""
-    start = (
-        f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
-    )
-    if network:
-        start = f"Start {wanted} SuperNodes"
-    why = "or set num-clients=0 to take all nodes"
-    if begun_with:
-        why = f"the run began with {begun_with}"
-    return ConfigError(
-        f"num-clients={wanted}, but the federation has {connected} node(s)."
-        f" {start}; {why}."
-    )
 
 
 def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:

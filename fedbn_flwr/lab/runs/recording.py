@@ -14,7 +14,6 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import DivergedError, NothingTrainedError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
@@ -28,37 +27,9 @@ from fedbn_flwr.server.runs.recording import Recording
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["RunRecord", "divergence_of", "ends_diverged", "recording"]
+__all__ = ["RunRecord", "divergence_of", "ends_diverged"]
 
 logger = logging.getLogger("flwr")
-
-
-@contextmanager
-def recording(
-    folder: RunFolder,
-    config: Config,
-    model: nn.Module,
-    data: PartitionedData | None,
-    strategy: Strategy,
-    checkpoints: CheckpointManager,
-    on_round: OnRound | None,
-) -> Iterator[RunRecord]:
-    """Record the rounds that the strategy does within, however they end."""
-    recorder = Recorder(folder, config, model, data, strategy, on_round)
-    statistics = None
-    # What is protected reaches the server as an average alone.
-    if not config.protected:
-        rounds = config.num_server_rounds
-        statistics = StatisticsLog(folder, rounds, model, strategy)
-    try:
-        yield RunRecord(folder, config, strategy, recorder, checkpoints, statistics)
-        checkpoints.after_run(recorder.stopping)
-    except (KeyboardInterrupt, SystemExit):
-        # A signal ends a run in mid-round: it goes on after the last whole one.
-        checkpoints.on_signal(recorder.stopping)
-        raise
-    finally:
-        recorder.close()
 
 
 class RunRecord(Recording):
@@ -71,17 +42,33 @@ class RunRecord(Recording):
         self,
         folder: RunFolder,
         config: Config,
+        model: nn.Module,
+        data: PartitionedData | None,
         strategy: Strategy,
-        recorder: Recorder,
         checkpoints: CheckpointManager,
-        statistics: StatisticsLog | None,
+        on_round: OnRound | None,
     ) -> None:
-        self._folder = folder
-        self._config = config
-        self._strategy = strategy
-        self._recorder = recorder
+        self._config, self._strategy = config, strategy
+        self._recorder = Recorder(folder, config, model, data, strategy, on_round)
         self._checkpoints = checkpoints
-        self._statistics = statistics
+        self._statistics = None
+        # What is protected reaches the server as an average alone.
+        if not config.protected:
+            rounds = config.num_server_rounds
+            self._statistics = StatisticsLog(folder, rounds, model, strategy)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Record the rounds that are done within, however they end."""
+        try:
+            yield
+            self._checkpoints.after_run(self._recorder.stopping)
+        except (KeyboardInterrupt, SystemExit):
+            # A signal ends a run in mid-round: it goes on after the last whole one.
+            self._checkpoints.on_signal(self._recorder.stopping)
+            raise
+        finally:
+            self._recorder.close()
 
     @property
     def continuity(self) -> Continuity:  # type: ignore[override]
@@ -142,12 +129,15 @@ class RunRecord(Recording):
             DivergedError: the run diverged, now or before it was resumed.
             NothingTrainedError: no round had enough usable replies.
         """
-        lines = read_metrics(self._folder.path / "metrics.jsonl")
+        lines = self._recorder.lines()
         # A run that diverged and is resumed does no further round.
         if not diverged and lines and ends_diverged(self._config, lines[-1]):
             advice = " ".join(self._strategy.advice(lines[-1]["round"]))
             diverged = divergence_of(lines[-1], advice, result)
-        if not diverged and all(_trained_nothing(line) for line in lines):
+        kept_previous = (
+            line.get("kept-previous") and DIVERGED_AT not in line for line in lines
+        )
+        if not diverged and all(kept_previous):
             text = nothing_trained(self._config.min_replies, self._strategy.reports)
             raise NothingTrainedError(text, result)
 
@@ -182,11 +172,6 @@ class RunRecord(Recording):
         return self._strategy.go_back(
             to_record(saved.state), saved.strategy, saved.server_round
         )
-
-
-def _trained_nothing(line: Mapping[str, Any]) -> bool:
-    """Return whether a round kept the model of the one before for want of replies."""
-    return bool(line.get("kept-previous")) and DIVERGED_AT not in line
 
 
 def ends_diverged(config: Config, line: Mapping[str, Any]) -> bool:

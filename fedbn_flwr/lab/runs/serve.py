@@ -30,7 +30,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
 )
 from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, count_nodes
-from fedbn_flwr.lab.runs.recording import recording
+from fedbn_flwr.lab.runs.recording import RunRecord
 from fedbn_flwr.lab.runs.start_checks import (
     Checked,
     moved_buffers,
@@ -95,11 +95,10 @@ def serve(
 
         with RunFolder(out, config, start.after) as folder:
             report_data(folder, config, data)
+            record = RunRecord(folder, config, model, data, strategy, kept, on_round)
+            tests = ",".join(tests_of_clients(config, data))
             try:
-                with recording(
-                    folder, config, model, data, strategy, kept, on_round
-                ) as record:
-                    tests = ",".join(tests_of_clients(config, data))
+                with record.open():
                     result = strategy.start(
                         grid=grid,
                         initial_arrays=initial,

@@ -155,22 +155,18 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         raise NormLayerError("\n".join(lines) + _WAYS)
 
     # With a protection BN's counters count rounds; a cumulative average needs batches.
-    if config.dp != "off":
-        refuse_cumulative(model, f"dp={config.dp}")
-    elif config.masked_sums:
-        refuse_cumulative(model, "masked-sums=true")
+    if config.protected:
+        by = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
+        refuse_cumulative(model, by)
 
-    if config.test_bn and not _has_statistics(model):
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    tracked = [layer for layer in layers if layer.running_mean is not None]
+    if config.test_bn and not tracked:
         raise NormLayerError(
             f"test-bn={config.test_bn} needs BatchNorm with running statistics; model"
             f" {config.model!r} has {_norms(model)}. Leave test-bn out, or use a model"
             " with BatchNorm."
         )
-
-
-def _has_statistics(model: nn.Module) -> bool:
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return any(layer.running_mean is not None for layer in layers)
 
 
 def refuse_too_few_clients(config: Config, num_clients: int) -> None:
