@@ -32,6 +32,7 @@ def copied(model: M, shared: Iterable[Tensor] = ()) -> M:
         StateError: a layer holds something else that cannot be copied; the message
             names the layer.
     """
+    # ``deepcopy`` takes what its memo has in place of a copy.
     memo = {id(tensor): tensor for tensor in shared}
     for module in model.modules():
         for value in tree_leaves(list(vars(module).values())):

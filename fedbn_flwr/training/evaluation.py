@@ -52,10 +52,8 @@ class EvalResult:
 
     def named(self, prefix: str = "") -> dict[str, float]:
         """Return loss and metrics, with ``prefix`` before each name."""
-        return {
-            prefix + name: value
-            for name, value in {"loss": self.loss, **self.metrics}.items()
-        }
+        values = {"loss": self.loss, **self.metrics}
+        return {prefix + name: value for name, value in values.items()}
 
 
 def evaluate(
@@ -96,16 +94,13 @@ def evaluate(
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
     sums = _Sums(task, device)
-    # in inference_mode a tensor that the model keeps could not be trained on
+    # Not inference_mode: a tensor that the model keeps from it cannot be trained on.
     with kept_modes(model), torch.no_grad():
         model.eval()
         size = batch_size or _test_batch(model, task)
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
-        order = (
-            _joined(model, data, order, prepared)
-            if tries_last and len(order[-1]) == 1
-            else order
-        )
+        if tries_last and len(order[-1]) == 1:
+            order = _joined(model, data, order, prepared)
         for _, (inputs, targets) in with_positions(data, order):
             outputs = model(prepared(inputs))
             targets = task.on_device(targets, device)
@@ -118,11 +113,13 @@ def evaluate(
 
 def _test_batch(model: nn.Module, task: Task) -> int:
     """Return the examples per batch of a test of the model as it is now."""
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    by_batch = any(layer.running_mean is None for layer in layers) or any(
-        map(is_scripted_batchnorm, model.modules())
-    )
-    return task.test_batch if by_batch else task.plain_test_batch or task.test_batch
+    for module in model.modules():
+        # With the statistics of the batch the metrics depend on its size. Of a scripted
+        # layer they are not known here.
+        of_batch = isinstance(module, _BatchNorm) and module.running_mean is None
+        if of_batch or is_scripted_batchnorm(module):
+            return task.test_batch
+    return task.plain_test_batch or task.test_batch
 
 
 class _Sums:
@@ -145,12 +142,13 @@ class _Sums:
         self._totals += torch.stack([loss, task.correct(outputs, targets), counted])
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
-            self._confusion = (
-                counts if self._confusion is None else self._confusion + counts
-            )
+            if self._confusion is not None:
+                counts = self._confusion + counts
+            self._confusion = counts
         if task.metrics_of_all_outputs:
             self._gathered.append((outputs, targets))
-        if (wrong := task.unusable(targets)) is not None:
+        wrong = task.unusable(targets)
+        if wrong is not None:
             self._unusable.append(wrong)
 
     def result(self, num_examples: int) -> EvalResult:
@@ -161,20 +159,21 @@ class _Sums:
         """
         if self._unusable:
             self._task.refuse(int(torch.stack(self._unusable).sum()))
-        loss, correct, _ = (self._totals / self._totals[2]).tolist()
-        metrics = {"accuracy": correct}
+        loss, accuracy, _ = (self._totals / self._totals[2]).tolist()
+        metrics = {"accuracy": accuracy}
         if self._confusion is not None:
-            metrics |= {
-                "miou": mean_iou(self._confusion),
-                "dice": dice(self._confusion),
-            }
+            metrics["miou"] = mean_iou(self._confusion)
+            metrics["dice"] = dice(self._confusion)
         if self._gathered:
-            metrics |= self._task.measure(
-                *(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True))
-            )
-        tested = num_examples if not self._unusable or self._totals[2] else 0
+            outputs = torch.cat([batch[0] for batch in self._gathered]).cpu()
+            targets = torch.cat([batch[1] for batch in self._gathered]).cpu()
+            metrics |= self._task.measure(outputs, targets)
+        # A client whose targets are all unknown has tested nothing, and must not weigh
+        # in the mean over the clients.
+        if self._unusable and not self._totals[2]:
+            num_examples = 0
         return EvalResult(
-            loss, tested, {name: metrics[name] for name in self._task.metrics}
+            loss, num_examples, {name: metrics[name] for name in self._task.metrics}
         )
 
 
@@ -187,16 +186,12 @@ def _joined(
     """Return the positions of each batch; a last example joins the others if a layer
     has no variance for it alone.
     """
-    if not any(
-        isinstance(module, _BatchNorm) and module.running_mean is None
-        for module in model.modules()
-    ):
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if all(layer.running_mean is not None for layer in layers):
         return order
-    refusing = [
-        path
-        for path in refusing_layers(model, prepared(data.batch(order[-1])[0]))
-        if path
-    ]
+    inputs = prepared(data.batch(order[-1])[0])
+    # "" is a scripted layer: a test with its running statistics works
+    refusing = [path for path in refusing_layers(model, inputs) if path]
     if refusing and len(order[0]) == 1:
         raise NormLayerError(
             f"BatchNorm layer '{refusing[0]}' has no running statistics, and gets one"

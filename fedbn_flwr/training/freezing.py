@@ -36,8 +36,8 @@ __all__ = [
     "left_in_eval",
     "stays_in_eval",
     "train_only",
+    "unlike_in_tests",
 ]
-__all__ += ["unlike_in_tests"]
 
 FrozenBN = Literal["eval", "train"]
 
@@ -59,30 +59,28 @@ def train_only(
     """
     if not names:
         return
-    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-
-    def has_parameter(name: str) -> bool:
-        return any(_under(entry, [name]) for entry in known)
-
-    if unknown := [name for name in names if not has_parameter(name)]:
+    # Weights that layers share have several names, and each may be the named one.
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    known = [entry for entry, _ in parameters]
+    unknown = [
+        name for name in names if not any(_under(entry, [name]) for entry in known)
+    ]
+    if unknown:
         paths = dict.fromkeys(part for entry in known for part in _prefixes(entry))
         raise ConfigError(
             "\n".join(_no_parameter(name, list(paths)) for name in unknown)
         )
-    wanted = {
-        p
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if _under(name, names)
-    }
+    wanted = {p for entry, p in parameters if _under(entry, names)}
     for parameter in model.parameters():
         if parameter not in wanted:
             parameter.requires_grad_(False)
+    if frozen_bn != "eval":
+        return
     for path, layer in model.named_modules():
-        trains = _under(path, names) or any(
-            p in wanted for p in layer.parameters(recurse=False)
-        )
-        if isinstance(layer, _BatchNorm) and not trains and frozen_bn == "eval":
-            hold_eval(layer)
+        if isinstance(layer, _BatchNorm):
+            named = any(p in wanted for p in layer.parameters(recurse=False))
+            if not named and not _under(path, names):
+                hold_eval(layer)
 
 
 def hold_eval(layer: nn.Module) -> Callable[[], None]:
@@ -113,11 +111,12 @@ def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
     A model that is in eval mode as a whole, as loaders of pretrained weights return it,
     says nothing of its layers.
     """
-    modules = model.named_modules(remove_duplicate=False)
+    if not model.training:
+        return {}
     return {
         path: layer
-        for path, layer in modules
-        if isinstance(layer, _BatchNorm) and model.training > layer.training
+        for path, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, _BatchNorm) and not layer.training
     }
 
 
@@ -129,16 +128,16 @@ def keep_eval(model: nn.Module) -> str:
         A sentence that names the layers; "" if there are none but those that are kept
         already.
     """
-    left = {
-        layer: path
-        for path, layer in reversed(left_in_eval(model).items())
-        if not holds_eval(layer)
-    }
+    # A layer that is used twice has two paths, and is told by its first.
+    left: dict[_BatchNorm, str] = {}
+    for path, layer in left_in_eval(model).items():
+        if not holds_eval(layer):
+            left.setdefault(layer, path)
     for layer in left:
         hold_eval(layer)
     if not left:
         return ""
-    paths = list(reversed(left.values()))
+    paths = list(left.values())
     return (
         f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built"
         f" ({_listed(paths)}): they stay so, and their running statistics do not"
@@ -155,14 +154,13 @@ def unlike_in_tests(model: nn.Module) -> str:
     statistics. "" if there are none.
     """
     in_eval = stays_in_eval(model)
-    paths = [
-        path
-        for path, m in model.named_modules()
-        if isinstance(m, _BatchNorm)
-        and not m.track_running_stats
-        and m.running_mean is not None
-        and m not in in_eval
-    ]
+    paths = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer not in in_eval:
+            # torch's forward pass in eval mode uses statistics wherever they are
+            has_statistics = layer.running_mean is not None
+            if has_statistics and not layer.track_running_stats:
+                paths.append(path)
     if not paths:
         return ""
     return (
@@ -174,9 +172,10 @@ def unlike_in_tests(model: nn.Module) -> str:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(path or "the model itself" for path in paths[:3]) + (
-        ", ..." if len(paths) > 3 else ""
-    )
+    named = [path or "the model itself" for path in paths[:3]]
+    if len(paths) > 3:
+        named.append("...")
+    return ", ".join(named)
 
 
 def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
@@ -185,19 +184,13 @@ def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     They are those of ``left_in_eval``, those of ``hold_eval`` and those that a
     ``train`` of the model's own leaves so.
     """
-    given = left_in_eval(model).values()
+    layers = set(left_in_eval(model).values())
     with kept_modes(model):
         model.train()
-        return frozenset(
-            [
-                *given,
-                *(
-                    m
-                    for m in model.modules()
-                    if isinstance(m, _BatchNorm) and not m.training
-                ),
-            ]
-        )
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and not module.training:
+                layers.add(module)
+    return frozenset(layers)
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:

@@ -82,14 +82,10 @@ def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
             found.append((module,))
             continue
         buffers = module._buffers
-        found.append(
-            (
-                module,
-                *map(id, module._parameters.values()),
-                *buffers,
-                *map(type, buffers.values()),
-            )
-        )
+        # Parameters by identity, as a layer may replace one; buffers by name and type,
+        # as BatchNorm's may become None or a tensor.
+        parameters = map(id, module._parameters.values())
+        found.append((module, *parameters, *buffers, *map(type, buffers.values())))
         left += [child for child in module._modules.values() if child is not None]
     return found
 
@@ -103,26 +99,21 @@ def _places(model: nn.Module) -> dict[str, _Place] | None:
         if not _is_usual(module):
             return None
         prefix = f"{path}." if path else ""
-        places |= {
-            prefix + leaf: (module._parameters, leaf)
-            for leaf, p in module._parameters.items()
-            if p is not None
-        }
-        kept = [
-            leaf
-            for leaf in module._buffers
-            if leaf not in module._non_persistent_buffers_set
-        ]
-        places |= {
-            prefix + leaf: (module._buffers, leaf)
-            for leaf in kept
-            if module._buffers[leaf] is not None
-        }
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places[prefix + leaf] = (module._parameters, leaf)
+        for leaf, buffer in module._buffers.items():
+            in_state = leaf not in module._non_persistent_buffers_set
+            if in_state and buffer is not None:
+                places[prefix + leaf] = (module._buffers, leaf)
+    # A module may have put another tensor into its state than it has: ask torch once.
     state = model.state_dict(keep_vars=True)
-    same = list(state) == list(places) and all(
-        held[leaf] is state[name] for name, (held, leaf) in places.items()
-    )
-    return places if same else None
+    if list(state) != list(places):
+        return None
+    for name, (held, leaf) in places.items():
+        if held[leaf] is not state[name]:
+            return None
+    return places
 
 
 def _is_usual(module: nn.Module) -> bool:

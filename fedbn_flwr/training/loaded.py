@@ -49,30 +49,21 @@ class LoadedBatches:
     """
 
     def __init__(self, loader: Any, plain: Any = None) -> None:
-        self._data, self._collate = loader.dataset, loader.collate_fn
+        self._data = loader.dataset
+        self._collate = loader.collate_fn
         self._plain = self._data if plain is None else plain
         for data in (self._data, self._plain):
-            if (
-                isinstance(data, IterableDataset)
-                or not hasattr(data, "__len__")
-                or not hasattr(data, "__getitem__")
-            ):
-                raise DataError(
-                    f"the data set, {type(data).__name__}, has no length and no"
-                    " indices: a pass in a fixed order needs both (a torch Dataset,"
-                    " not an IterableDataset, and not a DataLoader)"
-                )
+            _refuse_without_positions(data)
         if len(self._plain) != len(self._data):
             raise DataError(
                 f"the data set without random transforms has {len(self._plain)}"
                 f" examples, the one that is trained on {len(self._data)}: they must be"
                 " the same examples in the same order"
             )
-        if (chosen := _chosen(loader)) is not None:
-            self._data, self._plain = (
-                Subset(self._data, chosen),
-                Subset(self._plain, chosen),
-            )
+        chosen = _chosen(loader)
+        if chosen is not None:
+            self._data = Subset(self._data, chosen)
+            self._plain = Subset(self._plain, chosen)
         self.batch_size: int = first_batch(loader) or len(self._data)
 
     def __len__(self) -> int:
@@ -88,42 +79,29 @@ class LoadedBatches:
             DataError: the examples are something else than pairs, cannot be stacked, or
                 are not as many in the batch.
         """
+        # A batch of no example has the shapes of one.
         chosen = positions.tolist() or [0]
         if generator is None:
             batch = self._collated(self._plain, chosen)
         else:
+            # Users' transforms draw from the default generators of torch, NumPy, Python.
             with drawing_from(generator):
                 batch = self._collated(self._data, chosen)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            keys = (
-                f" of {', '.join(map(str, batch))}"
-                if isinstance(batch, Mapping)
-                else ""
-            )
-            raise DataError(
-                f"the data set's batches are {type(batch).__name__}{keys}; (inputs,"
-                " targets) are needed. Let the examples be such pairs, where the input"
-                " may have several parts, e.g. by a data set around it, or by the"
-                " collate_fn of a loader (in a TorchClient"
-                " fedbn_flwr.training.batches_of(loader))."
-            )
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(chosen),):
             raise DataError(
                 f"the collate_fn makes targets of shape {tuple(targets.shape)} of"
                 f" {len(chosen)} examples: it must keep each of them, in their order."
                 " Leave examples out of the data set instead."
             )
-        return (
-            (inputs, targets)
-            if len(positions)
-            else (map_inputs(lambda part: part[:0], inputs), targets[:0])
-        )
+        if not len(positions):
+            return map_inputs(lambda part: part[:0], inputs), targets[:0]
+        return inputs, targets
 
     def _collated(self, data: Any, chosen: list[int]) -> Any:
         """Return the examples as the loader puts them together."""
         examples = [data[number] for number in chosen]
-        if self._collate is not default_collate:
+        if self._collate is not default_collate:  # a user's own has its own errors
             return self._collate(examples)
         try:
             return default_collate(examples)
@@ -134,6 +112,36 @@ class LoadedBatches:
                 " takes fedbn_flwr.training.batches_of(DataLoader(data,"
                 " collate_fn=...)) as its data set."
             ) from error
+
+
+def _refuse_without_positions(data: Any) -> None:
+    is_map = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not is_map:
+        raise DataError(
+            f"the data set, {type(data).__name__}, has no length and no"
+            " indices: a pass in a fixed order needs both (a torch Dataset,"
+            " not an IterableDataset, and not a DataLoader)"
+        )
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch.
+
+    Raises:
+        DataError: it is something else than a pair.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    keys = ""
+    if isinstance(batch, Mapping):
+        keys = f" of {', '.join(map(str, batch))}"
+    raise DataError(
+        f"the data set's batches are {type(batch).__name__}{keys}; (inputs,"
+        " targets) are needed. Let the examples be such pairs, where the input"
+        " may have several parts, e.g. by a data set around it, or by the"
+        " collate_fn of a loader (in a TorchClient"
+        " fedbn_flwr.training.batches_of(loader))."
+    )
 
 
 def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
@@ -158,18 +166,20 @@ def num_examples(loader: Any) -> int:
     as ``LoadedBatches`` does.
     """
     chosen = _chosen(loader)
-    if chosen is None and not hasattr(loader.dataset, "__len__"):
+    if chosen is not None:
+        return len(chosen)
+    if not hasattr(loader.dataset, "__len__"):
         raise DataError(f"the data set, {type(loader.dataset).__name__}, has no length")
-    return len(loader.dataset if chosen is None else chosen)
+    return len(loader.dataset)
 
 
 def first_batch(loader: Any) -> int:
     """Return the batch size of a loader or of its batch sampler; 0 if neither has one."""
-    return (
-        loader.batch_size
-        or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        or 0
-    )
+    # torch's loader has None beside a batch sampler of the user's
+    if loader.batch_size:
+        return int(loader.batch_size)
+    sampler = getattr(loader, "batch_sampler", None)
+    return getattr(sampler, "batch_size", None) or 0
 
 
 def _chosen(loader: Any) -> list[int] | None:
@@ -180,19 +190,20 @@ def _chosen(loader: Any) -> list[int] | None:
         DataError: it draws them in a way that a pass in a fixed order cannot follow.
     """
     batches = getattr(loader, "batch_sampler", None)
-    # Beside a batch sampler of one's own the loader's sampler is a SequentialSampler
-    # that it never asks.
-    sampler = (
-        getattr(loader, "sampler", None)
-        if batches is None
-        else getattr(batches, "sampler", batches)
-    )
+    if batches is None:
+        sampler = getattr(loader, "sampler", None)
+    else:
+        # Beside a batch sampler of one's own the loader's sampler is a
+        # SequentialSampler that it never asks.
+        sampler = getattr(batches, "sampler", batches)
+    if sampler is None:
+        return None
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         return sorted(getattr(sampler, "indices", None) or set(sampler))
-    if sampler is None or (
-        isinstance(sampler, (SequentialSampler, RandomSampler))
-        and len(sampler) == _size(loader)
-    ):
+    # In order or shuffled, an epoch has all examples; but a RandomSampler may draw a
+    # number of them.
+    in_order = isinstance(sampler, (SequentialSampler, RandomSampler))
+    if in_order and len(sampler) == _size(loader):
         return None
     raise DataError(
         f"the loader's sampler, {type(sampler).__name__}, chooses examples in a way"

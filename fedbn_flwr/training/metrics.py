@@ -7,6 +7,7 @@ first time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -73,10 +74,8 @@ def of_classes(
         logits: float64 (N, classes).
         targets: int64 (N,), each in 0..classes-1.
     """
-    y_true, y_pred = (
-        F.one_hot(targets, logits.shape[1]),
-        F.one_hot(logits.argmax(1), logits.shape[1]),
-    )
+    y_true = F.one_hot(targets, logits.shape[1])
+    y_pred = F.one_hot(logits.argmax(1), logits.shape[1])
     # Not the probabilities, which are equal for all large logits.
     return _over_columns(_recall, names, logits.log_softmax(1), y_pred, y_true)
 
@@ -109,21 +108,36 @@ def of_numbers(
         outputs: float64 (N, columns).
         targets: float64 (N, columns), NaN = unknown.
     """
-    known = ~targets.isnan()
-    if not outputs.isfinite().all():
+    if not outputs.isfinite().all():  # scikit-learn refuses such
         return dict.fromkeys(names, _NAN)
-    metrics = {
-        "mae": lambda: (
-            float(_sklearn().mean_absolute_error(targets[known], outputs[known]))
-            if known.any()
-            else _NAN
-        ),
-        "rmse": lambda: float((targets[known] - outputs[known]).square().mean().sqrt()),
-        "r2": lambda: _mean(
-            _r2(outputs[rows, i], targets[rows, i]) for i, rows in enumerate(known.T)
-        ),
+    metrics: dict[str, Callable[[Tensor, Tensor], float]] = {
+        "mae": _mae,
+        "rmse": _rmse,
+        "r2": _mean_r2,
     }
-    return {name: metrics[name]() for name in names}
+    return {name: metrics[name](outputs, targets) for name in names}
+
+
+def _mae(outputs: Tensor, targets: Tensor) -> float:
+    known = ~targets.isnan()
+    if not known.any():
+        return _NAN
+    return float(_sklearn().mean_absolute_error(targets[known], outputs[known]))
+
+
+def _rmse(outputs: Tensor, targets: Tensor) -> float:
+    known = ~targets.isnan()
+    return float((targets[known] - outputs[known]).square().mean().sqrt())
+
+
+def _mean_r2(outputs: Tensor, targets: Tensor) -> float:
+    values = []
+    for column, rows in enumerate((~targets.isnan()).T):
+        y_true, y_pred = targets[rows, column], outputs[rows, column]
+        # Of equal targets there is no variance that could be explained.
+        if bool((y_true != y_true[:1]).any()):
+            values.append(float(_sklearn().r2_score(y_true, y_pred)))
+    return _mean(values)
 
 
 _OfColumn = Callable[[Tensor, Tensor, Tensor], float]
@@ -147,8 +161,11 @@ def _over_columns(
         columns.append(
             (scores[known, index], y_pred[known, index], y_true[known, index].long())
         )
-    metrics = {**_OF_COLUMN, "balanced-accuracy": balanced_accuracy}
-    return {name: _mean(metrics[name](*column) for column in columns) for name in names}
+    of_column = {**_OF_COLUMN, "balanced-accuracy": balanced_accuracy}
+    metrics = {}
+    for name in names:
+        metrics[name] = _mean([of_column[name](*column) for column in columns])
+    return metrics
 
 
 def _sklearn() -> Any:
@@ -160,40 +177,39 @@ def _sklearn() -> Any:
 
 
 def _mean(values: Iterable[float]) -> float:
-    defined = [value for value in values if value == value]
+    """Return the mean of the values that are defined; NaN without any."""
+    defined = [value for value in values if not math.isnan(value)]
     return sum(defined) / len(defined) if defined else _NAN
 
 
 def _recall(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
-    return float(_sklearn().recall_score(y_true, y_pred)) if y_true.any() else _NAN
+    if not y_true.any():
+        return _NAN
+    return float(_sklearn().recall_score(y_true, y_pred))
 
 
 def _mean_recall(scores: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
-    return _mean(
-        (_recall(scores, y_pred, y_true), _recall(scores, 1 - y_pred, 1 - y_true))
-    )
+    of_yes = _recall(scores, y_pred, y_true)
+    of_no = _recall(scores, 1 - y_pred, 1 - y_true)
+    return _mean([of_yes, of_no])
 
 
 def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
-    return (
-        float(_sklearn().f1_score(y_true, y_pred)) if (y_true | y_pred).any() else _NAN
-    )
+    if not (y_true | y_pred).any():
+        return _NAN
+    return float(_sklearn().f1_score(y_true, y_pred))
 
 
 def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    return (
-        float(_sklearn().roc_auc_score(y_true, _ranks(scores)))
-        if 0 < y_true.sum() < len(y_true)
-        else _NAN
-    )
+    if not 0 < y_true.sum() < len(y_true):  # it compares examples of both
+        return _NAN
+    return float(_sklearn().roc_auc_score(y_true, _ranks(scores)))
 
 
 def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    return (
-        float(_sklearn().average_precision_score(y_true, _ranks(scores)))
-        if y_true.any()
-        else _NAN
-    )
+    if not y_true.any():
+        return _NAN
+    return float(_sklearn().average_precision_score(y_true, _ranks(scores)))
 
 
 _OF_COLUMN: dict[str, _OfColumn] = {
@@ -210,11 +226,3 @@ def _ranks(scores: Tensor) -> Tensor:
     """
     ranks: Tensor = torch.unique(scores, return_inverse=True)[1]
     return ranks
-
-
-def _r2(outputs: Tensor, targets: Tensor) -> float:
-    return (
-        float(_sklearn().r2_score(targets, outputs))
-        if bool((targets != targets[:1]).any())
-        else _NAN
-    )

@@ -38,7 +38,7 @@ class SingleExamples:
         """Return whether step ``step`` (from 0) leaves its batch out, and count it."""
         if any(hook.synchronises(step) for hook in self.hooks):
             return False
-        if self.fit is None:
+        if self.fit is None:  # once a round: it takes a forward pass
             self.fit = takes_one_example(self.model, inputs, self.hooks)
         self.dropped += not self.fit
         return not self.fit
@@ -71,6 +71,7 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
         for path, module in model.named_modules()
         if isinstance(module, _BatchNorm)
     }
+    # The innermost frame of a layer's method wins; a layer may be inside another one.
     found, traceback = None, error.__traceback__
     while traceback is not None:
         found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
@@ -101,11 +102,10 @@ def refusing_layers(
     """
     layers = {}
     for path, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or not (
-            module.training or module.running_mean is None
-        ):
+        if not isinstance(module, _BatchNorm):
             continue
-        if not any(hook.takes_one_value(module) for hook in hooks):
+        uses_batch = module.training or module.running_mean is None
+        if uses_batch and not any(hook.takes_one_value(module) for hook in hooks):
             layers[path or "(the model itself)"] = module
     counts: dict[str, int] = {}
 
@@ -114,18 +114,17 @@ def refusing_layers(
     ) -> None:
         value = args[0] if args else kwargs["input"]
         # no rows need no variance
-        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1] or 2)
+        values = value.numel() // value.shape[1] or 2
+        counts[path] = min(counts.get(path, 2), values)
 
-    handles = [
-        layer.register_forward_pre_hook(
-            functools.partial(count, path), with_kwargs=True
-        )
-        for path, layer in layers.items()
-    ]
+    handles = []
+    for path, layer in layers.items():
+        note = functools.partial(count, path)
+        handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
+    fails = False
     try:
         with kept_modes(model), torch.no_grad():
             model.eval()(inputs)
-        fails = False
     except FedBNError:  # a test with statistics of its inputs has its own error
         raise
     except ValueError:  # torch raises it for a BatchNorm without running statistics
@@ -133,14 +132,20 @@ def refusing_layers(
     finally:
         for handle in handles:
             handle.remove()
-    unseen = any(
-        layer.training and path not in counts for path, layer in layers.items()
-    )
-    if not fails and (
-        unseen or any(is_scripted_batchnorm(m) and m.training for m in model.modules())
-    ):
-        fails = _fails_in_train_mode(model, inputs)
-    return [path for path, n in counts.items() if n < 2] or [""] * fails
+    if not fails:
+        # Those that the pass has not counted: a layer that eval mode skips, and one
+        # whose forward pass no hook sees.
+        unseen = [path for path in layers if path not in counts]
+        unseen_train = any(layers[path].training for path in unseen)
+        scripted_train = any(
+            is_scripted_batchnorm(m) and m.training for m in model.modules()
+        )
+        if unseen_train or scripted_train:
+            fails = _fails_in_train_mode(model, inputs)
+    refusing = [path for path, values in counts.items() if values < 2]
+    if fails and not refusing:
+        return [""]
+    return refusing
 
 
 def _fails_in_train_mode(model: nn.Module, inputs: Any) -> bool:

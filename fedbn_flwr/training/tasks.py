@@ -85,12 +85,14 @@ class Task:
 
     def __post_init__(self) -> None:
         """Check the metrics."""
+        # each once: the accuracy may be the score
         names = self.metrics or tuple(dict.fromkeys(("accuracy", self.score)))
         object.__setattr__(self, "metrics", names)
         self._refuse("metrics", names, self.allowed)
 
     def _refuse(self, key: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-        if wrong := [name for name in names if name not in allowed]:
+        wrong = [name for name in names if name not in allowed]
+        if wrong:
             raise ConfigError(
                 f"{key}={', '.join(wrong)}: task {self.name} has {', '.join(allowed)}"
             )
@@ -118,9 +120,8 @@ class Task:
         Raises:
             ConfigError: the task does not have them.
         """
-        return dataclasses.replace(
-            self, metrics=tuple(dict.fromkeys((*self.metrics, *names)))
-        )
+        metrics = tuple(dict.fromkeys((*self.metrics, *names)))
+        return dataclasses.replace(self, metrics=metrics)
 
     def scored_by(self, metric: str) -> Task:
         """Return this task with another main metric: one of ``allowed``, or "loss".
@@ -174,8 +175,7 @@ class Task:
 
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
-        """Return a batch's targets on the device, classes as int64: -100, the ignored
-        one, is 156 in a byte.
+        """Return a batch's targets on the device, classes as int64.
 
         Raises:
             DataError: they are no tensor.
@@ -185,9 +185,11 @@ class Task:
                 f"labels are a {type(targets).__name__}; a tensor needed (int64 for"
                 " classes)."
             )
-        return targets.to(device).to(
-            targets.dtype if targets.is_floating_point() else torch.int64
-        )
+        moved: Tensor = targets.to(device)
+        if moved.is_floating_point():
+            return moved
+        # -100, the ignored class, is 156 in a byte
+        return moved.to(torch.int64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check that argmax over the outputs can be compared with the targets; their
@@ -199,6 +201,7 @@ class Task:
         """
         self._refuse_no_tensor(outputs)
         shape = tuple(outputs.shape)
+        # argmax over one output is class 0 for every example: a silent accuracy
         if outputs.ndim < 2 or shape[1] < 2:
             raise DataError(
                 f"the model gives one output per example, {shape}, and task {self.name}"
@@ -207,23 +210,19 @@ class Task:
                 " task=regression (REGRESSION); or give the model an output for each"
                 " class."
             )
-        if targets.is_floating_point() or tuple(targets.shape) != (
-            shape[0],
-            *shape[2:],
-        ):
+        without_classes = (shape[0], *shape[2:])
+        if targets.is_floating_point() or tuple(targets.shape) != without_classes:
             raise DataError(
                 f"labels are {targets.dtype} of shape {tuple(targets.shape)} for"
                 f" outputs of shape {shape}; class numbers needed, int64"
-                f" {(shape[0], *shape[2:])}."
+                f" {without_classes}."
             )
 
     def _refuse_no_tensor(self, outputs: Any) -> None:
         if not isinstance(outputs, Tensor):
-            keys = (
-                f" of {', '.join(map(str, outputs))}"
-                if isinstance(outputs, Mapping)
-                else ""
-            )
+            keys = ""
+            if isinstance(outputs, Mapping):  # as models of transformers return it
+                keys = f" of {', '.join(map(str, outputs))}"
             raise DataError(
                 f"the model returns a {type(outputs).__name__}{keys}; task {self.name}"
                 " needs one tensor. Wrap it so that it returns the logits alone."
@@ -253,17 +252,12 @@ class _ColumnTask(Task):
         """
         self._refuse_no_tensor(outputs)
         shapes = [tuple(tensor.shape) for tensor in (outputs, targets)]
+        in_columns = all(len(shape) in (1, 2) for shape in shapes)
+        same_rows = in_columns and shapes[0][0] == shapes[1][0]
+        # (B,) is one column, on either side
         widths = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
-        fits = (
-            all(len(shape) in (1, 2) for shape in shapes)
-            and shapes[0][0] == shapes[1][0]
-        )
-        if (
-            not fits
-            or widths[0] != widths[1]
-            or not outputs.is_floating_point()
-            or not self._takes(widths[0])
-        ):
+        fits = same_rows and widths[0] == widths[1] and self._takes(widths[0])
+        if not fits or not outputs.is_floating_point():
             raise DataError(
                 f"labels are {targets.dtype} of shape {shapes[1]} for {outputs.dtype}"
                 f" outputs of shape {shapes[0]}; task {self.name} needs {self._needs}."
@@ -308,7 +302,8 @@ class LabelTask(_ColumnTask):
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return how many known labels are decided rightly at logit 0."""
         targets = targets.view_as(outputs)
-        return (((outputs > 0) == (targets > 0)) & ~targets.isnan()).sum()
+        right = (outputs > 0) == (targets > 0)
+        return (right & ~targets.isnan()).sum()
 
     def unusable(self, targets: Tensor) -> Tensor | None:
         """Return how many labels are neither 0 nor 1 nor unknown."""
@@ -418,6 +413,7 @@ def quantity_of(metric: str) -> str:
     "test-recalibrated-accuracy".
     """
     names = [name for name in (*METRICS, _LOSS) if f"-{metric}".endswith(f"-{name}")]
+    # "balanced-accuracy" ends as "accuracy" does
     return max(names, key=len, default=metric)
 
 
@@ -425,9 +421,9 @@ def in_percent(metric: str) -> bool:
     """Return whether a metric, such as ``test-accuracy``, is a share, which tables show
     in percent.
     """
-    return not metric.endswith("-clients") and not {*metric.split("-")}.intersection(
-        _NO_SHARES
-    )
+    if metric.endswith("-clients"):  # their number
+        return False
+    return not {*metric.split("-")}.intersection(_NO_SHARES)
 
 
 def higher_is_better(metric: str) -> bool:

@@ -56,10 +56,11 @@ class _Turns:
 
     def pass_on(self) -> None:
         """Let those in the queue have their turns first, if there are any."""
+        place = _held_lock()
         with self._lock:
             if not self._queue:
                 return
-            self._queue.append(place := _held_lock())
+            self._queue.append(place)
             self._queue.popleft().release()
         place.acquire()
 
@@ -69,9 +70,12 @@ class _Turns:
             if self._queue:
                 self._queue.popleft().release()
                 return
-            outside, self._outside, self._taken = self._outside, None, False
-            with _logged():
-                if outside is not None:
+            # Nobody has a turn now: the process draws from where it was.
+            outside = self._outside
+            self._outside = None
+            self._taken = False
+            if outside is not None:
+                with _logged():
                     outside.restore()
 
 
@@ -113,7 +117,8 @@ def turn(seed: int | None) -> Iterator[None]:
     None: the block seeds them itself.
     """
     # A turn that this thread has already is one of ``one_after_the_other``.
-    with nullcontext() if _HAS_TURN.get() else one_after_the_other():
+    has_turn = _HAS_TURN.get()
+    with nullcontext() if has_turn else one_after_the_other():
         if seed is not None:
             seed_generators(seed)
         yield
@@ -157,6 +162,7 @@ class Wait:
         # Here, not in __enter__: if it fails, nobody knows this wait yet, and its end
         # takes no turn.
         self._generators = Generators.now() if self._has_turn else None
+        # Its release is the turn; outside a turn it is the end of the wait.
         self._place = _held_lock()
         self._open = threading.Lock()  # held once the wait has ended
         self._over = False

@@ -20,12 +20,13 @@ __all__ = [
     "compiled_modules",
     "load_state",
     "loads_by_copy",
+    "named_compiler",
     "no_tensors",
     "not_compiled",
     "unwrap",
     "view_with_names",
+    "wrapper_prefix",
 ]
-__all__ += ["named_compiler", "wrapper_prefix"]
 
 # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 _WRAPPERS = ("_orig_mod", "module")
@@ -40,14 +41,16 @@ _OF_TORCH = (
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
-    children = dict(model.named_children())
     # A user's own module may have one child of such a name, and do more in its forward
     # pass than call it.
-    of_torch = any(
-        kind.__module__.startswith(_OF_TORCH) for kind in type(model).__mro__
-    )
-    if of_torch and len(children) == 1 and (name := next(iter(children))) in _WRAPPERS:
-        yield from _layers(children[name])
+    bases = type(model).__mro__
+    if not any(kind.__module__.startswith(_OF_TORCH) for kind in bases):
+        return
+    children = list(model.named_children())
+    if len(children) == 1:
+        name, inner = children[0]
+        if name in _WRAPPERS:
+            yield from _layers(inner)
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -75,11 +78,11 @@ def no_tensors(model: nn.Module) -> str:
     ]
     if not bad:
         return ""
+    more = ", ..." if len(bad) > 3 else ""
     return (
         f"{len(bad)} entries of the model's state are no tensors, and cannot be sent or"
-        f" kept: {', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}. Let"
-        " get_extra_state of the layer return a tensor, or keep the value in an"
-        " attribute."
+        f" kept: {', '.join(bad[:3])}{more}. Let get_extra_state of the layer return a"
+        " tensor, or keep the value in an attribute."
     )
 
 
@@ -128,9 +131,10 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     """
     found = []
     for module in model.modules():
-        if module._compiled_call_impl is not None:
+        if module._compiled_call_impl is not None:  # module.compile(), in place
             found.append(module)
-        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        inner = module._modules.get("_orig_mod")
+        if isinstance(inner, nn.Module):
             found.append(inner)
     return found
 
@@ -145,9 +149,8 @@ def named_compiler(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error) or not compiled_modules(
-            model
-        ):
+        in_place = "modified by an inplace operation" in str(error)
+        if not in_place or not compiled_modules(model):
             raise
         raise NormLayerError(
             "the backward pass of a compiled model failed at an operation in place. A"
@@ -165,8 +168,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Both share their parameters: train the wrapper, send ``unwrap(model).state_dict()``.
     """
-    *_, innermost = _layers(model)
-    return innermost
+    return list(_layers(model))[-1]
 
 
 def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
@@ -182,6 +184,7 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
         has = frozenset(module.state_dict(keep_vars=True))
         if has == wanted:
             return module
+    # ``has``: the names of the innermost module
     bare = {_without_prefixes(name) for name in wanted}
     missing, extra = sorted(has - wanted), sorted(wanted - has)
     message = (
@@ -203,16 +206,18 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
     """Return the wrappers' prefix of ``names``, compared with ``model_names``; "" if
     they have none.
     """
+    # The usual case first, in one pass: it is asked in every message.
     prefix = ""
     if all(map(model_names.__contains__, names)):
         return prefix
+    # Wrappers may stand in one another: take off one after the other.
     while not all(name.removeprefix(prefix) in model_names for name in names):
-        step = next(iter(names)).removeprefix(prefix).partition(".")[0]
-        if step not in _WRAPPERS or not all(
-            name.startswith(f"{prefix}{step}.") for name in names
-        ):
+        wrapper = next(iter(names)).removeprefix(prefix).partition(".")[0]
+        longer = f"{prefix}{wrapper}."
+        in_all = all(name.startswith(longer) for name in names)
+        if wrapper not in _WRAPPERS or not in_all:
             return ""
-        prefix += f"{step}."
+        prefix = longer
     return prefix
 
 
