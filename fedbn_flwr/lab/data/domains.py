@@ -113,8 +113,8 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
 
     Each is there as published, or as the only npz file in ``FOLDER/NAME/``. Nothing is
     downloaded. Images of all domains get the requested shape, so that one tensor holds
-    them all. The two published parts of USPS are pooled and split anew,
-    see ``_split_anew``.
+    them all. The two published parts of USPS are pooled and split anew, see
+    ``_split_anew``.
 
     Raises:
         DataError: no domain is present, or one is damaged.

@@ -72,10 +72,10 @@ def hold_files(
 
 
 def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
-    """Return Tiny-ImageNet: ``train/WNID/images/*`` and ``val/images/*`` with
-    ``val/val_annotations.txt``.
+    """Return Tiny-ImageNet; its validation set is the test set.
 
-    The test set is the validation set (the labels of the test set are not public).
+    Files are ``train/WNID/images/*`` and ``val/images/*`` with
+    ``val/val_annotations.txt``. The labels of the published test set are not public.
     Classes are numbered by WNID.
     """
     root = root_of(folder, "tiny-imagenet-200")

@@ -1,6 +1,4 @@
-"""Lists of names in one text: of clients and classes, which may have commas and spaces
-in them.
-"""
+"""Lists of names in one text: of clients and classes, which may have commas in them."""
 
 from __future__ import annotations
 
@@ -10,11 +8,10 @@ __all__ = ["listed"]
 
 
 def listed(text: str) -> list[str]:
-    """Return the entries of a comma list, stripped, without empty ones; one with a
-    comma stands in quotes, as in CSV.
+    """Return the entries of a comma list, stripped, without empty ones.
 
     Args:
-        text: ``north,"Paris, Sud"``, say.
+        text: ``north,"Paris, Sud"``, say: one with a comma stands in quotes, as in CSV.
     """
     rows = csv.reader([text.strip()], skipinitialspace=True)
     return [entry.strip() for entry in next(rows, []) if entry.strip()]

@@ -17,8 +17,9 @@ _MOST_COLUMNS = 20
 def partition_picture(
     counts: Indices, title: str = "", names: Sequence[str] = ()
 ) -> bytes:
-    """Return a PNG with a bar for each client, made of its examples of each class;
-    equal arguments give equal bytes.
+    """Return a PNG with a bar for each client, made of its examples of each class.
+
+    Equal arguments give equal bytes.
 
     Args:
         counts: examples, int64 (clients, classes) from ``partition_counts``; or
@@ -26,6 +27,7 @@ def partition_picture(
         title: text above the picture.
         names: names of the classes; if empty, their numbers.
     """
+    # matplotlib takes long to import. Without pyplot: it would want a display.
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -35,6 +37,7 @@ def partition_picture(
     axis = figure.subplots()
     few = len(classes) <= _MOST_COLUMNS
     colours = colormaps["tab20" if few else "viridis"].resampled(len(classes))
+    # Class by class, each on top of the ones before.
     clients, bottom = np.arange(len(counts)), np.zeros(len(counts), np.int64)
     for label, of_class in enumerate(counts.T):
         axis.bar(
@@ -51,8 +54,7 @@ def partition_picture(
 
 
 def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
-    """Return a text table: a line per client with its examples of each class and their
-    sum, then a line of totals.
+    """Return a text table: a client's examples of each class a line, then the totals.
 
     With more than 20 classes, the columns are instead a client's number of classes and
     its largest class.
@@ -67,6 +69,7 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     classes = list(names) or [str(label) for label in range(counts.shape[1])]
     table = pd.DataFrame(counts, columns=classes).rename_axis("client")
     table.loc["all"] = table.sum()
+    # A line of more columns would be wider than a terminal.
     if len(classes) > _MOST_COLUMNS:
         columns = {"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)}
         shown = pd.DataFrame(columns).assign(all=table.sum(axis=1))

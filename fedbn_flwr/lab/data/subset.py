@@ -97,10 +97,9 @@ class Subset:
     def batch(
         self, positions: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the examples at ``positions``, images as (x / 255 - mean) / std, and
-        their targets.
+        """Return the examples at ``positions``, normalised, and their targets.
 
-        Only the batch becomes floating point; images stay bytes.
+        Images are (x / 255 - mean) / std. Only the batch becomes floating point; images stay bytes.
 
         Args:
             positions: int64 (B,), each in 0..len-1, repeats allowed, on any device.

@@ -11,8 +11,7 @@ __all__ = ["Normalise", "normalised_inside"]
 
 
 class Normalise(nn.Module):
-    """(x / scale - mean) / std, in float32, with the operations and the bits of the
-    tests of a run.
+    """(x / scale - mean) / std in float32, with the bits of the tests of a run.
 
     Args:
         mean: per channel of images (N, C, H, W), or per feature of rows (N, C); () = 0.
@@ -32,6 +31,7 @@ class Normalise(nn.Module):
         dims: int = 2,
     ) -> None:
         super().__init__()
+        # Buffers, so that they are in the file of an exported model.
         for name, values in (("mean", mean or (0.0,)), ("std", std or (1.0,))):
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, *[1] * dims)
@@ -40,6 +40,7 @@ class Normalise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised inputs, float32, in the shape of ``x``."""
+        # One multiplication and one addition would do, with other last bits.
         return (x.to(torch.float32) / self.scale - self.mean) / self.std
 
 

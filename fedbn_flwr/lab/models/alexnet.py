@@ -1,5 +1,6 @@
-"""AlexNet as FedBN trains it, with BatchNorm after every layer except the last, and a
-small variant for 64 pixels.
+"""AlexNet as FedBN trains it, and a small variant for 64 pixels.
+
+BatchNorm is after every layer except the last.
 
 Source: Krizhevsky et al. 2012 in the form of Li et al. 2021, arXiv:2102.07623, Table 6
 and the authors' code (``AlexNet``), for Office-Caltech10 and DomainNet at 256 pixels:
@@ -24,8 +25,13 @@ __all__ = ["FULL", "SMALL", "AlexNet", "Widths"]
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of the five convolutions, width of the linear layers, stem (kernel,
-    stride), positions per side.
+    """The sizes in which the two variants differ.
+
+    Attributes:
+        channels: of the five convolutions.
+        linear: width of the linear layers.
+        stem: kernel and stride of the first convolution.
+        side: positions per side before the classifier.
     """
 
     channels: tuple[int, int, int, int, int]
@@ -39,9 +45,7 @@ SMALL = Widths((32, 96, 192, 128, 128), 512, (5, 2), 3)
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, with pooling after the first, second and fifth, then three
-    linear layers.
-    """
+    """Five convolutions, pooling after the first, second and fifth, three linear layers."""
 
     def __init__(self, num_classes: int, widths: Widths) -> None:
         """Build the layers."""
@@ -58,6 +62,7 @@ class AlexNet(nn.Module):
             *_block(nn.Conv2d(d, e, 3, padding=1), nn.BatchNorm2d(e)),
             nn.MaxPool2d(3, stride=2),
         )
+        # Any larger image gives the classifier as many positions.
         self.pool = nn.AdaptiveAvgPool2d(widths.side)
         width = widths.linear
         self.classifier = nn.Sequential(

@@ -1,5 +1,4 @@
-"""The digits network of FedBN: three 5x5 convolutions and three linear layers,
-BatchNorm after all except the last.
+"""The digits network of FedBN, with BatchNorm after every layer except the last.
 
 Source: Li et al. 2021, arXiv:2102.07623, Table 5 and the authors' code
 (``DigitModel``): 14,219,210 parameters for ten classes, with gamma and beta of its 5
@@ -17,9 +16,7 @@ SIDE = 28
 
 
 class DigitsCNN(nn.Module):
-    """Convolutions of 64, 64 and 128 channels, 2x2 pooling after the first two, then
-    6272 - 2048 - 512 - classes.
-    """
+    """Three 5x5 convolutions, pooling after two of them, then three linear layers."""
 
     def __init__(self, num_classes: int) -> None:
         """Build the layers."""
@@ -30,6 +27,7 @@ class DigitsCNN(nn.Module):
         self.norm2 = nn.BatchNorm2d(64)
         self.conv3 = nn.Conv2d(64, 128, kernel_size=5, padding=2)
         self.norm3 = nn.BatchNorm2d(128)
+        # Two poolings halve the side twice: 6272 values.
         self.fc1 = nn.Linear(128 * (SIDE // 4) ** 2, 2048)
         self.norm4 = nn.BatchNorm1d(2048)
         self.fc2 = nn.Linear(2048, 512)

@@ -1,7 +1,6 @@
-"""Networks of optional packages, without pretrained weights: ``timm:NAME`` and
-``smp:ARCHITECTURE/ENCODER``.
+"""Networks of optional packages: ``timm:NAME`` and ``smp:ARCHITECTURE/ENCODER``.
 
-timm's classifiers take any number of channels. Those of one size (position tables,
+They have no pretrained weights. timm's classifiers take any number of channels. Those of one size (position tables,
 windows) keep it. smp's (segmentation-models-pytorch) networks give logits (N, classes,
 H, W), as FixBN's DeepLabv3+ with MobileNetV2 (``smp:DeepLabV3Plus/mobilenet_v2``) and
 ResNet-50. Most of them need heights and widths that are multiples of 32, so the images
@@ -34,14 +33,14 @@ __all__ = [
 ]
 
 TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
+# The height of images: what smaller ones are scaled to, and what a config may ask for.
 SMALLEST, SMALLEST_ASKED = 64, 32
 MULTIPLE = 32
 
 
 def timm_info(name: str) -> ModelInfo:
-    """Return the entry of timm's classifier ``name``; for an unknown name ``build`` and
-    ``shape`` raise ConfigError.
-    """
+    """Return the entry of timm's classifier ``name``."""
+    # Nothing is imported yet: for an unknown name ``build`` and ``shape`` raise.
     return ModelInfo(
         "a timm classifier, e.g. timm:resnet18; any channels, 64 pixels or more (32 by"
         " image-size); extra `timm`",
@@ -53,9 +52,8 @@ def timm_info(name: str) -> ModelInfo:
 
 
 def smp_info(name: str) -> ModelInfo:
-    """Return the entry of an smp network ``ARCHITECTURE/ENCODER``; for an unknown name
-    ``build`` raises ConfigError.
-    """
+    """Return the entry of an smp network ``ARCHITECTURE/ENCODER``."""
+    # For an unknown name ``build`` raises.
     return ModelInfo(
         "a segmenter, e.g. smp:DeepLabV3Plus/mobilenet_v2; logits per pixel, multiples"
         " of 32 pixels; extra `smp`",
@@ -67,9 +65,8 @@ def smp_info(name: str) -> ModelInfo:
 
 
 def published_timm(name: str, channels: int) -> dict[str, Tensor]:
-    """Return the published weights of timm's network, adapted by timm to the channels;
-    downloads them.
-    """
+    """Download the published weights of timm's network, which timm adapts to channels."""
+    # The network is built for it, and must not move the run's random state.
     with torch.random.fork_rng(devices=[]):
         model = _imported("timm", "timm").create_model(
             name, pretrained=True, in_chans=channels
@@ -79,9 +76,7 @@ def published_timm(name: str, channels: int) -> dict[str, Tensor]:
 
 
 def published_smp(name: str, channels: int) -> dict[str, Tensor]:
-    """Return the published ImageNet weights of a network's encoder, adapted by smp to
-    the channels; downloads them.
-    """
+    """Download ImageNet's weights of an encoder, which smp adapts to the channels."""
     smp = _imported("segmentation_models_pytorch", "smp")
     with torch.random.fork_rng(devices=[]):
         model = smp.encoders.get_encoder(
@@ -114,17 +109,21 @@ def _built(
 ) -> nn.Module:
     try:
         return create(*names, **options)
-    except Exception as error:  # the packages' own errors name what they know
+    # The packages have errors of their own, which name what they know.
+    except Exception as error:
         raise ConfigError(f"model {name!r} cannot be built: {error}") from error
 
 
 def _timm_shape(name: str, channels: int, size: int) -> tuple[int, int]:
+    # A name may have a tag of its weights after a dot.
     published = _imported("timm", "timm").get_pretrained_cfg(name.partition(".")[0])
-    fixed = published is not None and published.fixed_input_size
-    return channels, published.input_size[1] if fixed else max(size, SMALLEST)
+    if published is not None and published.fixed_input_size:
+        return channels, published.input_size[1]
+    return channels, max(size, SMALLEST)
 
 
 def _smp_shape(name: str, channels: int, size: int) -> tuple[int, int]:
+    # Rounded up.
     return channels, -(-max(size, SMALLEST) // MULTIPLE) * MULTIPLE
 
 
@@ -132,6 +131,7 @@ def _imported(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # It is there, but lacks a package of its own.
         if error.name != module:
             raise
         raise ConfigError(

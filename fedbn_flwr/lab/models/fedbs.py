@@ -28,14 +28,11 @@ class FedBSNet(nn.Module):
         kernels: tuple[int, ...],
         linear: tuple[int, ...],
     ) -> None:
-        """Build the layers; ``channels`` starts with the images', ``linear`` ends with
-        the classes.
-        """
+        """Build the layers: ``channels`` from the images' on, ``linear`` to the classes."""
         super().__init__()
         blocks: list[nn.Module] = []
-        for (before, after), kernel in zip(
-            itertools.pairwise(channels), kernels, strict=True
-        ):
+        pairs = itertools.pairwise(channels)
+        for (before, after), kernel in zip(pairs, kernels, strict=True):
             blocks += [
                 nn.Conv2d(before, after, kernel, padding=2),
                 nn.BatchNorm2d(after),
@@ -46,6 +43,7 @@ class FedBSNet(nn.Module):
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(linear):
             layers += [nn.Linear(before, after), nn.ReLU()]
+        # Logits have no ReLU after them.
         self.classifier = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,9 +15,7 @@ SIZES = {
     "build": ("channels", "size"),
     "volumes": ("channels", "depth", "height", "width"),
 }
-"""The sizes of an example that a model is built from, by the field of ``ModelInfo`` for
-such examples.
-"""
+"""The sizes of an example that a model is built from, by the field of ``ModelInfo``."""
 
 Rule = Callable[[int, int], tuple[int, int]]
 """From the (channels, size) of a data set's images to those that a model takes."""
@@ -29,9 +27,7 @@ def always(channels: int, size: int) -> Rule:
 
 
 def at_least(smallest: int, channels: int = 0) -> Rule:
-    """Return the rule of a model for images of this size or more, of these channels (0:
-    of any).
-    """
+    """Return the rule of a model for images of this size or more; 0 = any channels."""
     return lambda given, size: (channels or given, max(size, smallest))
 
 

@@ -19,8 +19,9 @@ SMALLEST = 28
 
 
 class LeNet(nn.Module):
-    """Two blocks (5x5 convolution, BatchNorm, ReLU, 2x2 max pooling) of 6 and 16
-    channels, then 120 - 84 - classes.
+    """Two blocks of 6 and 16 channels, then 120 - 84 - classes.
+
+    A block is a 5x5 convolution, BatchNorm, ReLU and 2x2 max pooling.
     """
 
     def __init__(self, num_classes: int, channels: int, size: int) -> None:
@@ -32,6 +33,7 @@ class LeNet(nn.Module):
         self.norm2 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU()
         self.pool = nn.MaxPool2d(2)
+        # A convolution without padding takes 4 pixels of the side, pooling halves it.
         side = ((size - 4) // 2 - 4) // 2
         self.fc1 = nn.Linear(16 * side * side, 120)
         self.fc2 = nn.Linear(120, 84)
@@ -41,7 +43,7 @@ class LeNet(nn.Module):
         """Return logits (N, classes) of images (N, channels, size, size)."""
         x = self.pool(self.relu(self.norm1(self.conv1(x))))
         x = self.pool(self.relu(self.norm2(self.conv2(x))))
-        logits: Tensor = self.fc3(
-            self.relu(self.fc2(self.relu(self.fc1(x.flatten(1)))))
-        )
+        x = self.relu(self.fc1(x.flatten(1)))
+        x = self.relu(self.fc2(x))
+        logits: Tensor = self.fc3(x)
         return logits

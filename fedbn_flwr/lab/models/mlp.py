@@ -1,5 +1,6 @@
-"""The multilayer perceptron of the FedTAN paper's MNIST runs: 784-30-10 with BatchNorm
-after the hidden layer.
+"""The multilayer perceptron of the FedTAN paper's MNIST runs: 784-30-10.
+
+BatchNorm is after the hidden layer.
 
 Source: Wang, Shi & Chang 2023, arXiv:2301.02982, section 6.1 ("a 3-layer DNN with
 dimensions 784 x 30 x 10, where the hidden layer with 30 neurons is followed by a BN
@@ -38,24 +39,20 @@ class MLP(nn.Module):
     ) -> None:
         """Build the layers; ``hidden`` are the widths of one or more hidden layers."""
         super().__init__()
-        self._depth = len(hidden)
-        for index, (before, after) in enumerate(
-            itertools.pairwise((num_inputs, *hidden)), 1
-        ):
-            number = "" if index == 1 else str(index)
+        # The first layer has no number: with one hidden layer the names are plain.
+        self._numbers = ["", *map(str, range(2, len(hidden) + 1))]
+        widths = itertools.pairwise((num_inputs, *hidden))
+        for number, (before, after) in zip(self._numbers, widths, strict=True):
             self.add_module(f"hidden{number}", nn.Linear(before, after))
             self.add_module(f"norm{number}", nn.BatchNorm1d(after))
         self.relu = nn.ReLU()
         self.fc = nn.Linear(hidden[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, classes) of rows (N, inputs), or of images with as many
-        pixels.
-        """
+        """Return logits (N, classes) of rows, or of images with as many pixels."""
         x = x.flatten(1)
-        for number in ("", *map(str, range(2, self._depth + 1))):
-            x = self.relu(
-                getattr(self, f"norm{number}")(getattr(self, f"hidden{number}")(x))
-            )
+        for number in self._numbers:
+            x = getattr(self, f"hidden{number}")(x)
+            x = self.relu(getattr(self, f"norm{number}")(x))
         logits: Tensor = self.fc(x)
         return logits

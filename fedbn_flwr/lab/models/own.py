@@ -30,16 +30,14 @@ PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
 
 
 def is_own(name: str) -> bool:
-    """Return whether a model's name has the form ``module:function``; the publishers
-    have names of their own.
-    """
+    """Return whether a model's name has the form ``module:function``."""
     return own_code.is_function(name, PUBLISHERS)
 
 
 def own_info(name: str) -> ModelInfo:
-    """Return the entry of a user's model; ``build`` and ``rows`` raise ConfigError if
-    the function is of no use.
-    """
+    """Return the entry of a user's model."""
+    # The function is called when a model is built, and its faults are told then. What
+    # it takes nobody knows before, so it has every kind of input.
     return ModelInfo(
         "your own model, e.g. my_models:small_net; a function of num_classes, channels,"
         " size (rows: features; signals: channels, length; volumes: channels, depth,"
@@ -53,10 +51,9 @@ def own_info(name: str) -> ModelInfo:
 
 
 def code_sha256(name: str) -> str:
-    """Return the SHA-256 of the file of a user's model; "" for other models, and for a
-    module without a file.
+    """Return the SHA-256 of the file of a user's model; "" for other models.
 
-    Files that it imports do not count.
+    Files that it imports do not count. A module without a file has "".
 
     Raises:
         ConfigError: the module cannot be imported.
@@ -65,8 +62,11 @@ def code_sha256(name: str) -> str:
 
 
 def code_changed(name: str, sha256: str) -> str:
-    """Return a sentence if the file of a user's model is not that of a run, whose
-    ``code_sha256`` is given; else "".
+    """Return a sentence if the file of a user's model is not that of a run; else "".
+
+    Args:
+        name: the model's name.
+        sha256: the ``code_sha256`` of the run.
     """
     if code_sha256(name) == sha256:
         return ""
@@ -81,12 +81,14 @@ def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
     """Return the model of the number of classes and of these sizes of an example."""
     function = own_code.own_function("model", name, PUBLISHERS)
     known = dict(zip(("num_classes", *sizes), values, strict=True))
+    # Only what the function asks for by name; a class of nn.Module has these names, too.
     try:
         taken = inspect.signature(function).parameters
         model = function(**{key: value for key, value in known.items() if key in taken})
     except FedBNError:
         raise
-    except Exception as error:  # the user's code
+    # The user's code may raise anything.
+    except Exception as error:
         raise ConfigError(
             f"model {name!r}: its function raised {type(error).__name__}: {error}. For"
             f" these data it may take {', '.join(known)}, by these names; give other"
@@ -97,6 +99,7 @@ def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
             f"model {name!r}: its function returned a {type(model).__name__}; a"
             " torch.nn.Module needed."
         )
+    # Weights without a shape cannot be averaged, nor drawn from the run's seed.
     if any(is_lazy(entry) for entry in (*model.parameters(), *model.buffers())):
         raise ConfigError(
             f"model {name!r}: some layers have no shape yet. Give them their sizes"

@@ -26,8 +26,9 @@ WIDTHS = (16, 32, 64)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, added to an option A shortcut: (N, in, S, S)
-    to (N, out, S/s, S/s).
+    """Two 3x3 convolutions with BatchNorm, added to an option A shortcut.
+
+    The block maps (N, in, S, S) to (N, out, S/stride, S/stride).
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
@@ -51,16 +52,14 @@ class BasicBlock(nn.Module):
         self.new_channels = channels_out - channels_in
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return every ``stride``-th position of ``x`` with zero channels added on both
-        sides.
-        """
+        """Return every ``stride``-th position, with zero channels on both sides."""
         if self.stride == 1 and not self.new_channels:
             return x
+        # Half of the zeros come before the old channels. ``F.pad`` counts from the last
+        # dimension: width, height, channels.
         before = self.new_channels // 2
-        return F.pad(
-            x[:, :, :: self.stride, :: self.stride],
-            (0, 0, 0, 0, before, self.new_channels - before),
-        )
+        positions = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(positions, (0, 0, 0, 0, before, self.new_channels - before))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return relu(branch(x) + shortcut(x))."""
@@ -70,9 +69,7 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """The network of depth 6n + 2: images (N, channels, S, S) with any S to logits (N,
-    classes).
-    """
+    """The network of depth 6n + 2, for images of any size."""
 
     def __init__(self, depth: int, num_classes: int, channels: int) -> None:
         """Build the layers; ConfigError if ``depth`` is not 6n + 2."""
@@ -90,6 +87,7 @@ class SmallResNet(nn.Module):
         self.layer2 = _stage(blocks, WIDTHS[0], WIDTHS[1], stride=2)
         self.layer3 = _stage(blocks, WIDTHS[1], WIDTHS[2], stride=2)
         self.fc = nn.Linear(WIDTHS[2], num_classes)
+        # The code of arXiv:2301.02982, not torch's default.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight)

@@ -1,5 +1,4 @@
-"""A small network for signals, such as an ECG: three 1-d convolutions with BatchNorm,
-and an average over time.
+"""A small network for signals, such as an ECG: convolutions and an average over time.
 
 Source: the layers of the FCN of Wang, Yan & Oates 2017, "Time Series Classification
 from Scratch with Deep Neural Networks: A Strong Baseline", arXiv:1611.06455, section
@@ -18,9 +17,7 @@ __all__ = ["SignalCNN"]
 
 
 class SignalCNN(nn.Module):
-    """Three blocks (convolution, BatchNorm, ReLU) of 32, 64 and 32 channels for signals
-    of any length.
-    """
+    """Three blocks of convolution, BatchNorm and ReLU, for signals of any length."""
 
     def __init__(self, num_classes: int, channels: int) -> None:
         """Build the layers for signals of so many channels."""
@@ -39,5 +36,6 @@ class SignalCNN(nn.Module):
         x = self.relu(self.norm1(self.conv1(x)))
         x = self.relu(self.norm2(self.conv2(x)))
         x = self.relu(self.norm3(self.conv3(x)))
+        # The average over time: the length does not matter to the classifier.
         logits: Tensor = self.fc(x.mean(2))
         return logits

@@ -1,5 +1,4 @@
-"""torchvision's networks by name, without pretrained weights: classifiers and semantic
-segmenters.
+"""torchvision's classifiers and semantic segmenters by name, without pretrained weights.
 
 The functions import torchvision: it takes longer to import than torch, and over a
 network a client starts a process for every message.
@@ -45,15 +44,15 @@ FIXED_SIZE = {
     "vit_l_32": 224,
 }
 LARGER = {"inception_v3": 75}
+# The same, where a config asks for a size.
 SMALLEST_ASKED = 32
 LARGER_ASKED = {"alexnet": 63, **LARGER}
 WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def zoo_info(name: str) -> ModelInfo:
-    """Return the entry of the classifier ``name``; for an unknown name ``shape`` raises
-    ConfigError.
-    """
+    """Return the entry of the classifier ``name``."""
+    # For an unknown name ``shape`` raises.
     return ModelInfo(
         "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or"
         " more (32 by image-size)",
@@ -65,9 +64,8 @@ def zoo_info(name: str) -> ModelInfo:
 
 
 def segmentation_info(name: str) -> ModelInfo:
-    """Return the entry of the segmenter ``name``; for an unknown name ``shape`` raises
-    ConfigError.
-    """
+    """Return the entry of the segmenter ``name``."""
+    # For an unknown name ``shape`` raises.
     return ModelInfo(
         "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large;"
         " logits per pixel",
@@ -99,9 +97,9 @@ def segmentation_names() -> list[str]:
 def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
     import torchvision.models
 
-    extra = (
-        {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
-    )
+    extra = {}
+    if name in WITH_AUXILIARY:
+        extra = {"aux_logits": False, "init_weights": False}
     model: nn.Module = torchvision.models.get_model(
         name, weights=None, num_classes=num_classes, **extra
     )
@@ -115,6 +113,7 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
         return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
     if name not in torchvision.models.list_models():
         raise unknown_name("torchvision classifier", name, zoo_names())
+    # A network for another task: torchvision has it in a package of the task's name.
     family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
     raise ConfigError(
         f"torchvision model {name!r} is from torchvision.models.{family}; only image"

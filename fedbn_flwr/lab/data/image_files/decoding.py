@@ -40,12 +40,12 @@ _CHUNK = 4096
 
 
 def pixels(path: str, mode: str = "RGB") -> Tensor:
-    """Return one image as bytes, (C, H, W): RGB, or as they are (for example the
-    numbers of a palette).
+    """Return one image as bytes, (C, H, W).
 
     Args:
         path: the file.
-        mode: Pillow's mode of the result; "" = as they are, which must be bytes.
+        mode: Pillow's mode of the result; "" = as stored, for example the numbers of a
+            palette.
     """
     from PIL import Image
 

@@ -118,21 +118,19 @@ class ImageFiles(LazyInputs):
     def _fitted(
         self, image: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return an image and classes of pixels in the shape of the set; the same ones
-        if they have it.
-        """
+        """Return an image and its classes of pixels in the shape of the set."""
         shape = self.shape[1:]
-        if tuple(image.shape) == shape:
+        if image.shape == shape:
             return image, mask
-        if self._centre and tuple(image.shape[1:]) != shape[1:]:
+        if self._centre and image.shape[1:] != shape[1:]:
             side = min(image.shape[1:])
             top, left = ((extent - side) // 2 for extent in image.shape[1:])
             image = image[:, top : top + side, left : left + side]
-        image = reshaped(
-            Samples(image[None], torch.zeros(1, dtype=torch.int64)), self._wanted
-        ).inputs[0]
-        if mask is not None and tuple(mask.shape) != shape[1:]:
-            mask = F.interpolate(mask[None, None], shape[1:], mode="nearest-exact")[
-                0, 0
-            ]
+        # As samples of one image, for the same bits as in memory.
+        alone = Samples(image[None], torch.zeros(1, dtype=torch.int64))
+        image = reshaped(alone, self._wanted).inputs[0]
+        # Classes have no average: the nearest pixel's is taken.
+        if mask is not None and mask.shape != shape[1:]:
+            resized = F.interpolate(mask[None, None], shape[1:], mode="nearest-exact")
+            mask = resized[0, 0]
         return image, mask

@@ -1,7 +1,7 @@
-"""Folders of image files: ``class/file``, ``client/class/file`` or
-``client/{train,test}/class/file``.
+"""Folders of image files, whose paths say client, part and class.
 
-Also ``{train,test}/class/file``. The names of the class folders, in the order of the
+The layouts are ``class/file``, ``client/class/file``, ``{train,test}/class/file`` and
+``client/{train,test}/class/file``. The names of the class folders, in the order of the
 alphabet, are the classes. Files of other kinds are left out.
 """
 

@@ -140,8 +140,7 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def _example(
     site: Site, at: int, task: Task | None, shape: tuple[int, ...], classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Return an input as float32 and its target in the dtype of ``Samples``, after
-    checking both.
+    """Return a checked input as float32, and its target in the dtype of ``Samples``.
 
     Args:
         site: the part of a site.
