@@ -108,9 +108,7 @@ def gpu(
 def true_device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[torch.device]:
-    """The CPU, and in a second test marked ``gpu`` a GPU: for what a fake GPU does not
-    do.
-    """
+    """The CPU, then a GPU (mark ``gpu``): for what a fake GPU does not do."""
     with device_of(request.param, monkeypatch) as found:
         yield found
 
@@ -356,9 +354,7 @@ def _narrow_shufflenet(norm: bool) -> nn.Module:
 
 @pytest.fixture
 def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
-    """``open_grid(app, num_nodes=3, ...)``: a grid in this process, closed after the
-    test.
-    """
+    """``open_grid(app, num_nodes=3, ...)``: a grid here, closed after the test."""
     with ExitStack() as grids:
         yield lambda app, num_nodes=3, **options: grids.enter_context(
             InProcessGrid(app, num_nodes, **options)

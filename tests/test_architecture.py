@@ -84,9 +84,7 @@ for number, layers in enumerate(LEVELS):
 
 
 def group_of(name: str) -> str | None:
-    """The layer of a module, given its dotted name below the package; None where it has
-    none.
-    """
+    """A module's layer, by its dotted name in the package; None = none."""
     parts = name.split(".")
     for layer in ("/".join(parts[:2]), parts[0]):
         if layer in LEVEL_OF:
@@ -210,9 +208,7 @@ def test_a_paper_needs_no_part_of_a_round_or_a_run() -> None:
 
 
 def test_no_module_imports_from_the_package_root() -> None:
-    """The root re-exports from the upper layers: importing it from below would be an
-    arrow upwards.
-    """
+    """The root re-exports upper layers: from below an arrow upwards."""
     names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     for layer, path in modules():
         if layer != "__init__":

@@ -109,9 +109,7 @@ def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
 
 
 def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> None:
-    """Deltas that fall for ten rounds and then swing by 0.1 around 1: a variance of
-    0.01.
-    """
+    """Deltas fall for ten rounds, then swing by 0.1 around 1: variance 0.01."""
     from window_rule import calibrated, picked, variances
 
     deltas = [3 - 0.2 * k for k in range(10)] + [1.1, 0.9] * 15

@@ -107,9 +107,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(
 def test_the_temporary_file_of_a_process_that_writes_is_left_alone(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """Two clients with one state folder: one cleans up while the other is in the middle
-    of a write.
-    """
+    """Two clients, one state folder: one cleans up while the other writes."""
     sync = os.fsync
 
     def clean_up_and_sync(handle: int) -> None:

@@ -156,9 +156,7 @@ assert not [name for name in sys.modules if name.startswith("fedbn_flwr.lab")]
 
 @functools.cache
 def brought_by(*packages: str) -> frozenset[str]:
-    """The top-level modules of these packages and of all that they require, without
-    their extras.
-    """
+    """Top-level modules of these packages and their requirements, no extras."""
     distributions, left = set[str](), list(packages)
     while left:
         name = re.sub(r"[-_.]+", "-", left.pop()).lower()

@@ -1,6 +1,4 @@
-"""The documentation: its code runs, its tables are those of the code, its links lead
-somewhere.
-"""
+"""The documentation: its code runs, tables are the code's, links lead on."""
 
 from __future__ import annotations
 
@@ -174,9 +172,7 @@ def to_run(language: str) -> list[Block]:
 
 
 def next_block(block: Block) -> Block | None:
-    """The next block of the page; a block of text after a program is what the program
-    prints.
-    """
+    """The page's next block; after a program, text is what it prints."""
     later = [
         other
         for other in BLOCKS
@@ -468,9 +464,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_the_architecture_names_files_and_functions_that_are_there() -> None:
-    """Of each step: the file, and every name of code in the same line stands in that
-    file.
-    """
+    """Of each step: every name of code in its line is in its file."""
     steps = re.findall(
         r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE
     )

@@ -29,9 +29,7 @@ def test_every_error_can_be_caught_by_the_base(name: str) -> None:
 
 
 def test_a_config_error_of_a_client_is_found_in_the_texts_of_all_engines() -> None:
-    """In process and Ray name Flower's exception, a SuperNode that of the app; Ray adds
-    its traceback.
-    """
+    """In process and Ray name Flower's exception, a SuperNode the app's."""
 
     @errors.NamedConfigErrors()
     def client() -> None:

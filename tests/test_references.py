@@ -1,6 +1,4 @@
-"""Citations: the numbers are those of ``docs/references.yaml``, with its authors, years
-and titles.
-"""
+"""Citations have the numbers, authors, years and titles of references.yaml."""
 
 from __future__ import annotations
 

@@ -256,9 +256,7 @@ class InOrder(LocalTraining):
 
 
 class OurClient(TorchClient):
-    """Our client with a project's settings: plain SGD with a rate of 0.01, the
-    baseline's.
-    """
+    """Our client with a project's settings: plain SGD, the baseline's rate of 0.01."""
 
     rate, momentum = 0.01, 0.0
 

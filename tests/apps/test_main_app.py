@@ -1,6 +1,4 @@
-"""The default app: files that only hold an entry point, and the demo's table and exit
-code.
-"""
+"""The default app: its entry points, and the demo's table and exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The apps in ``apps/`` that are written as users write them, and the diffs that change
-one.
-"""
+"""``apps/`` as users write them, and the diffs that change one."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ METHODS = {
 def test_the_guide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property
 ) -> None:
-    """Four methods learn; Dice is MONAI's own; ``init``, the doctor and ``export`` take
-    the runs.
-    """
+    """Four methods learn; Dice is MONAI's; ``init``, doctor, ``export`` take runs."""
     from apps.volumes.make import make
     from apps.volumes.measure import measured, predictions
 

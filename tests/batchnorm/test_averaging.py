@@ -1,6 +1,4 @@
-"""Averaging against exact rational arithmetic, and the laws that make it safe for
-BatchNorm.
-"""
+"""Averages against exact rational arithmetic, and laws that suit BatchNorm."""
 
 from __future__ import annotations
 
@@ -220,9 +218,7 @@ counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)
 def test_sorted_replies_give_the_same_bits_in_any_order(
     counts: list[int], seed: int, data: st.DataObject
 ) -> None:
-    """Callers sort by partition id: any permutation of the replies then gives the same
-    bits.
-    """
+    """Callers sort by partition id, so the order of the replies changes no bit."""
     replies = [(i, client(seed + i), float(n)) for i, n in enumerate(counts)]
     arrived = data.draw(st.permutations(replies))
     orders = (replies, sorted(arrived, key=lambda reply: reply[0]))
@@ -254,9 +250,7 @@ def test_pooled_variance_is_that_of_the_concatenated_data(
 
 
 def test_pooled_variance_does_not_cancel() -> None:
-    """The spread of the means is 2.25; their squares differ only in the last digits of
-    float64.
-    """
+    """The means' spread is 2.25, their squares differ in the last digits of float64."""
     states = [
         {"running_mean": np.asarray([1e9 + d]), "running_var": np.asarray([1e-3])}
         for d in (-1.5, 1.5)

@@ -44,9 +44,7 @@ def by_batch(layer: _BatchNorm, x: Tensor) -> Tensor:
 def gradients(
     model: nn.Module, x: Tensor, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The output, and the gradients of the input and the parameters; under amp of a
-    dtype.
-    """
+    """The output, and the gradients of input and parameters; under amp of a dtype."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         out = model(x)
@@ -187,9 +185,7 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
 def test_gradients_are_those_of_differences(
     affine: bool, memory_format: torch.memory_format
 ) -> None:
-    """Of every argument on its own, and of gradients again: no statistic is taken for a
-    constant.
-    """
+    """Of every argument, also twice: no statistic is taken for a constant."""
     generator = torch.Generator().manual_seed(0)
     layer = nn.BatchNorm2d(3, affine=affine).double()
     x = torch.rand((4, 3, 2, 2), generator=generator).double()
@@ -283,9 +279,7 @@ def test_sums_over_batches_are_the_moments_of_all_values(
 
 
 def test_pooling_by_counts_is_the_union_and_by_weights_the_weighted_mixture() -> None:
-    """Equal counts of unequal clients: the two ways differ, and each equals its own
-    oracle.
-    """
+    """Equal counts of unequal clients: the two ways differ; each equals its oracle."""
     torch.manual_seed(0)
     clients = [torch.randn(8, 3, dtype=torch.float64) * (1 + i) + i for i in range(3)]
     own, weights = [moments_of(values) for values in clients], [2, 5, 13]

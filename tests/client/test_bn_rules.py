@@ -99,9 +99,7 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(
 def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(
     inside: bool,
 ) -> None:
-    """The difference of the two states would be taken for what training did to the
-    statistics.
-    """
+    """The states' difference would be taken for a change by training."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
     received = {name: entry + 1 for name, entry in model.state_dict().items()}
 
@@ -206,9 +204,7 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> Non
 
 @pytest.mark.parametrize("after_wrap", [False, True])
 def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> None:
-    """What FedProx stores at the start, and SCAFFOLD in ``wrap``, is on the device of
-    then.
-    """
+    """FedProx's anchor and SCAFFOLD's sums are on the device of the step."""
 
     def move(told: dict[str, Any]) -> None:
         model = nn.Linear(3, 1)
@@ -227,9 +223,7 @@ def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> Non
 
 
 def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
-    """FedProx would take another anchor in the second, and SCAFFOLD lose the gradients
-    of the first.
-    """
+    """FedProx would take another anchor, SCAFFOLD lose the first block's gradients."""
 
     def twice(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         hooked_loop(model, data, msg, context)

@@ -1,6 +1,4 @@
-"""What a client keeps on disk: which file is loaded, which files stay, and what is
-refused.
-"""
+"""A client's files: which is loaded, which stay, and what is refused."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def rounds(root: Path) -> list[str]:
 
 
 def test_the_newest_two_files_and_those_of_checkpoints_stay(tmp_path: Path) -> None:
-    """Checkpoints every 4 rounds, the last two stand; the client is not drawn in rounds
-    4 and 8.
-    """
+    """Checkpoints every 4 rounds, two stand; the client misses rounds 4 and 8."""
     for server_round in (1, 2, 3, 5, 6, 7, 9, 10):
         committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
         write(tmp_path, server_round, f"h{server_round}", committed=committed)

@@ -122,9 +122,7 @@ def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
 
 
 class Running(nn.Module):
-    """A layer that replaces its buffers in the forward pass, one of which is not in the
-    state dict.
-    """
+    """Its forward pass replaces its buffers, one of which is in no state dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,9 +104,7 @@ def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> 
 def test_a_client_that_lost_what_a_hook_kept_is_named(
     run_app, user_app, caplog, loses: bool
 ) -> None:
-    """SCAFFOLD's variate is kept by the client hook in training, not by the mod that
-    answers.
-    """
+    """SCAFFOLD's variate is kept by the hook in training, not by the answering mod."""
 
     def forget(message: Message, context: Context, call_next: Any) -> Message:
         config = next(iter(message.content.config_records.values()), {})
@@ -204,9 +202,7 @@ TAKEN = (
 def test_a_users_keys_reach_the_app_as_they_were_given(
     run_app, user_app, method: type[Strategy]
 ) -> None:
-    """Under a method that adds keys of its own, and with a state folder's run beside
-    them.
-    """
+    """Under a method with keys of its own, with a state folder's run beside them."""
     seen: list[dict[str, Any]] = []
 
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:

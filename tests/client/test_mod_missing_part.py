@@ -1,6 +1,4 @@
-"""An app that lacks the mod or a client hook: the error names what is missing and the
-line to write.
-"""
+"""An app without the mod or a hook: the error names it, and the line to write."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
 def test_an_app_that_measures_no_statistics_is_told_the_handler(
     run_app, user_app, strategy
 ) -> None:
-    """Else the model would be tested, and returned, with the statistics that it had at
-    the start.
-    """
+    """Else the model would be tested with the statistics of the start."""
     app = user_app(hooked_loop)
     with pytest.raises(
         ClientPartError,

@@ -193,9 +193,7 @@ class Backwards(nn.Module):
 
 
 def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> None:
-    """A client that goes by the names it receives; what SCAFFOLD keeps has the server's
-    order.
-    """
+    """A client that goes by received names; SCAFFOLD's state has the server's order."""
     start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     names = list(start.state_dict())
 

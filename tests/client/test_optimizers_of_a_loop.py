@@ -334,9 +334,7 @@ def epochs(
 def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_steps(
     make, wrap: bool, put, when: int, mlp, points
 ) -> None:
-    """SCAFFOLD's variates would be as many times too small as there are epochs after
-    the best one.
-    """
+    """Variates would be too small by the number of epochs after the best one."""
     data = points(12, 1)
     with pytest.raises(
         ConfigError,

@@ -35,9 +35,7 @@ ROUNDS = 2
 
 
 class Line(InProcessGrid):
-    """Nodes of this process; ``travelled`` has the messages and replies as they are on
-    the line.
-    """
+    """Nodes of this process; ``travelled``: messages and replies as they are sent."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -374,9 +374,7 @@ def test_fit_trains_with_the_random_streams_and_rate_of_the_round(
 def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(
     given: str, points, mlp, caplog
 ) -> None:
-    """Against a step of plain torch on all examples; the model is named once, not for
-    every message.
-    """
+    """Against a step of plain torch on all examples; the model is named once."""
 
     def build() -> nn.Module:
         model = mlp().train()
@@ -583,9 +581,7 @@ def test_local_parts_are_kept_and_not_returned(client) -> None:
 def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(
     points,
 ) -> None:
-    """A strategy that has names alone cannot find it, and would average its gamma and
-    beta.
-    """
+    """By names alone it is not found, and its gamma and beta would be averaged."""
     model = nn.Sequential(
         nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)
     ).double()
@@ -643,9 +639,7 @@ def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
 def test_the_round_decides_which_batches_are_drawn_and_is_needed(
     client, key: str
 ) -> None:
-    """Flower's legacy strategies send no round, and its own projects send it with an
-    underscore.
-    """
+    """Legacy strategies send no round; Flower's projects write an underscore."""
     start = client.get_parameters({})
     first = client.fit(start, {key: 1})[0][0]
     second = client.fit(start, {key: 2})[0][0]

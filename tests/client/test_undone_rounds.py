@@ -69,9 +69,7 @@ def new_process(
     call_next: Any,
     rounds: Collection[int] = range(99),
 ) -> Message:
-    """A node whose process is new at the training of these rounds: its context is
-    empty.
-    """
+    """A node with a new process, and an empty context, at these trainings."""
     config = message.content.config_records.get("config", {})
     if (
         message.metadata.message_type == "train"
@@ -107,9 +105,7 @@ def test_replies_are_lost(
 def test_a_refused_reply_takes_all_back_that_the_client_keeps(
     federate, datasets, mlp, same_bits
 ) -> None:
-    """After the test of round 2 it is as after round 1: c_i, and the BN entries of
-    FedBN.
-    """
+    """After the test of round 2, c_i and FedBN's entries are as after round 1."""
     spoil = spoil_state(lambda state: state.pop("0.weight"))
     bad = functools.partial(spoiling, spoil, rounds={2})
     runs = [
@@ -144,9 +140,7 @@ def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(
 def test_a_client_without_its_variate_begins_with_zero_and_is_named(
     federate, datasets, mlp, monkeypatch, caplog
 ) -> None:
-    """Its process ends after a round whose reply is lost: nothing is left to go back
-    to.
-    """
+    """Its process ends after a round whose reply is lost: nothing to go back to."""
 
     def forgetful(client_fn):
         def client(context):

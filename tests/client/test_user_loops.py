@@ -153,9 +153,7 @@ class Ways:
         return OURS[name]
 
     def app(self, name: str, loop: Any, **options: Any) -> Any:
-        """The user's app with this loop; ``barrier=False``: exchanges travel by
-        messages.
-        """
+        """The user's app with this loop; ``barrier=False``: exchanges by messages."""
         model = self.model(name)
         app = self.user_app(loop, query=name in SYNCHRONISED + REESTIMATED, model=model)
         return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, **options)

@@ -269,9 +269,7 @@ def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
 
 
 def test_array_of_bytes(seam: ModuleType) -> None:
-    """An Array is its dtype, shape, stype and data, and knows by itself that it has
-    changed.
-    """
+    """An Array is dtype, shape, stype and data, and notices its own changes."""
     like = Array(np.arange(6.0).reshape(2, 3))
     array = seam.array_of_bytes(like.dtype, like.shape, like.data)
     assert vars(array) == {
@@ -387,9 +385,7 @@ def test_as_error(seam: ModuleType, message: Message) -> None:
 
 
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
-    """ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes
-    that are gone.
-    """
+    """Code 2 is CLIENT_APP_RAISED_EXCEPTION; 3 to 5 are lost messages and nodes."""
     codes = seam.ErrorCode
     assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
     assert (
@@ -493,9 +489,7 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
     ],
 )
 def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
-    """Both kinds of wrapper are in modules dp_..., and call the strategy as a method of
-    theirs.
-    """
+    """Both kinds of wrapper are in modules dp_..., and call a method."""
     strategies, found = importlib.import_module(module), list[str]()
 
     class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
@@ -531,9 +525,7 @@ def test_is_default_aggregation(seam: ModuleType) -> None:
 def test_log_start(
     seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config) logs a
-    run's start.
-    """
+    """``log_strategy_start_info(num_rounds, arrays, ...)`` logs a run's start."""
     names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
     assert list(inspect.signature(seam.log_strategy_start_info).parameters) == names
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
@@ -565,9 +557,7 @@ def test_start_takes_what_flowers_takes() -> None:
 
 @contextmanager
 def superlink(*statuses: int) -> Iterator[str]:
-    """Serve one empty answer after another with these statuses, on loopback; yield the
-    address.
-    """
+    """Serve empty answers with these statuses on loopback; yield the address."""
     left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):
@@ -604,8 +594,7 @@ def connected(address: str) -> Any:
 
 
 def test_retry_http_500(seam: ModuleType) -> None:
-    """HttpGrid sends with its _retry_invoker, which asks should_giveup and calls
-    on_success.
+    """HttpGrid sends with _retry_invoker, which calls should_giveup, on_success.
 
     Flower's own grid and HTTP client, before a SuperLink that fails.
     """
@@ -720,9 +709,7 @@ def private_attributes(path: Path) -> list[str]:
 
 
 def test_node_config_of(seam: ModuleType) -> None:
-    """Flower-supernode reads --node-config by parse_config_args, which raises click's
-    error.
-    """
+    """``flower-supernode`` reads --node-config by parse_config_args."""
     command = importlib.import_module("flwr.supernode.cli.flower_supernode")
     from fedbn_flwr.errors import ConfigError
 

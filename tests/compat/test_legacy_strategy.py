@@ -233,9 +233,7 @@ def stock_fn(
 def averaged(
     state: dict[str, Array], results: list[list[Array]], sizes: list[int]
 ) -> dict[str, Array]:
-    """The mean of the clients' arrays by size, by hand; counters as they are in the
-    state.
-    """
+    """The clients' arrays averaged by size, by hand; counters as in the state."""
     total = sum(sizes)
     mean = {}
     for name, *own in zip(state, *results, strict=True):
@@ -381,9 +379,7 @@ def test_a_failure_is_reported_with_its_client_and_message(
 
 
 class Single(Stock):
-    """``Stock`` in float32, with the client hooks around its training; the partition is
-    known.
-    """
+    """``Stock`` in float32 with client hooks; its partition is known."""
 
     def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
         super().__init__(
@@ -407,9 +403,7 @@ class Single(Stock):
 
 @dataclass
 class Workflow:
-    """A finished run of a workflow: the global state before round 1 and after each, and
-    the strategy.
-    """
+    """A finished workflow: the state before round 1 and after each; the strategy."""
 
     history: list[dict[str, Array]]
     strategy: Strategy
@@ -480,9 +474,7 @@ WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
 def test_both_workflows_run(
     run_workflow, run_legacy_loop, datasets, mlp, name: str, same_bits
 ) -> None:
-    """The default one gives the bits of the legacy loop; the sum of masked vectors is
-    quantised.
-    """
+    """The default one has the legacy loop's bits; masked sums are quantised."""
     make, mods = WORKFLOW_METHODS[name]
     plain, secure = (
         run_workflow(make(), secure, mods=mods) for secure in (False, True)
@@ -516,9 +508,7 @@ def test_both_workflows_run(
 
 
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
-    """It never calls aggregate_fit; the round keeps the previous model, and the report
-    says so.
-    """
+    """It never calls aggregate_fit: the model stays, and the report says so."""
 
     class Fails(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:

@@ -26,9 +26,7 @@ from tests.support.superlink import superlink
 
 
 def test_flower_still_has_what_is_used(tmp_path: Path) -> None:
-    """The calls, the headers and the error of an activation: all are internals of
-    Flower.
-    """
+    """Calls, headers and error of an activation: internals of Flower."""
     make_certificates(tmp_path / "certs", 1)
     key = private_key((tmp_path / "certs/node-1/node.key").read_bytes())
     with superlink() as server:

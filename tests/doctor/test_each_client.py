@@ -28,9 +28,7 @@ def digits() -> Data:
 
 @pytest.fixture(scope="module")
 def trained(digits: Data) -> nn.Module:
-    """A network of two BatchNorm layers that has learned the digits of the sound
-    clients.
-    """
+    """Two BatchNorm layers, trained on the digits of the sound clients."""
     return trained_network(*digits, epochs=4, batch_size=64)
 
 

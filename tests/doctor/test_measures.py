@@ -176,9 +176,7 @@ def test_the_mismatch_of_running_and_batch_statistics() -> None:
 
 @pytest.mark.parametrize(("make", "missed"), [(resnet18, 3), (mobilenet_v2, 52)])
 def test_what_a_filter_on_names_misses(make, missed: int) -> None:
-    """The numbers of the habit to avoid: 3 of 20 layers of resnet18, all 52 of
-    mobilenet_v2.
-    """
+    """The habit to avoid: 3 of 20 layers of resnet18, all 52 of mobilenet_v2."""
     model = make()
     local = [name for name in model.state_dict() if "bn" in name]
     found = missed_entries(split_state(model), local)
@@ -230,9 +228,7 @@ class _Stream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("kind", ["sorted", "of a subset", "stream"])
 def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None:
-    """The first of a loader that is sorted by class are of a few classes: that is no
-    skew.
-    """
+    """The first ones of a loader sorted by class: that is no skew."""
     data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
     sampler = (
         torch.utils.data.SubsetRandomSampler([*range(10, 20)])

@@ -1,6 +1,4 @@
-"""Planted faults of a model, a state or its loaders: the doctor names each, and its
-remedy first.
-"""
+"""Planted faults: the doctor names each, its remedy first."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ TWO_CLIENTS = "one client against the others: 2 clients, of 4 that it needs."
 
 @dataclass
 class Ground:
-    """A sound model, which has learned the digits, and the digits; a plant spoils a
-    copy.
-    """
+    """A sound model, trained on the digits; a plant spoils a copy."""
 
     model: nn.Module
     inputs: Tensor
@@ -166,9 +162,7 @@ def constant_features(ground: Ground) -> Diagnosis:
 
 
 def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
-    """The statistics of the start, after a training without momentum, or because they
-    were not sent.
-    """
+    """Statistics of the start: trained without momentum, or never sent."""
 
     def plant(ground: Ground) -> Diagnosis:
         torch.manual_seed(0)
@@ -203,9 +197,7 @@ def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
 
 
 def nan_inputs(ground: Ground) -> Diagnosis:
-    """With NaN nothing else can be measured: an empty answer would pass for a healthy
-    model.
-    """
+    """With NaN nothing else is measured; an empty answer would pass for health."""
     parts = [
         (ground.inputs[k : k + 50].clone(), ground.targets[k : k + 50])
         for k in (0, 50, 100)
@@ -461,9 +453,7 @@ def test_what_is_no_fault_is_not_found(name: str, ground: Ground) -> None:
 
 
 class _Extra(nn.Module):
-    """A buffer and an entry of the state that are no weights: a mask of -inf, and a
-    mapping.
-    """
+    """A mask of -inf in a buffer, and a mapping in the state: no weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -48,9 +48,7 @@ def echo(message: Message, context: Context) -> Message:
 
 @pytest.fixture
 def open_grid(open_grid: Open) -> Open:
-    """``open_grid(handler=echo, num_nodes=3, ...)``: a grid of an app that answers with
-    the handler.
-    """
+    """``open_grid(handler=echo, num_nodes=3, ...)``: a grid whose app answers so."""
     return lambda handler=echo, num_nodes=3, **options: open_grid(
         app_of(handler), num_nodes, **options
     )
@@ -297,9 +295,7 @@ def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:
 
 
 def test_a_thread_whose_job_another_one_took_takes_no_turn(monkeypatch) -> None:
-    """A turn without work would put the generators back while the caller draws from
-    them.
-    """
+    """An empty turn would put back generators from which the caller draws."""
     process = client_work.OwnProcess(app_of(echo), torch_threads=1, threads=2)
     turns: list[None] = []
     real = client_work.one_after_the_other

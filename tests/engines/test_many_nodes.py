@@ -43,9 +43,7 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
 
 
 def test_nodes_of_known_sizes_are_not_asked() -> None:
-    """The answers are those of their clients; a node whose size is not known is asked
-    after all.
-    """
+    """The answers are the clients'; a node of unknown size is asked after all."""
     made: list[int] = []
 
     class Client(NumPyClient):

@@ -1,6 +1,4 @@
-"""Temporary folders: what a killed process leaves, its SuperLink as well, is removed by
-the next one.
-"""
+"""Temporary folders of a killed process and its SuperLink: the next one cleans."""
 
 from __future__ import annotations
 

@@ -237,9 +237,7 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
 
 
 def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
-    """A wrap for ``federate``: each client calls ``act(partition, round)`` before it
-    trains.
-    """
+    """A wrap for ``federate``: ``act(partition, round)`` before each training."""
 
     def wrap(client_fn: Any) -> ClientApp:
         def acting(context: Context) -> TorchClient:
@@ -446,9 +444,7 @@ def test_a_process_that_cannot_be_replaced_fails_its_clients_only(
 def test_without_worker_processes_clients_run_in_the_commands_process(
     why: str, monkeypatch, caplog
 ) -> None:
-    """Only forked processes have what cannot be pickled; with two torch threads they
-    are new ones.
-    """
+    """Only forks have what cannot be pickled; with two torch threads they are new."""
     lock = threading.Lock()
 
     def work(message: Message, context: Context) -> Message:

@@ -49,9 +49,7 @@ QuickRun = Callable[..., tuple[dict[str, Any], Path]]
 
 @pytest.fixture
 def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
-    """``quick_run(strategy="fedbn", ...)``: one run in process; its summary and its
-    folder.
-    """
+    """``quick_run(strategy="fedbn", ...)``: a run here; its summary and folder."""
     count = 0
 
     def make(**settings: Any) -> tuple[dict[str, Any], Path]:

@@ -1,6 +1,4 @@
-"""``fedbn-flwr doctor``: runs with a planted fault, healthy runs, models with data,
-saved states.
-"""
+"""``fedbn-flwr doctor``: planted faults, healthy runs, models, saved states."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def test_label_skew_with_one_local_step(skewed: Path) -> None:
 def test_what_is_not_known_is_no_success_of_a_strict_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neither is it a finding: its exit code is its own. The file is named from the
-    user's home.
-    """
+    """No finding either: an exit code of its own. The file is named from the home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
     done = call("~/state.pt", "--strict")
@@ -138,9 +134,7 @@ def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None
 
 
 def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
-    """As ``evaluate`` does; the state alone can be looked at, and the rows as they
-    were.
-    """
+    """As ``evaluate``: the state alone can be looked at, rows as they were."""
     table, rows = tmp_path / "t.npz", np.arange(60)
     x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
     np.savez(table, x=x, y=rows % 2)
@@ -308,9 +302,7 @@ def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change(file: Path, **entries: Any) -> None:
-    """Write other values of some entries; a function makes one of the value that is
-    there.
-    """
+    """Write other values of some entries; a function changes what is there."""
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
     state = load_file(file)
@@ -323,9 +315,7 @@ def change(file: Path, **entries: Any) -> None:
 def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
     personal: Path, tmp_path: Path
 ) -> None:
-    """FedBN is no remedy for them: the client is tested with its own running
-    statistics.
-    """
+    """FedBN is no remedy: a client is tested with its own running statistics."""
     own = "running statistics do not fit the client's own model"
     assert not any(
         own in finding.what for finding in diagnose_run(personal, 200).findings

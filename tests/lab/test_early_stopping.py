@@ -157,9 +157,7 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
 def test_a_killed_run_ends_in_the_same_bits(
     strategy: str, whole, tmp_path: Path
 ) -> None:
-    """Killed after the best round, in the round of the stop, and once more when all is
-    done.
-    """
+    """Killed after the best round, in the stop's round, and after the end."""
     out, summary = whole[strategy]
     best = summary["best-validation"]["round"]
     for cut in (best + 2, best + 3, 0):
@@ -205,9 +203,7 @@ def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
 
 
 def test_a_round_costs_the_same_however_long_the_run_is() -> None:
-    """Each round went through all scores so far, several times: minutes of a run of
-    64,000 rounds.
-    """
+    """Once each round read all scores several times: minutes of 64,000 rounds."""
     config = Config.make({**BASE, "early-stopping": 5000})
     stopping = EarlyStopping(
         config, [{"round": r, "validation-accuracy": 0.5} for r in range(1, 2001)]

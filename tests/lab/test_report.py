@@ -26,9 +26,7 @@ from fedbn_flwr.lab.studies.sweep import sweep
 
 
 class Page(HTMLParser):
-    """A page: its attributes, its tags, what is open at the end, and the ids with their
-    number.
-    """
+    """A page: attributes, tags, what is left open, and its ids, counted."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -83,9 +81,7 @@ def loads_nothing(page: Page) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of FixBN in five domains, with BatchNorm's distances and a finding of the
-    doctor.
-    """
+    """FixBN in five domains, with BatchNorm's distances and a finding."""
     from fedbn_flwr.lab.config import Config
 
     out = tmp_path_factory.mktemp("report") / "run"

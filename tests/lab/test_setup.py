@@ -185,9 +185,7 @@ def test_augmentation_applies_to_training_only(quick_config) -> None:
 def test_a_node_whose_config_cannot_be_is_refused_with_advice(
     node_config, named: str, quick_config
 ) -> None:
-    """The text does not name the node: all nodes with the fault raise the same, which
-    ends the run.
-    """
+    """The text names no node: all with the fault raise the same, which ends the run."""
     with pytest.raises(ConfigError, match=named):
         client_fn(context(quick_config(), **node_config))
 

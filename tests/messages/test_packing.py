@@ -1,6 +1,4 @@
-"""Arrays in one piece come back byte for byte, and a piece whose manifest does not fit
-it is refused.
-"""
+"""Packed arrays come back byte for byte; an unfit manifest is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Feature normalisation: its five laws, on models that are not ours, and where it is
-refused.
-"""
+"""Feature normalisation: five laws, strangers' models, refusals."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from fedbn_flwr.norms.feature import NormalisedLinear
 
 
 def normalised(layer: nn.Linear, x: Tensor, scale: Any = "sqrt-d") -> Tensor:
-    """The features that a normalised classifier uses: its outputs with unit weights and
-    no bias.
-    """
+    """A normalised classifier's features: its outputs by unit weights, no bias."""
     features = nn.Linear(layer.in_features, layer.in_features, bias=False).double()
     with torch.no_grad():
         features.weight.copy_(torch.eye(layer.in_features))

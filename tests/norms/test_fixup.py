@@ -1,6 +1,4 @@
-"""Fixup: initial weights, scalars, hand-written networks of the paper, and refused
-models.
-"""
+"""Fixup: initial weights, scalars, the paper's networks by hand, refusals."""
 
 from __future__ import annotations
 

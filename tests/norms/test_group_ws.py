@@ -1,6 +1,4 @@
-"""GroupNorm with weight standardisation against its formula, forward and backward, in
-float64.
-"""
+"""GroupNorm with weight standardisation: its formula, both ways, in float64."""
 
 from __future__ import annotations
 

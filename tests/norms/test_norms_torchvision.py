@@ -1,6 +1,4 @@
-"""Replacement on torchvision's own models: the number of layers, the paths, a forward
-pass.
-"""
+"""torchvision's own models: number of layers, paths, a forward pass."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The norm layers after each convolution, for traced, branching, shared and unreached
-layers.
-"""
+"""Which norms follow a convolution: traced, branching, shared, unreached."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Epsilon against computations of one's own, and against the library's other
-accountants.
-"""
+"""Epsilon against our own sums, and the library's other accountants."""
 
 from __future__ import annotations
 

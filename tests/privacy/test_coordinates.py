@@ -1,6 +1,4 @@
-"""The coordinates of an update: linear, with a way back that gives every variance above
-zero.
-"""
+"""An update's coordinates: linear; the way back has variances above zero."""
 
 from __future__ import annotations
 

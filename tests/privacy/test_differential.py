@@ -346,9 +346,7 @@ def test_methods_that_take_more_than_an_update_are_refused_by_name(
 def test_a_round_is_released_whoever_answers(
     federate: Any, mlp: Any, datasets: Any
 ) -> None:
-    """All replies hold NaN: the model gets noise all the same, and the accountant
-    counts it.
-    """
+    """All replies hold NaN: there is noise all the same, and it is counted."""
     bad = [type(data)(data.inputs * float("nan"), data.targets) for data in datasets]
     strategy = FedAvg(min_replies=3, on_divergence="continue")
     wrapper = DPWrapper(strategy, 1.0, 1.0)

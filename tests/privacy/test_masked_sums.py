@@ -144,9 +144,7 @@ def test_a_torchvision_net_has_the_stated_error(
 
 
 def furthest_in_units(plain: Any, ours: Any) -> float:
-    """The largest difference of two runs of a round, in the coordinates that are
-    masked.
-    """
+    """The largest difference of two runs of a round, in masked coordinates."""
     parts, start = split_state(plain.history[0]), plain.history[0]
     one = Coordinates(start, parts, scale=1.0).update(plain.state)
     other = Coordinates(start, parts, scale=1.0).update(ours.state)
@@ -206,9 +204,7 @@ def test_a_masked_step_equals_the_plain_one(
 
 
 def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
-    """As ``client_app``: any app whose first mods are ``masked_update`` and
-    ``local_bn``.
-    """
+    """As ``client_app``: an app that begins with ``masked_update``, ``local_bn``."""
 
     def app_of(client_fn: Any) -> ClientApp:
         inner, app = client_app(client_fn), ClientApp(mods=[masked_update, local_bn])
@@ -382,9 +378,7 @@ def test_below_the_threshold_nothing_is_revealed(
 def test_a_client_lost_in_a_step_ends_the_round(
     transport: str, run_step, branches, same_bits
 ) -> None:
-    """The others' exchanges are not repeated without it: the difference would be its
-    own.
-    """
+    """The exchanges are not repeated without it: the difference is its own."""
 
     class Cut(TorchClient):
         def fit(self, parameters, config):
@@ -627,9 +621,7 @@ def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
 
 
 def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> None:
-    """Neither of models nor of exchanges, in any form; the same search finds those of a
-    plain run.
-    """
+    """No model, no exchange, in any form; the search finds a plain run's."""
     seen: list[tuple[float, State]] = []
     weight = 0.0
 

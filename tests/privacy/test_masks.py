@@ -31,9 +31,7 @@ THRESHOLD = 3
 def parties_of(
     size: int, threshold: int = THRESHOLD, server_round: int = 1
 ) -> tuple[list[Party], list[dict[int, bytes]]]:
-    """Clients that have exchanged keys and shares, and what each has encrypted for the
-    others.
-    """
+    """Clients with keys and shares, and what each encrypted for the others."""
     parties = [Party.new(server_round) for _ in range(size)]
     keys = keys_of(parties)
     encrypted = [
@@ -62,9 +60,7 @@ def unmasked(
     vectors: Mapping[int, Array],
     threshold: int = THRESHOLD,
 ) -> Array:
-    """What the server does: ask for shares, rebuild secrets, remove the masks that are
-    left.
-    """
+    """The server's half: ask for shares, rebuild secrets, remove what is left."""
     answered, lost = sorted(vectors), sorted(set(range(len(parties))) - set(vectors))
     shares: dict[int, list[bytes]] = {number: [] for number in range(len(parties))}
     for number in answered:
@@ -289,9 +285,7 @@ def test_a_client_refuses_other_or_too_few_members() -> None:
 
 
 def test_masks_of_clients_that_were_told_different_things_do_not_cancel() -> None:
-    """A server that gives one client a range of its own would see that client's numbers
-    in the sum.
-    """
+    """A range for one client alone would show its numbers in the sum."""
     parties = [Party.new(1) for _ in range(3)]
     for number, party in enumerate(parties):
         party.shares(number, keys_of(parties), 2)

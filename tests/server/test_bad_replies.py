@@ -1,6 +1,4 @@
-"""A client with bad replies is named and left out; the round continues as if it had not
-been there.
-"""
+"""A client with bad replies is named and left out, as if it were not there."""
 
 from __future__ import annotations
 

@@ -120,9 +120,7 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
 def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
     nodes: NodeRegistry, caplog
 ) -> None:
-    """As a SuperNode without a key does that was killed: it comes back under another
-    node id.
-    """
+    """As a killed SuperNode without a key: it comes back with another node id."""
     grid = Answers({11: node(0), 12: node(1)})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
     grid.nodes[13] = node(1)
@@ -135,9 +133,7 @@ def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
 
 
 def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) -> None:
-    """Its partition matters as soon as it is back; an app that has no answer is taken
-    without one.
-    """
+    """It counts as soon as it is back; an app without an answer is taken so."""
     grid = Answers(
         {
             11: node(0),

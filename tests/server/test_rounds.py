@@ -137,9 +137,7 @@ def test_should_stop_is_asked_after_the_test_of_each_round(
 def test_a_stopped_run_ends_as_a_shorter_one(
     federate, mlp, points, same_bits, way: str
 ) -> None:
-    """``on_round_end`` knows that no round follows; a second run of the strategy is not
-    stopped.
-    """
+    """``on_round_end`` knows that none follows; a second run is not stopped."""
     last: dict[int, bool] = {}
     strategy = FedAvg(
         on_round_end=lambda server_round, *_: last.update(
@@ -551,8 +549,7 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
 def test_a_client_that_lost_what_it_kept_is_named(
     make: type[FedAvg], loses: bool, federate, mlp, points, caplog
 ):
-    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else
-    would tell.
+    """SCAFFOLD's variate is zero again: nothing is missing, so nothing tells.
 
     Under FedBN, whose rounds are not undone, the client is refused once, and then
     begins again.
@@ -657,9 +654,7 @@ def test_a_second_start_of_ones_own_begins_anew(
 def test_a_start_of_ones_own_is_told_how_to_complete_the_model(
     federate, mlp, points, caplog, make
 ) -> None:
-    """Its ``evaluate_fn`` and its result had the statistics of the start, without a
-    word.
-    """
+    """``evaluate_fn`` and the result had the statistics of the start, unsaid."""
 
     def said(**callback: Any) -> list[str]:
         caplog.clear()
@@ -744,9 +739,7 @@ class Notes(Recording):
 
 
 def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) -> None:
-    """It ends the run, also a resumed one before its first round, and has no say in a
-    later one.
-    """
+    """It ends the run, also a resumed one, and has no say in a later one."""
     data, notes, unheard = two(points), Notes(2), Notes(0)
     strategy = FedBN(on_round_end=lambda *_: pytest.fail("in place of it"))
     plain = strategy.start

@@ -64,9 +64,7 @@ def network(kind: str) -> nn.Module:
 
 
 class Reference:
-    """A client's BN layers written out; ``notes``: the inputs of each, one row per
-    value.
-    """
+    """A client's BN layers written out; ``notes``: their inputs, a row a value."""
 
     def __init__(
         self,
@@ -213,9 +211,7 @@ def test_it_equals_a_slow_reference(
 def test_with_equal_variates_it_is_scaffold_bit_for_bit_unless_a_variance_is_at_the_floor(
     federate, points, same_bits, request, monkeypatch, clients: int, net: str
 ) -> None:
-    """One client, or two with the same data in the same order: their variates are the
-    server's.
-    """
+    """One client, or two with the same data: their variates are the server's."""
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
     make, shape = request.getfixturevalue(net), (5,) if net == "mlp" else (3, 20, 20)
     data = [points(10, 0, shape)] * clients

@@ -447,9 +447,7 @@ def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(
 def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(
     task: Task, federate, points
 ) -> None:
-    """In float64 by hand; the mean over clients of a metric is over those that define
-    it.
-    """
+    """In float64 by hand; a metric's mean is over the clients that define it."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng():

@@ -1,6 +1,4 @@
-"""FedDNA: FedTAN's forward half with each client's own gradients; with one client it is
-FedTAN.
-"""
+"""FedDNA: FedTAN's forward half, own gradients; one client is FedTAN."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def test_with_one_client_feddna_is_fedtan(
 def test_the_first_step_uses_own_gradients_and_the_unions_statistics(
     run_step, model
 ) -> None:
-    """In plain autograd: mean and variance have the union's values and each client's
-    derivatives.
-    """
+    """In autograd: mean and variance of the union, each client's derivatives."""
     data = client_data((5,), (4, 6))
     run = run_step(synchronised(FedDNA), model, data)
     start, want = model.state_dict(), {name: 0 for name, _ in model.named_parameters()}

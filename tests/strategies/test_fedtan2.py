@@ -76,9 +76,7 @@ def test_fedtan2_with_m_zero_is_fixbn(run_step, model, data, same_bits) -> None:
 
 
 def test_the_learning_rate_may_decay_with_m(run_step, model, data) -> None:
-    """After M the decay named "freeze" counts: the step of round 3 is a tenth of what
-    it is without.
-    """
+    """After M the decay "freeze" counts: round 3's step is a tenth."""
     steps = []
     for decay in (LearningRate(0.1, ("freeze",), (0.1,)), LearningRate(0.1)):
         run = run_step(

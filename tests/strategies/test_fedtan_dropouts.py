@@ -1,6 +1,4 @@
-"""A client lost during the step is dropped and named, and the round equals one without
-it.
-"""
+"""A client lost in the step: it is named, and the round is without it."""
 
 from __future__ import annotations
 
@@ -179,9 +177,7 @@ WITHOUT: dict[frozenset[int], Outcome] = {}
 
 @pytest.fixture
 def without(run_step, model, data) -> Callable[[frozenset[int]], Outcome]:
-    """``without(who)``: the run in which these clients are not there in round 1, once
-    for all tests.
-    """
+    """``without(who)``: the run without them in round 1, once for all tests."""
 
     def run(who: frozenset[int]) -> Outcome:
         if who not in WITHOUT:
@@ -272,9 +268,7 @@ def test_a_round_equals_one_without_the_lost_clients(
     case: str,
     simulated: bool,
 ) -> None:
-    """In Flower's simulation, too, where by channel a client that is only late ends the
-    run.
-    """
+    """Also in Flower's simulation, where by channel a late client ends the run."""
     lost = LOST[case]
     if simulated and lost.timeout < 20:
         pytest.skip("it ends the run")

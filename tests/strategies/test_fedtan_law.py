@@ -128,8 +128,7 @@ def test_the_law_holds_for_any_number_and_size_of_clients(
 def test_equal_batches_of_unequal_clients_weigh_examples_by_p_over_b(
     run_step, exchanges: str
 ) -> None:
-    """|D_i| 4, 12 and 8, batches of 4: the oracle weighs an example of client i by p_i
-    / b_i.
+    """Sizes 4, 12, 8 in batches of 4: client i's examples weigh p_i / b_i.
 
     The check of the model before the run has a batch of another size.
     """

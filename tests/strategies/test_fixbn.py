@@ -1,6 +1,4 @@
-"""FixBN: FedAvg before T*, a centralised step with frozen BN after it, and the
-automatic T*.
-"""
+"""FixBN: FedAvg, then a centralised step with frozen BN; the automatic T*."""
 
 from __future__ import annotations
 

@@ -125,9 +125,7 @@ def test_gradients_of_input_and_alpha_are_those_of_differences() -> None:
 def test_only_without_the_batch_a_round_is_a_centralized_step_with_frozen_bn_and_fbns(
     federate, points, torchvision_net, monkeypatch, alpha: float
 ) -> None:
-    """And the pooled statistics of form (a) are the union's at the first layer, not at
-    the second.
-    """
+    """Form (a)'s pooled statistics are the union's at the first layer alone."""
     monkeypatch.setattr(HybridStatistics, "initial", alpha)
     datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
     settings = {"rounds": 2, "rate": RATE, "batch_size": 0, "local_steps": 1}

@@ -122,9 +122,7 @@ class Run:
 
 
 class Federation:
-    """Three clients, which one strategy after the other trains. ``away`` says who is
-    not there.
-    """
+    """Three clients for one strategy after another; ``away``: who is missing."""
 
     def __init__(self, inner: InProcessGrid, model: Callable[[], nn.Module]) -> None:
         self.grid = RecordingBarrierGrid(inner, self._hidden, backwards=False)
@@ -213,9 +211,7 @@ def federation(points, wsconv_net) -> Open:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) -> None:
-    """On the same clients. One client is away at first, in the run before and another
-    in this one.
-    """
+    """On the same clients; one is away at first, another one in the next run."""
     rounds = 4 if "auto" in case else 3
     strategy, away = made(case), {1: {1}}
     with federation(case) as clients:

@@ -1,5 +1,4 @@
-"""BatchNorm that is called on no rows, as an expert that no example of a batch is sent
-to.
+"""BatchNorm without rows: an expert that gets no example of a batch.
 
 The oracle is the same model without such calls: only the counters differ, since torch
 counts every call.
@@ -35,9 +34,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION
 
 
 class Experts(nn.Module):
-    """The sum of a batch's first column decides which of two experts gets the whole
-    batch.
-    """
+    """The sum of the first column decides which expert gets the batch."""
 
     skips = False
 

@@ -1,6 +1,4 @@
-"""FedBN, SiloBN, MTFL and Standalone: what they keep is never sent, and the rest is
-FedAvg.
-"""
+"""FedBN, SiloBN, MTFL, Standalone: local parts stay, the rest is FedAvg."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
 def test_each_method_equals_its_definition_written_out(
     federate, points, mlp, same_bits, method, fraction: float
 ) -> None:
-    """Every client's own entries live on; absent clients keep theirs; the shared ones
-    are averaged.
-    """
+    """Own entries live on, also of absent clients; shared ones are averaged."""
     sizes, model = (6, 13, 9, 5), functools.partial(mlp, dropout=0.2)
     datasets = [points(n, i) for i, n in enumerate(sizes)]
     run = federate(method(fraction_train=fraction, seed=1), model, datasets, rounds=4)

@@ -62,9 +62,7 @@ def mean_of_those_who_have_it(sent: Replies) -> dict[str, Array]:
 
 
 def pooled(sent: Replies, path: str, by_count: bool) -> tuple[Array, Array, int]:
-    """Mean, biased variance and count of a layer, over the clients that sent its
-    moments.
-    """
+    """A layer's mean, biased variance, count: over clients that sent them."""
     having = [
         (record, size)
         for record, size in zip(sent, SIZES, strict=True)

@@ -161,9 +161,7 @@ def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(
 
 
 def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
-    """Also where another class was derived from the former one, which then inherits
-    nothing stale.
-    """
+    """Also where another class derives from it: nothing stale is inherited."""
 
     def run_cell() -> tuple[Any, ClientHook]:
         hook = ClientHook()

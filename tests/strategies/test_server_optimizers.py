@@ -84,9 +84,7 @@ def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(
 def test_statistics_are_the_average_of_the_replies(
     name: str, federate, datasets, mlp
 ) -> None:
-    """The step leaves running statistics and counters where FedAvg would put them,
-    pooled or not.
-    """
+    """Statistics and counters are FedAvg's, pooled or not."""
     for variance in ("mean", "pooled"):
         runs = [
             federate(s, mlp, datasets, rounds=1)

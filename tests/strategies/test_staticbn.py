@@ -1,6 +1,4 @@
-"""StaticBN: clients train with batch statistics, and the tested model has the union's
-statistics.
-"""
+"""StaticBN: training by batch statistics, tests by the union's."""
 
 from __future__ import annotations
 

@@ -188,9 +188,7 @@ def test_fedtan_is_one_step_on_the_union(
     ],
 )
 def test_frozen_entries_keep_their_bits(run_step: Any, strategy: str) -> None:
-    """With momentum, weight decay, clipping and a server step where the strategy has
-    them; float32.
-    """
+    """Momentum, weight decay, clipping, a server step where there is one; float32."""
     model = net("eval").float()
     data = client_data((5,), SIZES, dtype=torch.float32)
     local = {} if strategy.endswith("scaffold") else {"sgd_momentum": 0.9}

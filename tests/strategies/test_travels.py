@@ -1,6 +1,4 @@
-"""What follows from the declarations of the methods: phases, what is sent, what a model
-needs.
-"""
+"""What follows from declarations: phases, what is sent, what a model needs."""
 
 import dataclasses
 from typing import Any
@@ -239,9 +237,7 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
 
 
 def test_every_method_of_the_package_says_what_it_reads() -> None:
-    """Else the refusals of privacy would tell a user to write more into a class of the
-    package.
-    """
+    """Else privacy would tell a user to change a class of the package."""
     assert [
         kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_unsaid(kind)
     ] == []

@@ -63,9 +63,7 @@ def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
 
 
 def lose_replies(monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int]) -> None:
-    """Lose replies to training messages: by round, the partition whose reply does not
-    arrive.
-    """
+    """Lose replies to training messages, by round: this partition's."""
     send = RecordingGrid.send_and_receive
 
     def send_and_receive(

@@ -1,5 +1,4 @@
-"""What a config key does under a strategy: another value of it changes the result, or
-is refused.
+"""A config key under a strategy changes the result, or is refused.
 
 Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the
 settings that it needs (``norm-groups`` beside ``norm=group``), and once alone. It acts
@@ -154,9 +153,7 @@ ELSEWHERE = {
 
 
 def result(settings: Mapping[str, Any]) -> Any:
-    """Return the SHA-256 and the figures of a run, or the error with which it is
-    refused.
-    """
+    """Return a run's SHA-256 and figures, or the error that refuses it."""
     return _result(json.dumps(settings, sort_keys=True))
 
 
@@ -185,9 +182,7 @@ def effect(strategy: str, key: str) -> tuple[str, str]:
 
 
 def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with what a key needs; keys that the strategy does not have
-    are left out.
-    """
+    """Return the settings with what a key needs; a strategy's unknown keys go."""
     try:
         _, dropped = Config.make_of_shared(
             needs, {key: v for key, v in start.items() if key not in needs}

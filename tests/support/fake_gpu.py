@@ -74,9 +74,7 @@ _costs = Costs()
 
 
 class _OnGpu(Tensor):
-    """A tensor on the fake GPU. For torch's C++ it lies on "meta", whose operations all
-    come here.
-    """
+    """A tensor on the fake GPU; for C++ it is on "meta", whose calls come here."""
 
     inner: Tensor
 
@@ -372,9 +370,7 @@ class _Upload(torch.autograd.Function):
 
 
 class _OfTheEngine(TorchDispatchMode):
-    """The zeros that autograd makes for outputs without a gradient, on "meta", lie on
-    the fake GPU.
-    """
+    """Autograd's zeros for outputs without a gradient are on the fake GPU."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,6 +1,4 @@
-"""The one way in which tests run a strategy over nodes of this process, and the outcome
-of such a run.
-"""
+"""The one way in which tests run a strategy over nodes of this process."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ class RecordingGrid(PollingGrid):
 
 
 class RecordingBarrierGrid(RecordingGrid):
-    """The same grid with the barrier at which clients of one process wait for each
-    other.
-    """
+    """The same grid with a barrier, at which clients of one process wait."""
 
     def open_barrier(self, *args: Any) -> None:
         self.inner.open_barrier(*args)

@@ -1,6 +1,4 @@
-"""The NumPyClient project, ``apps/numpyclient``: one of our strategies in Flower's
-legacy loop.
-"""
+"""``apps/numpyclient``: a strategy of ours in Flower's legacy loop."""
 
 from __future__ import annotations
 

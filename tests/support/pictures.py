@@ -16,9 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def undrawn(*args: Any, **kwargs: Any) -> bytes:
-    """``draw_curves`` to the point where the figure is drawn; return the signature of
-    an empty PNG.
-    """
+    """``draw_curves`` up to the figure; return the signature of an empty PNG."""
     with patch.object(Figure, "savefig", lambda self, file, **_: file.write(PNG)):
         return draw_curves(*args, **kwargs)
 

@@ -1,5 +1,4 @@
-"""Commands that start at once: forks of a process that has imported torch, Flower and
-the package.
+"""Commands that start at once: forks of a process with all imports done.
 
 To import them takes a fresh process seconds, and the tests start dozens. What a fresh
 process imports is tested in tests/test_startup.py and tests/test_packaging.py. Flower's
@@ -50,9 +49,7 @@ sys.exit(code)
 
 @contextmanager
 def commands(folder: Path) -> Iterator[Path]:
-    """Yield a folder with the commands, for the start of a PATH; ``folder`` has a short
-    path.
-    """
+    """Yield a folder of the commands, for a PATH; ``folder`` is a short path."""
     address = str(folder / "socket")
     for name in ("fedbn-flwr", "python", *FLOWERS):
         (folder / name).write_text(

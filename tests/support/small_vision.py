@@ -1,6 +1,4 @@
-"""Networks of torchvision with fewer or narrower layers, for laws that hold for each
-layer.
-"""
+"""Networks of torchvision with fewer or narrower layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A SuperLink's Fleet API for one key: it keeps what it is sent, and answers as Flower
-1.41 does.
-"""
+"""A SuperLink's Fleet API for one key: it answers as Flower 1.41 does."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ NODE_ID = 77
 
 
 class SuperLink:
-    """The state: registered public keys, online ones, and all requests as (path,
-    content).
-    """
+    """Registered keys, online ones, and all requests as (path, content)."""
 
     def __init__(self) -> None:
         self.registered: set[bytes] = set()
@@ -59,9 +55,7 @@ class SuperLink:
 
 @contextmanager
 def superlink(certificates: Path | None = None) -> Iterator[SuperLink]:
-    """Serve on a loopback port; with a folder of ``server.crt`` and ``server.key`` over
-    TLS.
-    """
+    """Serve on loopback; with a folder of ``server.crt``, ``.key`` over TLS."""
     state = SuperLink()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,4 @@
-"""Models, data and centralised steps against which tests hold FedTAN's synchronised
-step.
-"""
+"""Models, data and centralised steps to hold FedTAN's step against."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ LEARNING_RATE, WEIGHT_DECAY = 0.1, 1e-2
 
 
 def synchronised(strategy: Any, transport: str = "barrier", **settings: Any) -> Any:
-    """Return a strategy of FedTAN's family that exchanges by this transport and tests
-    nothing.
+    """Return a strategy of FedTAN's family, this transport, without tests.
 
     Clients of one process meet at a barrier where ``run_step`` gives them one; the
     strategy needs no setting.
@@ -95,9 +92,7 @@ def _distance(one: State, other: State, names: Sequence[str]) -> Tensor:
 
 
 class WeightedBatchNorm(nn.Module):
-    """BatchNorm whose moments weigh example j by q_j (sum 1), in plain differentiable
-    operations.
-    """
+    """BatchNorm whose moments weigh example j by q_j (sum 1), in autograd."""
 
     def __init__(self, layer: nn.Module, q: Tensor) -> None:
         super().__init__()

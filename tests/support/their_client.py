@@ -65,9 +65,7 @@ def numpy_clients(
     kind: type[TheirClient] = TheirClient,
     **attributes: Any,
 ) -> Callable[[Context], Any]:
-    """A project's ``client_fn``: client i has ``datasets[i]``; ``attributes`` are those
-    of its class.
-    """
+    """A project's ``client_fn`` over ``datasets``; ``attributes`` of its class."""
     made = type(kind.__name__, (kind,), attributes)
 
     def client_fn(context: Context) -> Any:

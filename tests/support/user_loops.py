@@ -79,9 +79,7 @@ def ruled(
     context: Context,
     momentum: float = 0.0,
 ) -> float:
-    """The loop of ``hooked_loop``; ``told`` is a message, or the config of a
-    NumPyClient.
-    """
+    """``hooked_loop``'s loop; ``told``: a message, or a NumPyClient's config."""
     total = 0.0
     with bn_rules(model, told, context) as rules:
         rules.survey(

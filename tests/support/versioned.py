@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 
 class Versioned(nn.Module):
-    """The identity; its state can only be loaded with the version that ``state_dict()``
-    wrote.
-    """
+    """The identity; its state loads only with the version it was saved with."""
 
     _version = 2
 

@@ -75,9 +75,7 @@ def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
 
 
 def test_statistics_of_each_test_batch(points, mlp) -> None:
-    """BatchNorm by hand on each batch; running statistics neither used nor changed,
-    dropout off.
-    """
+    """BatchNorm by hand on each batch; no running statistics, no dropout."""
     data, model = points(10), mlp(dropout=0.5)
     before = copy.deepcopy(model.state_dict())
     with without_running_statistics(model):

@@ -21,9 +21,7 @@ SHAPES = [(4, 3, 2, 2), (5, 3), (4, 1, 1, 1), (6,), (1,), ()]
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """Weights and gradients of many sizes; some units of each are zero, some clipped,
-    some not.
-    """
+    """Weights and gradients of many sizes; some units zero, some clipped."""
     random = torch.Generator().manual_seed(0)
     made = []
     for shape in SHAPES:
@@ -96,9 +94,7 @@ def test_short_gradients_keep_their_bits_and_missing_ones_are_skipped() -> None:
 
 
 class Chain(nn.Module):
-    """Layers with as many outputs as classes, one after the other: only the last one is
-    the head.
-    """
+    """Layers with as many outputs as classes: only the last is the head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -260,9 +260,7 @@ def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(
 
 
 class OnlyInTraining(nn.Module):
-    """Its BatchNorm normalises in training alone; the images have ``size`` pixels a
-    side.
-    """
+    """Its BatchNorm normalises in training alone; images of ``size`` pixels."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

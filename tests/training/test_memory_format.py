@@ -1,6 +1,4 @@
-"""Channels-last changes the order of images in memory, and nothing else beyond
-rounding.
-"""
+"""Channels-last changes the order in memory, and else only rounding."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def test_the_format_follows_the_model_and_not_the_clock() -> None:
 
 
 class Net(nn.Module):
-    """PyTorch's tutorial network, in small; its view needs one image after the other in
-    memory.
-    """
+    """PyTorch's tutorial network, small; its view needs contiguous images."""
 
     def __init__(self, viewed: str = "always") -> None:
         super().__init__()

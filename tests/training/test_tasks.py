@@ -204,9 +204,7 @@ def test_what_a_task_cannot_judge_is_refused_in_both_loops(
 
 @pytest.mark.parametrize("label", [156, 255])
 def test_every_class_of_images_counts(label: int) -> None:
-    """The ignored class is -100, which is 156 in a byte; 255 is ignored among pixels
-    alone.
-    """
+    """The ignored class -100 is 156 in a byte; 255 is for pixels alone."""
     labels = torch.full((4,), label, dtype=torch.uint8)
     model = nn.Linear(2, 300)
     plain = evaluate(
@@ -269,9 +267,7 @@ def auroc(truth: Booleans, scores: Numbers) -> float:
 
 
 def auprc(truth: Booleans, scores: Numbers) -> float:
-    """The mean over the examples of yes: the precision among the scores that are at
-    least its own.
-    """
+    """Over the yes examples, the mean precision among scores at least theirs."""
     return float(np.mean([truth[scores >= score].mean() for score in scores[truth]]))
 
 

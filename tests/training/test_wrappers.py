@@ -32,9 +32,7 @@ from tests.support.loops_of_others import METHODS, compare_with_ours
 
 
 class Replicated(nn.DataParallel):
-    """Like DistributedDataParallel: the model has the name ``module``; no process group
-    is needed.
-    """
+    """Like DistributedDataParallel, without a process group: ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -186,9 +184,7 @@ def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold], ids=["fedbn", "scaffold"])
 def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) -> None:
-    """The server's names come back as it sent them; what is kept has the names of the
-    module inside.
-    """
+    """The server's names come back; kept entries have the inner module's."""
     datasets = [points(n, i) for i, n in enumerate((6, 8))]
     plain = federate(make(), mlp, datasets, rounds=2)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -231,9 +227,7 @@ def test_timm(name: str) -> None:
 
 
 def returning_logits(net: nn.Module) -> nn.Module:
-    """Return a transformers model as our client wants one; the names of its state are
-    the same.
-    """
+    """Return a transformers model for our client; its state's names stay."""
     net.register_forward_hook(lambda net, args, outputs: outputs.logits)
     return net
 

@@ -17,9 +17,7 @@ PATIENCE = 20
 
 @pytest.fixture
 def at_once() -> Iterator[Callable[..., list[Any]]]:
-    """``at_once(f, g, ...)``: call all in threads; their results, or what they raised,
-    in order.
-    """
+    """``at_once(f, g, ...)``: call all in threads; return or raised, in order."""
     pool = ThreadPoolExecutor(16)
 
     def run(*functions: Callable[[], Any]) -> list[Any]:
@@ -73,9 +71,7 @@ def steps() -> Callable[..., Any]:
 
 @pytest.fixture
 def tls_dir(tmp_path: Path) -> Callable[[str], Path]:
-    """``tls_dir(name)``: a folder with a CA of its own, and its certificate and key for
-    127.0.0.1.
-    """
+    """``tls_dir(name)``: a CA of its own, certificate and key for 127.0.0.1."""
 
     def make(name: str) -> Path:
         make_certificates(tmp_path / name, 1, ["127.0.0.1"])

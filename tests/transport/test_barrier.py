@@ -68,9 +68,7 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
 def test_late_members_are_dropped_and_the_others_retry_once(
     members, at_once, steps
 ) -> None:
-    """Many wait; all notice the end of the time at the same moment, and one of them
-    acts on it.
-    """
+    """Many wait, and notice the end of the time at once; one acts on it."""
     barrier = Barrier(members(*[1] * 9), timeout=0.3)
     barrier.reducer(104).begin()
     here = [100, 101, 102, 103, 105, 106, 107]
@@ -236,9 +234,7 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(
 def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
     members, at_once, steps
 ) -> None:
-    """It was given its last answer and closes nothing; the others finish and repeat
-    nothing.
-    """
+    """It has its last answer and closes nothing; the others repeat nothing."""
     barrier = Barrier(members(1, 1, 1), timeout=10)
     assert barrier.finished_with() == []
 

@@ -80,9 +80,7 @@ def exchange(tag: str, *values: float) -> bytes:
 
 @pytest.fixture
 def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
-    """``honest(tokens)``: the answers of two members who send 0 and 4; their weights
-    are 1 and 3.
-    """
+    """``honest(tokens)``: answers to members who send 0 and 4, weights 1, 3."""
 
     def run(tokens: list[str]) -> list[float]:
         reducers = [ChannelReducer(server.address, token, b"", 10) for token in tokens]

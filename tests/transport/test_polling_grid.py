@@ -74,9 +74,7 @@ class SlowGrid(Grid):
 
 @pytest.fixture(autouse=True)
 def _identity() -> None:
-    """Flower makes messages only in a process with an identity; the in-process engine
-    gives it one.
-    """
+    """Flower's messages need an identity; the in-process engine gives one."""
     InProcessGrid(lambda message, context: message, 1).close()  # type: ignore[arg-type]
 
 

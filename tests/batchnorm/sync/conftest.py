@@ -1,6 +1,4 @@
-"""Clients as threads that wait at a barrier, and the centralised steps to compare them
-with.
-"""
+"""Clients as threads at a barrier, and centralised steps to compare them with."""
 
 from __future__ import annotations
 

@@ -214,9 +214,7 @@ def test_own_gradients_are_the_derivatives_on_each_client(lab):
 
 
 def test_the_path_through_the_local_variance_must_be_left_out(lab):
-    """With d var_i / d mean = -2 (mean_i - mean) added to what a client sends, the step
-    is wrong.
-    """
+    """With the path through the local variance the step is wrong."""
     model, batches = mlp(), lab.client_batches((6,), (4, 4))
     oracle, start, barrier = (
         lab.centralised(model, batches),

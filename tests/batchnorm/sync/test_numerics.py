@@ -1,6 +1,4 @@
-"""Float32 and bfloat16: as exact as torch's own BatchNorm, also with a mean far above
-the deviation.
-"""
+"""Float32 and bfloat16: as exact as torch's BatchNorm, also with a large mean."""
 
 from __future__ import annotations
 

@@ -474,9 +474,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", ["function", "in place", "layer", "layer in place"])
 def test_a_compiled_model_is_synchronised(way, backend):
-    """Also by compilers that change an activation's input after their graph has saved
-    it.
-    """
+    """Also by compilers that change an activation's input after their graph."""
     torch.compiler.reset()
     model, tags = nn.Sequential(InPlace()), []
     step(reference := copy.deepcopy(model))

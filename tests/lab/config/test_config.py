@@ -1,6 +1,4 @@
-"""The config: the same keys in every place, all problems at once, and the conditions
-between keys.
-"""
+"""The config: the same keys everywhere, all problems at once, conditions."""
 
 from __future__ import annotations
 
@@ -173,9 +171,7 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
 
 
 def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
-    """In YAML 1.1 it would be a number in octal: ``held-out-clients=01`` another
-    client.
-    """
+    """An octal number in YAML 1.1: ``held-out-clients=01`` is another client."""
     (tmp_path / "config.yaml").write_text(
         "held-out-clients: 01\nseries: 010\nlocal-steps: 10\n"
     )

@@ -1,6 +1,4 @@
-"""A method's settings are declared once, in its ``Params``: Python, config and command
-line agree.
-"""
+"""A method's settings are declared once: Python, config, command line agree."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ from fedbn_flwr.lab.data.shapes import Shape
 def write(
     path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB"
 ) -> np.ndarray:
-    """Write a random image of (width, height) and return what a reader of it sees, (H,
-    W, 3).
-    """
+    """Write a random image (width, height); return it as read, (H, W, 3)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = (
         np.random.default_rng(seed)

@@ -61,9 +61,7 @@ class Pairs:
 
 
 def rows(site: int | str, part: str) -> Pairs:
-    """Rows of 3 features in 2 classes; a site that is a path has the rows of its last
-    character.
-    """
+    """Rows of 3 features, 2 classes; a path's site is its last character."""
     number = int(str(site)[-1])
     inputs = torch.randn(
         12 + number,

@@ -30,9 +30,7 @@ SHARED = Path(__file__).parents[3].parent / "shared/data"
 
 @pytest.fixture(autouse=True)
 def no_download(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test reaches for the network, and none leaves its data set in the process's
-    cache.
-    """
+    """No test uses the network, or leaves its data set in the cache."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise URLError("no network")

@@ -1,6 +1,4 @@
-"""Own data: layouts, clients, units, splits, targets; and what bad input gets, before
-any work.
-"""
+"""Own data: layouts, clients, units, splits, targets; bad input before any work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Splits: Appendix D of the FedTAN paper, flwr-datasets' partitioners, and the split of
-the test set.
-"""
+"""Splits: FedTAN's Appendix D, flwr-datasets' partitioners, the test set."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ def test_iid_sizes_differ_by_one_and_neighbours_are_mixed() -> None:
 def of_flwr_datasets(
     partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
 ) -> list[list[int]]:
-    """The parts of one of flwr-datasets' partitioners, on a table of the examples in
-    this order.
-    """
+    """The parts of a partitioner of flwr-datasets, on the examples in this order."""
     import datasets
 
     partitioner.dataset = datasets.Dataset.from_dict(

@@ -1,6 +1,4 @@
-"""The validation part: stratified by class, seeded, and without the rows of one patient
-on both sides.
-"""
+"""Validation examples: by class, seeded, no patient on both sides."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def test_the_part_has_its_share_of_every_class(
 def test_rows_of_one_patient_stay_together(
     rows: list[int], share: float, seed: int
 ) -> None:
-    """Classes keep their share as well as whole patients allow; some patient is left to
-    train on.
-    """
+    """Classes keep their share as patients allow; some patient is left to train on."""
     units = np.repeat(np.arange(len(rows)) * 7 % 40, rows)
     rng = np.random.default_rng(seed)
     labels, indices = rng.integers(0, 3, len(units)), np.arange(len(units))

@@ -1,6 +1,4 @@
-"""Fixtures over a network: one federation of real processes per module; all processes
-end.
-"""
+"""Fixtures over a network: a federation of processes per module, which end."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
 def federation(
     scratch: Path, request: pytest.FixtureRequest
 ) -> Iterator[LocalFederation]:
-    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with
-    theirs.
-    """
+    """A SuperLink, its SuperExec, and ``NODES`` or three SuperNodes with theirs."""
     nodes = getattr(request.module, "NODES", NODES)
     # below those that a system gives out by itself
     port = random.Random().randrange(20000, 32000, 100)
@@ -75,9 +71,7 @@ Networked = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
-    """``networked(strategy=..., ...)``: the summary of a run over the network, which
-    must complete.
-    """
+    """``networked(strategy=..., ...)``: the summary of a complete networked run."""
 
     def do(**settings: Any) -> dict[str, Any]:
         out = tmp_path / "network"

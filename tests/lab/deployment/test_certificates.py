@@ -139,9 +139,7 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
 def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
     tmp_path: Path,
 ) -> None:
-    """The keys belong to the user that .env names, and never to root: containers run as
-    this user.
-    """
+    """The keys are of the user in .env, never root: containers run as this user."""
     folder, env = tmp_path / "certs", tmp_path / ".env"
     env.write_text("NODE_1_DATA=/srv/a\nexport FEDBN_GID=5")
     code = (

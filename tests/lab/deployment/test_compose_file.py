@@ -1,6 +1,4 @@
-"""``docker-compose.yml``, its overrides and the image's definition, without a docker
-engine.
-"""
+"""``docker-compose.yml``, its overrides, the image: without a docker engine."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ NODES = (1, 2, 3)
 
 
 class _Loader(yaml.SafeLoader):
-    """A reader for compose's own tags: ``!reset`` removes a value, ``!override``
-    replaces it.
-    """
+    """Compose's own tags: ``!reset`` removes a value, ``!override`` replaces it."""
 
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:

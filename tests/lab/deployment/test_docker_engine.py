@@ -79,9 +79,7 @@ Compose = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def compose(tmp_path: Path) -> Iterator[Compose]:
-    """``compose(words...)``: docker compose with keys and a project of its own, which
-    is removed.
-    """
+    """``compose(words...)``: docker compose in a project of its own, then removed."""
     make_certs([str(tmp_path / "certs"), "--env", str(tmp_path / ".env")])
     words = [
         "compose",

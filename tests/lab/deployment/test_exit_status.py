@@ -1,6 +1,4 @@
-"""The service ``cli`` ends with the status of the run, which Flower's own command does
-not tell.
-"""
+"""``cli`` ends with the run's status, which Flower's command does not tell."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def run(*more: str) -> subprocess.CompletedProcess[str]:
-    """Run the command of the service ``cli``, with the checkout for the image's
-    ``/app``.
-    """
+    """Run the command of ``cli`` with the checkout as the image's ``/app``."""
     cli = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["cli"][
         "entrypoint"
     ]

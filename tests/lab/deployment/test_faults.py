@@ -134,9 +134,7 @@ def children(*parents: int) -> set[int]:
 
 
 def apps_of(federation: LocalFederation, superexec: str) -> set[int]:
-    """Return the process ids of the apps at a SuperExec that have not ended: children
-    of its two processes.
-    """
+    """Return the next ClientApp's process id of a node, once it is at work."""
     return children(*children(federation.processes[superexec].pid))
 
 

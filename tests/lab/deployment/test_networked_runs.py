@@ -56,9 +56,7 @@ def test_the_bits_are_those_of_the_run_in_process(
 def test_fedtan_by_channel_among_intruders(
     federation: LocalFederation, networked, in_process, same_run, tmp_path: Path
 ) -> None:
-    """Each intruder is refused with the right message; the run has the same bits as in
-    process.
-    """
+    """Intruders are refused, each by its message; the run has in-process bits."""
     with intruders(federation, tmp_path) as logs:
         ours = networked(strategy="fedtan", fedtan_transport="channel")
     theirs = in_process(strategy="fedtan")
@@ -91,9 +89,7 @@ def intruders(federation: LocalFederation, folder: Path) -> Iterator[dict[str, P
     key = "--auth-supernode-private-key="
 
     def supernode(number: int, **changed: str) -> list[str]:
-        """Node 1's command at another port with changed options; an empty value leaves
-        an option out.
-        """
+        """Node 1's command, port and options changed; an empty value leaves one out."""
         options = {
             f"--{option.replace('_', '-')}=": value for option, value in changed.items()
         }

@@ -84,9 +84,7 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
 def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
     quick_run, model: str
 ) -> None:
-    """LeNet takes images of any number of channels, here grey ones; these are in
-    colour.
-    """
+    """LeNet takes any number of channels, here grey; these are in colour."""
     _, run = quick_run(model=model)
     config, other = (
         Config.load(run / "config.yaml"),
@@ -330,9 +328,7 @@ def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_s
 def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
     quick_run, rows
 ) -> None:
-    """The division into training and test examples is that of all rows which are there
-    now.
-    """
+    """Training and test examples are divided anew, over all rows of now."""
     path = rows("old.npz")
     settings = {"dataset": f"npz:{path}", "model": "mlp", "num-clients": 2}
     outs = [

@@ -97,9 +97,7 @@ def patients(seed: int) -> SiteTest:
 
 
 def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
-    """The accuracy is the mean of the patients' accuracies, which scipy can resample by
-    itself.
-    """
+    """The accuracy is the patients' mean, which scipy resamples by itself."""
     one, other = patients(1), patients(2)
     right = [
         (site.outputs[:, 0] > 0)

@@ -217,9 +217,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_torchvisions_classifiers_take_small_images_if_asked(name: str) -> None:
-    """FedWon trains MobileNetV2 on CIFAR at 32 pixels; without image-size images have
-    at least 64.
-    """
+    """FedWon trains MobileNetV2 at 32 pixels; without image-size it takes 64."""
     asked, got = SMALL[name]
     assert input_shape(f"torchvision:{name}", 1, asked, asked=True) == (3, got)
     assert input_shape(f"torchvision:{name}", 1, 32)[1] >= 64

@@ -1,6 +1,4 @@
-"""``check-node``: each planted fault is named, and nothing but one activation of the
-key is sent.
-"""
+"""``check-node`` names each planted fault; it sends one activation of the key."""
 
 from __future__ import annotations
 

@@ -84,9 +84,7 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
 
 
 def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
-    """Of round 0, after 20 seconds or more, and of the last: a kill costs no more than
-    that.
-    """
+    """Of round 0, after 20 seconds, and of the last: a kill costs no more."""
     saved, clock = [], iter(range(0, 10_000, 8))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     write = module.write_checked

@@ -80,9 +80,7 @@ Start = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], Path]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """``start(dataset, **settings)``: summary, lines and folder of a run in this
-    process.
-    """
+    """``start(dataset, **settings)``: summary, lines and folder of a run here."""
 
     def do(dataset: str, out: str = "out", **settings: Any) -> Any:
         keys = {key.replace("_", "-"): value for key, value in settings.items()}

@@ -19,9 +19,7 @@ from fedbn_flwr.lab.runs.start_checks import check
 
 @pytest.fixture
 def served(tmp_path: Path) -> Callable[..., Any]:
-    """``served(config or its keys, node_configs, name="out")``: summary and rounds of a
-    run.
-    """
+    """``served(config or keys, node_configs, name="out")``: summary and rounds."""
 
     def do(
         given: Config | Mapping[str, Any],

@@ -1,6 +1,4 @@
-"""What is told of own data before round 1: counts by client and class, and what looks
-wrong.
-"""
+"""Own data before round 1: counts by client and class, and what looks wrong."""
 
 from __future__ import annotations
 

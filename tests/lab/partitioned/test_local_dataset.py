@@ -106,9 +106,7 @@ def test_the_server_needs_no_data_where_no_global_test_set_is_asked_for(
 def test_the_runs_image_size_and_number_of_classes_apply_to_local_data(
     served, tmp_path
 ) -> None:
-    """Digits' images are 8 pixels high and have 10 classes; here the model is made for
-    28 and 12.
-    """
+    """Digits have 8 pixels and 10 classes; this model is for 28 and 12."""
     draws = np.random.default_rng(0)
     for i in range(NODES):
         arrays = {

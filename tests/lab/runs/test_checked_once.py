@@ -1,6 +1,4 @@
-"""A config is checked once, and the model is built once in each process, before the
-first step.
-"""
+"""A config is checked once, a model built once a process, before the first step."""
 
 from __future__ import annotations
 

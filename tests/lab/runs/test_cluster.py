@@ -166,9 +166,7 @@ HIDDEN = ("code", "runs")
 
 @pytest.fixture(scope="module")
 def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
-    """The address of a cluster of two nodes with one CPU each, and the folder of the
-    files here.
-    """
+    """Two nodes with a CPU each: the address, and the folder of files here."""
     # Ray's sockets: <= 107 bytes
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:
         scratch = Path(folder)

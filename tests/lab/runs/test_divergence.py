@@ -1,6 +1,4 @@
-"""A run that diverged: its files, its errors, its place in tables, and remedies, on
-digits.
-"""
+"""A diverged run on digits: files, errors, its place in tables, remedies."""
 
 from __future__ import annotations
 

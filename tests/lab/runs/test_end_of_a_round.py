@@ -1,6 +1,4 @@
-"""The server's test of a round reads only; what is written of the round is written at
-its end.
-"""
+"""The server's test only reads; a round is written at its end."""
 
 from __future__ import annotations
 

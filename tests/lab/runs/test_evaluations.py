@@ -287,9 +287,7 @@ def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_trainin
 def test_any_size_of_a_test_batch_gives_the_same_figures(
     quick_run, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rounding; tests with statistics of their batches keep these batches, and all
-    bits.
-    """
+    """To rounding; tests by batch statistics keep their batches, and all bits."""
     asked = {
         "fedbn": "personal-own,averaged-bn",
         "fedavg": "global,personal-global,global-batch-statistics",
@@ -382,9 +380,7 @@ def test_the_loss_on_all_training_examples_is_that_of_plain_torch(
 
 
 def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
-    """By client; the mean over the domains, weighted by their examples, is the test on
-    all of them.
-    """
+    """By client; the domains' weighted mean is the test on all of them."""
     keys = {
         "dataset": "digits-domains",
         "model": "lenet",
@@ -411,9 +407,7 @@ def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
 def test_test_time_bn_is_tested_beside_the_plain_model(
     quick_run, strategy: str, test: str, prefix: str
 ) -> None:
-    """Also where the config does not ask for the plain test, which is what a reader
-    compares with.
-    """
+    """Also where the config asks for no plain test, to compare with."""
     summary, out = quick_run(
         strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"}
     )
@@ -489,9 +483,7 @@ def test_global_accuracy_by_domain_is_on_each_domains_test_images(quick_run) -> 
 
 
 def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> None:
-    """One client per domain: a method without local parts fills the table as the global
-    model does.
-    """
+    """A client a domain: without local parts the table is the global model's."""
     own, _ = quick_run(
         strategy="fedavg", **{**DOMAINS, "eval-on": "personal-own,global"}
     )
@@ -749,9 +741,7 @@ methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {st
 
 
 def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -> None:
-    """Targets: the digit is even, is above 4, is 3, which the domain of even digits
-    never has.
-    """
+    """Targets: even, above 4, 3, which the domain of even digits never has."""
 
     def labels(digit: Tensor) -> Tensor:
         return torch.stack([digit % 2 == 0, digit > 4, digit == 3], 1).float()

@@ -1,6 +1,4 @@
-"""``model=module:function``: found from the working directory, seeded, checked before
-round 1.
-"""
+"""``model=module:function``: found from here, seeded, checked before round 1."""
 
 from __future__ import annotations
 

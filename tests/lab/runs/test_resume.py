@@ -405,9 +405,7 @@ def participants(out: Path) -> list[list[int]]:
 def test_a_run_continues_while_a_node_is_gone(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """Over a network, where a node's data is its own; elsewhere two nodes would share
-    all the data.
-    """
+    """Over a network a node's data is its own; else two nodes share it all."""
     monkeypatch.setattr(node_queries, "RETURN_GRACE", 0.3)
     monkeypatch.setattr(node_queries, "NODE_GRACE", 0.3)
     node = {"num-partitions": 3}
@@ -435,9 +433,7 @@ def test_a_run_continues_while_a_node_is_gone(
 def test_a_run_continues_with_nodes_that_came_later(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """Over a network, where it takes nodes that join; unless it has a number of
-    clients.
-    """
+    """Over a network, where nodes may join, unless it has a number of clients."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     x, y = (
         np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8),

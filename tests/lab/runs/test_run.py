@@ -249,9 +249,7 @@ def test_another_seed_gives_another_result(name: str, runs, tmp_path: Path) -> N
 
 
 def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
-    """Clients load it to train and to re-estimate its statistics, and the server to
-    test it.
-    """
+    """Clients train and re-estimate with it, and the server tests it."""
     build = setup.build_model
     monkeypatch.setattr(
         setup,
@@ -300,9 +298,7 @@ def test_lr_decay_at_freeze_follows_the_freeze_round(quick_run) -> None:
 
 
 def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
-    """Every client refuses to work: the command must not end as if the model had been
-    trained.
-    """
+    """All clients refuse: the command must not end as if it had trained."""
     other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
     with (
         InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,

@@ -1,6 +1,4 @@
-"""Runs that give each pixel a class: tiny images in Cityscapes' layout, a client per
-city.
-"""
+"""Segmentation: tiny images in Cityscapes' layout, a client per city."""
 
 from __future__ import annotations
 

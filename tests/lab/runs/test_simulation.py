@@ -34,9 +34,7 @@ SETTINGS["device"] = "cpu"  # where the bits are those of any engine
 
 @pytest.fixture(scope="module")
 def matplotlib_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One cache of fonts for all runs: it takes seconds to make, and would go to the
-    home.
-    """
+    """One cache of fonts for all runs: it takes seconds, and would go to the home."""
     return str(tmp_path_factory.mktemp("matplotlib"))
 
 
@@ -78,9 +76,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_masked_sums_give_the_bits_of_the_run_in_process(
     tmp_path: Path, same_run
 ) -> None:
-    """Their sums are exact; FedTAN's exchanges go by messages here, and by a barrier in
-    process.
-    """
+    """Their sums are exact; FedTAN's go by messages here, by a barrier in process."""
     settings = {
         **SETTINGS,
         "strategy": "fedtan",

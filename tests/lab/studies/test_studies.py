@@ -134,9 +134,7 @@ def test_a_study_can_run_says_how_and_has_a_small_twin(
 
 @pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
 def test_the_time_of_a_study(full: Path) -> None:
-    """The head counts the runs; its time is that of the page; a small study takes an
-    hour at most.
-    """
+    """The head counts the runs; the time is the page's; small: an hour at most."""
     page = (FOLDER / "README.md").read_text()
     for path, about in (
         (full, "some"),

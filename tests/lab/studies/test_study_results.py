@@ -1,6 +1,4 @@
-"""The numbers of a study: paired comparisons, rounds to a target, and settings chosen
-by trials.
-"""
+"""A study's numbers: paired comparisons, rounds to a target, tuned settings."""
 
 from __future__ import annotations
 
@@ -280,9 +278,7 @@ def test_runs_that_all_failed_have_no_cost() -> None:
 
 
 def test_a_target_that_is_reached_exactly_is_reached(tmp_path: Path) -> None:
-    """5013 right of 10,000 are 50.13 %; in float64 100 times the share is a little
-    less.
-    """
+    """5013 of 10,000 are 50.13 %; 100 times the share is less in float64."""
     finish(tmp_path / "run", [{"accuracy": 0.1}, {"accuracy": 5013 / 10_000}])
     until = functools.partial(
         results._until_target,

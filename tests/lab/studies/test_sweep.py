@@ -439,9 +439,7 @@ def test_a_failed_run_is_recorded_and_tried_again(
 def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
     study, tmp_path: Path, monkeypatch
 ) -> None:
-    """A full disk and a lock are no reason to begin a run anew: its checkpoints are
-    good.
-    """
+    """A full disk or a lock is no reason to begin anew: checkpoints are good."""
     out, cell = tmp_path / "out", next(study.cells())
     folder = cell.folder(out)
     (folder / "checkpoint").mkdir(parents=True)
@@ -526,9 +524,7 @@ def net(num_classes, channels, size):
 def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_is_killed(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """A process that is killed is recorded and the others go on; the next sweep repeats
-    its run.
-    """
+    """A killed process is recorded, the others go on; the next sweep repeats it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sweep_killer.py").write_text(KILLER)
@@ -629,9 +625,7 @@ def test_the_tables_of_a_repeated_run_have_its_new_results(
 def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
     study: Study, tmp_path: Path
 ) -> None:
-    """The tables beside ``study.yaml`` are those of its settings, also before the first
-    run has ended.
-    """
+    """The tables beside ``study.yaml`` fit its settings, also before the first run."""
 
     def stopped(*_: object) -> Generator[tuple[Cell, str]]:
         raise KeyboardInterrupt

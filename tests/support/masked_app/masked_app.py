@@ -61,9 +61,7 @@ class Points:
 
 
 class Spied(TorchClient):
-    """Writes each tensor of an exchange, and the model before and after a finished
-    training.
-    """
+    """Writes each exchange's tensors, and the model around a finished training."""
 
     spy: Path
     lost = False
