@@ -49,7 +49,7 @@ from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.travels import model_needs
-from fedbn_flwr.strategies.fixbn import freeze_plan
+from fedbn_flwr.strategies.fixbn import freezing_method
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
@@ -468,8 +468,8 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     synchronised = methods.whole.exchanges and steps == 1
     if methods.freezes_bn or synchronised:
         handled |= {"label-skew", "clients-differ"}
-    plan = freeze_plan(methods)
-    if run and plan and Part.STATISTICS in plan.parts:
+    freezing = freezing_method(methods)
+    if run and freezing and Part.STATISTICS in freezing.parts:
         lines = read_metrics(run / "metrics.jsonl")
         # Training and test normalise by the same statistics by now.
         if lines and lines[-1]["phase"] == "frozen":

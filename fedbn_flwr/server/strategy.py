@@ -645,15 +645,19 @@ class Strategy(FlowerFedAvg):
             tests=self.methods.tests,
         )
         problems = self.methods.problems(settings)
-        lines = [
+        misfits = [
             f"{problem.text}; the model has {problem.has or 'none'}. Use"
             f" {problem.remedy}."
             for problem in problems
             if problem.kind == "model"
         ]
-        if lines:
-            raise NormLayerError("\n".join(lines))
+        if misfits:
+            raise NormLayerError("\n".join(misfits))
+        refused = [problem.text for problem in problems if problem.kind == "refuse"]
+        if refused:
+            raise ConfigError("\n".join(refused))
         for problem in problems:
+            # most of them compare with the number of rounds
             if problem.kind == "warn" and run.num_rounds:
                 logger.warning("%s", problem.text)
         run.begin()

@@ -70,8 +70,7 @@ own gradients with respect to the statistics, as FedDNA does.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -94,9 +93,9 @@ from fedbn_flwr.batchnorm.taken_forward import (
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies, RunSettings
+from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
 from fedbn_flwr.server.methods.method_params import BNScaffoldParams
-from fedbn_flwr.server.methods.moments import by_layer, warn_of_unmeasured
+from fedbn_flwr.server.methods.moments import by_layer, unmeasured
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
@@ -109,8 +108,6 @@ from fedbn_flwr.strategies.scaffold import (
 from fedbn_flwr.training.client_hook import Entries, Extras
 
 __all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNVariates"]
-
-logger = logging.getLogger("flwr")
 
 BN_VARIATES = Key(
     "bn-variates",
@@ -331,42 +328,17 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         """Update x and c as SCAFFOLD does; store each client's moments, which give (u,
         s) of the next round.
         """
-        sent = [
-            (reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples)
-            for reply in replies
-        ]
-        if without := sum(not moments for _, moments, _ in sent):
-            logger.warning(
-                "round %d: %d of %d replies have no moments of BatchNorm's inputs"
-                " (record '%s'); what these clients sent last, if anything, stays in"
-                " the variates",
-                facts.number,
-                without,
-                len(replies),
-                BN_VARIATES,
-            )
-        if not state.latest_variates:
-            moments = [
-                decode_moments(entries, facts.before, facts.parts)
-                for _, entries, _ in sent
-            ]
-            warn_of_unmeasured(
-                facts.number, facts.parts, moments, "which have no variates"
-            )
+        sent = []
+        for reply in replies:
+            moments = reply.extras.get(BN_VARIATES, {})
+            sent.append((reply.node.order, moments, reply.num_examples))
         latest = LatestBN(state.latest_variates).with_latest(sent).tree
-        return super().aggregate(
-            replace(state, latest_variates=latest), facts, replies, model
-        )
+        state = replace(state, latest_variates=latest)
+        return super().aggregate(state, facts, replies, model)
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse batch renormalisation, too."""
-        yield from super().problems(run)
-        if run.norm == "batch-renorm":
-            text = (
-                f"{self.name} corrects BatchNorm's statistics, and so does"
-                " norm=batch-renorm; use norm=batch"
-            )
-            yield Problem("batch-renorm", text)
+    def table(self) -> Sequence[Problem]:
+        """Return SCAFFOLD's rows, and the end of this file."""
+        return (*super().table(), *PROBLEMS)
 
     def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
         """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client
@@ -425,3 +397,47 @@ class BNScaffold(Strategy):
             variance_floor=variance_floor,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+def _without_moments(method: Any, seen: Any) -> str:
+    """Return how many replies have no moments."""
+    without = sum(not reply.extras.get(BN_VARIATES) for reply in seen.replies)
+    return f"{without} of {len(seen.replies)} replies" if without else ""
+
+
+def _unmeasured(method: Any, seen: Any) -> str:
+    """Name, in the first round with variates, the layers without."""
+    if seen.state.latest_variates:
+        return ""
+    like, parts = seen.facts.before, seen.facts.parts
+    sent = []
+    for reply in seen.replies:
+        sent.append(decode_moments(reply.extras.get(BN_VARIATES, {}), like, parts))
+    return unmeasured(parts, sent, "which have no variates")
+
+
+PROBLEMS = (
+    Problem(
+        "batch-renorm",
+        "{method.name} corrects BatchNorm's statistics, and so does norm=batch-renorm;"
+        " use norm=batch",
+        when=lambda method, run: run.norm == "batch-renorm",
+    ),
+    Problem(
+        "without-moments",
+        "round {round.number}: {found} have no moments of BatchNorm's inputs (record"
+        f" '{BN_VARIATES}'); what these clients sent last, if anything, stays in the"
+        " variates",
+        "warn",
+        at="replies",
+        when=_without_moments,
+    ),
+    Problem(
+        "unmeasured-layers",
+        "round {round.number}: {found}",
+        "warn",
+        at="replies",
+        when=_unmeasured,
+    ),
+)

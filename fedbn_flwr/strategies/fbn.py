@@ -78,9 +78,8 @@ BN: no gradient flows through the statistics.
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -106,14 +105,14 @@ from fedbn_flwr.server.methods.method import (
     Method,
     Problem,
     Replies,
-    RunSettings,
+    Reply,
 )
 from fedbn_flwr.server.methods.method_params import (
     FBNParams,
     PooledParams,
     trimmed_share,
 )
-from fedbn_flwr.server.methods.moments import pooled_statistics, warn_of_unmeasured
+from fedbn_flwr.server.methods.moments import pooled_statistics, unmeasured
 from fedbn_flwr.server.methods.travels import TRACKED, Beside, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.batches import Batches
@@ -136,8 +135,6 @@ __all__ += [
     "SurveyedStatistics",
     "trimmed",
 ]
-
-logger = logging.getLogger("flwr")
 
 BN_MOMENTS = Key(
     "bn-moments",
@@ -323,20 +320,16 @@ class PooledStatisticsMethod(Method[P, S]):
 
     def begin(self, facts: Facts) -> S:
         """Start with the warm-up; without one it is over."""
-        return replace(
-            super().begin(facts),
-            warmed_up_after=None if self.params.statistics_warm_up else 0,
-        )
+        over_since = None if self.params.statistics_warm_up else 0
+        return replace(super().begin(facts), warmed_up_after=over_since)
 
     def phase(self, state: S, number: int) -> str:
         """Return "warm-up" as long as it lasts: these rounds train with the batches'
         statistics.
         """
-        return (
-            "warm-up"
-            if state.warmed_up_after is None or number <= state.warmed_up_after
-            else ""
-        )
+        if state.warmed_up_after is None or number <= state.warmed_up_after:
+            return "warm-up"
+        return ""
 
     def pooled(
         self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
@@ -344,74 +337,36 @@ class PooledStatisticsMethod(Method[P, S]):
         """Return the model with statistics moved towards the pooled ones, and the state
         after the round.
         """
-        share = (
-            1.0 if self.phase(state, facts.number) else self.params.statistics_momentum
-        )
-        sent = [
-            decode_moments(reply.extras.get(BN_MOMENTS, {}), facts.before, facts.parts)
-            for reply in replies
-        ]
-        statistics = pooled_statistics(facts.parts, sent, replies.weights, self.pool)
-        for name, new in statistics.items():
+        sent = _moments(facts, replies)
+        pooled = pooled_statistics(facts.parts, sent, replies.weights, self.pool)
+        # S <- (1 - mu) S + mu (m, v); in the warm-up (m, v) replaces S.
+        mu = self.params.statistics_momentum
+        if self.phase(state, facts.number) == "warm-up":
+            mu = 1.0
+        for name, new in pooled.items():
             old = facts.before[name]
-            model[name] = ((1 - share) * old.astype(np.float64) + share * new).astype(
-                old.dtype
-            )
-        _warn_of_missing(
-            facts, sent, pooled=bool(statistics), first=not state.num_pooled
-        )
-        num_pooled = state.num_pooled + bool(statistics)
-        ends = (
-            state.warmed_up_after is None
-            and num_pooled >= self.params.statistics_warm_up
-        )
-        after = facts.number if ends else state.warmed_up_after
+            moved = (1 - mu) * old.astype(np.float64) + mu * new
+            model[name] = moved.astype(old.dtype)
+        # Only rounds with statistics count for the warm-up: after it BN normalises with
+        # them, and those of a new model are no normalisation.
+        num_pooled = state.num_pooled + bool(pooled)
+        after = state.warmed_up_after
+        if after is None and num_pooled >= self.params.statistics_warm_up:
+            after = facts.number
         return model, replace(state, num_pooled=num_pooled, warmed_up_after=after)
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Warn of a warm-up as long as the run."""
-        rounds = self.params.statistics_warm_up
-        if rounds >= run.num_rounds:
-            yield Problem(
-                "long-warm-up",
-                f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of"
-                f" {run.num_rounds} rounds, so BN never trains with global statistics."
-                " Use a shorter warm-up or more rounds.",
-                "warn",
-            )
-
-    def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Name, after the warm-up, statistics that are far from those of the batches."""
-        if self.phase(state, number):
-            return known
-        cause = (
-            "Likely cause: the global statistics are those of earlier weights and far"
-            " from the batches', so BN does not keep the activations small. What helped"
-            " in small runs: a fifth of the learning-rate."
-        )
-        return [cause, *known[1:]]
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
-def _warn_of_missing(
-    facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: bool, first: bool
-) -> None:
-    """Warn of layers without moments, in the first round with some, and of replies
-    without moments.
-    """
-    if pooled and first:
-        warn_of_unmeasured(facts.number, facts.parts, sent)
-    if without := sum(not moments for moments in sent):
-        logger.warning(
-            "round %d: %d of %d replies have no moments of BatchNorm's inputs; %s",
-            facts.number,
-            without,
-            len(sent),
-            (
-                "the statistics are of the others"
-                if pooled
-                else "the statistics stay as they are"
-            ),
-        )
+def _moments(facts: Facts, replies: Sequence[Reply]) -> list[dict[str, Moments]]:
+    """Return what each client sent, by layer."""
+    found = []
+    for reply in replies:
+        record = reply.extras.get(BN_MOMENTS, {})
+        found.append(decode_moments(record, facts.before, facts.parts))
+    return found
 
 
 class FBNMethod(PooledStatisticsMethod[FBNParams]):
@@ -445,28 +400,16 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         """Ask the clients for the moments, by steps or by a pass, and say how BN
         normalises.
         """
-        hook = (
-            "global-statistics"
-            if self.params.fbn_measure == "steps"
-            else "surveyed-statistics"
-        )
-        warms_up = bool(self.phase(state, facts.number))
+        warms_up = self.phase(state, facts.number) == "warm-up"
+        hook = "surveyed-statistics"
+        if self.params.fbn_measure == "steps":
+            hook = "global-statistics"
         return [Ask(hook, {WARM_UP: warms_up})]
 
     def aggregate(
         self, state: Pooled, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Pooled]:
-        """Pool; say when a trimmed mean leaves nobody out."""
-        share = trimmed_share(self.params.statistics_aggregation)
-        if share and not share_of(share, len(replies)):
-            logger.warning(
-                "round %d: trimmed-mean:%s of %d clients leaves nobody out; the"
-                " statistics are a mean with equal weights, and a false one counts in"
-                " full",
-                facts.number,
-                share,
-                len(replies),
-            )
+        """Pool."""
         return self.pooled(state, facts, replies, model)
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
@@ -476,14 +419,9 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
             return trimmed(moments, share)
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)
 
-    def advice(self, state: Pooled, number: int, known: list[str]) -> list[str]:
-        """Add, after the warm-up, the measure by steps, whose statistics belong to
-        later weights.
-        """
-        advice = super().advice(state, number, known)
-        if self.phase(state, number) or self.params.fbn_measure == "steps":
-            return advice
-        return [advice[0], "fbn-measure=steps helped, too.", *advice[1:]]
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return FBN_PROBLEMS
 
 
 class FBN(Strategy):
@@ -529,3 +467,92 @@ class FBN(Strategy):
             statistics_aggregation=statistics_aggregation,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+def _without_moments(method: Any, seen: Any) -> str:
+    """Say how many replies have no moments, and what that does."""
+    without = sum(not reply.extras.get(BN_MOMENTS) for reply in seen.replies)
+    if not without:
+        return ""
+    what = "the statistics are of the others"
+    if without == len(seen.replies):
+        what = "the statistics stay as they are"
+    return (
+        f"{without} of {len(seen.replies)} replies have no moments of BatchNorm's"
+        f" inputs; {what}"
+    )
+
+
+def _unmeasured(method: Any, seen: Any) -> str:
+    """Name, in the first round with statistics, the layers without."""
+    if seen.state.num_pooled:
+        return ""
+    return unmeasured(seen.facts.parts, _moments(seen.facts, seen.replies))
+
+
+def _trims_nobody(method: Any, seen: Any) -> str:
+    """Return the share of a trimmed mean that leaves out none of so many clients."""
+    share, count = (
+        trimmed_share(method.params.statistics_aggregation),
+        len(seen.replies),
+    )
+    if not share or share_of(share, count):
+        return ""
+    return f"{share} of {count} clients"
+
+
+PROBLEMS = (
+    Problem(
+        "long-warm-up",
+        "{method.name}: statistics-warm-up={params.statistics_warm_up} lasts as long as"
+        " the run of {run.num_rounds} rounds, so BN never trains with global"
+        " statistics. Use a shorter warm-up or more rounds.",
+        "warn",
+        when=lambda method, run: method.params.statistics_warm_up >= run.num_rounds,
+    ),
+    Problem(
+        "unmeasured-layers",
+        "round {round.number}: {found}",
+        "warn",
+        at="replies",
+        when=_unmeasured,
+    ),
+    Problem(
+        "without-moments",
+        "round {round.number}: {found}",
+        "warn",
+        at="replies",
+        when=_without_moments,
+    ),
+    Problem(
+        "lagging-statistics",
+        "Likely cause: the global statistics are those of earlier weights and far from"
+        " the batches', so BN does not keep the activations small. What helped in small"
+        " runs: a fifth of the learning-rate.",
+        "cause",
+        at="diverged",
+        when=lambda method, seen: not method.phase(seen.state, seen.number),
+    ),
+)
+FBN_PROBLEMS = (
+    *PROBLEMS,
+    Problem(
+        "trims-nobody",
+        "round {round.number}: trimmed-mean:{found} leaves nobody out; the statistics"
+        " are a mean with equal weights, and a false one counts in full",
+        "warn",
+        at="replies",
+        when=_trims_nobody,
+    ),
+    Problem(
+        "statistics-of-a-pass",
+        "fbn-measure=steps helped, too.",
+        "remedy",
+        at="diverged",
+        when=lambda method, seen: (
+            method.params.fbn_measure == "pass"
+            and not method.phase(seen.state, seen.number)
+        ),
+    ),
+)

@@ -50,7 +50,7 @@ Equal losses give the plain mean.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -58,11 +58,11 @@ import numpy as np
 from torch import nn
 
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies, RunSettings
+from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
 from fedbn_flwr.server.methods.method_params import FedBSParams
 from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
-from fedbn_flwr.strategies.fedprox import FedProxMethod
+from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["FedBS", "FedBSMethod", "FedBSState", "ReportValidationLoss"]
@@ -161,25 +161,9 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         )
         return model, FedBSState(facts.number, agreed)
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Warn of a phase 2 that the run is too short for."""
-        rounds = self.params.fedbs_rounds
-        if rounds >= run.num_rounds:
-            yield Problem(
-                "no-second-phase",
-                f"fedbs: phase 2 begins after fedbs-rounds={rounds} rounds at the"
-                f" earliest, and the run has {run.num_rounds}: it never begins, unless"
-                " a resumed run goes on. Use a smaller fedbs-rounds.",
-                "warn",
-            )
-
-    def advice(self, state: FedBSState, number: int, known: list[str]) -> list[str]:
-        """Add mu in phase 2."""
-        return (
-            known
-            if self.phase(state, number) == "loss-weighted"
-            else super().advice(state, number, known)
-        )
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
 class FedBS(Strategy):
@@ -228,3 +212,22 @@ class FedBS(Strategy):
             proximal_mu=proximal_mu,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+PROBLEMS = (
+    Problem(
+        "no-second-phase",
+        "fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the"
+        " earliest, and the run has {run.num_rounds}: it never begins, unless a resumed"
+        " run goes on. Use a smaller fedbs-rounds.",
+        "warn",
+        when=lambda method, run: method.params.fedbs_rounds >= run.num_rounds,
+    ),
+    LARGE_MU._replace(
+        when=lambda method, seen: (
+            method.params.proximal_mu
+            and method.phase(seen.state, seen.number) == "proximal"
+        ),
+    ),
+)

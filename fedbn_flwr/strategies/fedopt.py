@@ -62,7 +62,7 @@ from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.server.methods.method import Facts, Method, Replies
+from fedbn_flwr.server.methods.method import Facts, Method, Problem, Replies
 from fedbn_flwr.server.methods.method_params import (
     AdaptiveParams,
     FedAdagradParams,
@@ -152,19 +152,9 @@ class ServerStep(Method[P, ServerMoments]):
             model[name] = (x + step).astype(mean.dtype)
         return model, ServerMoments(moments)
 
-    def advice(self, state: ServerMoments, number: int, known: list[str]) -> list[str]:
-        """Add the server's learning rate."""
-        rate, default = (
-            getattr(self.params, self.server_rate),
-            type(self.params).model_fields[self.server_rate].default,
-        )
-        given = f"server-learning-rate={rate:g}"
-        remedy = (
-            f"{given}. In small runs its default, {default:g}, helped."
-            if rate > default
-            else f"lower {given}."
-        )
-        return [*known, f"Or the server's steps are too large: {remedy}"]
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)
@@ -389,3 +379,25 @@ class FedYogi(Strategy):
             tau=tau,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+def _server_rate(method: Any, seen: Any) -> str:
+    """Return what to do about the server's learning rate."""
+    rate = getattr(method.params, method.server_rate)
+    default = type(method.params).model_fields[method.server_rate].default
+    given = f"server-learning-rate={rate:g}"
+    if rate > default:
+        return f"{given}. In small runs its default, {default:g}, helped."
+    return f"lower {given}."
+
+
+PROBLEMS = (
+    Problem(
+        "large-server-steps",
+        "Or the server's steps are too large: {found}",
+        "remedy",
+        at="diverged",
+        when=_server_rate,
+    ),
+)

@@ -35,6 +35,7 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Role
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Role
 from fedbn_flwr.server.methods.method_params import FedProxParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
@@ -105,18 +106,9 @@ class FedProxMethod(Method[P, S]):
             return []
         return [Ask("proximal", {PROXIMAL_MU: self.params.proximal_mu})]
 
-    def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Add mu: a step on the proximal term alone overshoots if the learning rate
-        times mu is above 2.
-        """
-        mu = self.params.proximal_mu
-        if mu == 0:
-            return known
-        too_large = (
-            f"With proximal-mu={mu:g} a learning-rate above 2 / proximal-mu diverges by"
-            " the proximal term alone: lower one of them."
-        )
-        return [*known, too_large]
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return (LARGE_MU,)
 
 
 class FedProx(Strategy):
@@ -153,3 +145,15 @@ class FedProx(Strategy):
             proximal_mu=proximal_mu,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+# A step on the proximal term alone overshoots if the learning rate times mu is above 2.
+LARGE_MU = Problem(
+    "large-mu",
+    "With proximal-mu={params.proximal_mu:g} a learning-rate above 2 / proximal-mu"
+    " diverges by the proximal term alone: lower one of them.",
+    "remedy",
+    at="diverged",
+    when=lambda method, seen: method.params.proximal_mu > 0,
+)

@@ -83,7 +83,7 @@ $\sum_i p_i F_i$.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Literal, Unpack
 
@@ -104,7 +104,6 @@ from fedbn_flwr.server.methods.method import (
     Method,
     Problem,
     Role,
-    RunSettings,
 )
 from fedbn_flwr.server.methods.method_params import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
@@ -112,7 +111,7 @@ from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step import LinkSettings
-from fedbn_flwr.transport.transports import TRANSPORTS, connect
+from fedbn_flwr.transport.transports import connect
 
 __all__ = ["FedTAN", "FedTANMethod", "SynchroniseFirstStep"]
 
@@ -228,21 +227,9 @@ class FedTANMethod(Method[FedTANParams]):
         config = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
         return [Ask("synchronise-first-step", config)]
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse batch renormalisation; name the settings of the channel if the
-        exchanges do not use it.
-        """
-        if run.norm == "batch-renorm":
-            text = (
-                f"{self.name} synchronises BatchNorm; norm=batch-renorm corrects it"
-                " locally"
-            )
-            yield Problem("batch-renorm", text)
-        if not TRANSPORTS[self.params.fedtan_transport].has_port:
-            for key in ("fedtan_bind", "fedtan_address", "fedtan_tls_dir"):
-                yield Problem(
-                    "no-channel", "it is for fedtan-transport=channel", "unused", key
-                )
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
 class FedTAN(Strategy):
@@ -290,3 +277,23 @@ class FedTAN(Strategy):
             fedtan_tls_dir=fedtan_tls_dir,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+PROBLEMS = (
+    Problem(
+        "batch-renorm",
+        "{method.name} synchronises BatchNorm; norm=batch-renorm corrects it locally",
+        when=lambda method, run: run.norm == "batch-renorm",
+    ),
+    *(
+        Problem(
+            "no-channel",
+            "it is for fedtan-transport=channel",
+            "unused",
+            key,
+            when=lambda method, run: method.params.fedtan_transport != "channel",
+        )
+        for key in ("fedtan_bind", "fedtan_address", "fedtan_tls_dir")
+    ),
+)

@@ -36,15 +36,16 @@ FedTAN's in rounds $1 \dots M$, FixBN's after $T^* = M$.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Literal, Unpack
 
-from fedbn_flwr.server.methods.method import Ask, Facts, Problem, RunSettings
-from fedbn_flwr.server.methods.method_params import At, FedTAN2Params
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.server.methods.method import Ask, Facts, Problem
+from fedbn_flwr.server.methods.method_params import FedTAN2Params
 from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod
-from fedbn_flwr.strategies.fixbn import FreezePlan, FreezingMethod, Frozen
+from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 
 __all__ = [
     "FedTAN2",
@@ -52,23 +53,24 @@ __all__ = [
 ]
 
 
-class FedTAN2Method(FreezingMethod[FedTAN2Params]):
+class FedTAN2Method(FixBNMethod):
     """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""
 
     name = "fedtan2"
     summary_line = "FedTAN for M rounds, then FedAvg with BN statistics frozen"
     source = "Wang 2023, arXiv:2301.02982, 5.4"
-    role = "client-hooks"
     Params = FedTAN2Params
-    client_hooks = {**FreezingMethod.client_hooks, **FedTANMethod.client_hooks}
+    key = "fedtan-rounds"
+    client_hooks = {**FixBNMethod.client_hooks, **FedTANMethod.client_hooks}
 
     def __init__(self, params: FedTAN2Params) -> None:
         super().__init__(params)
         self._fedtan = FedTANMethod(params)
 
-    def plan(self) -> FreezePlan:
-        """Return M; gamma and beta are not frozen."""
-        return FreezePlan("fedtan-rounds", self.params.fedtan_rounds, TRACKED)
+    @property
+    def parts(self) -> frozenset[Part]:
+        """The statistics; gamma and beta learn to the end."""
+        return TRACKED
 
     def first_phase(self) -> Travels:
         """Return FedTAN's."""
@@ -76,16 +78,14 @@ class FedTAN2Method(FreezingMethod[FedTAN2Params]):
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask for FedTAN's step in the first M rounds, and for what FixBN asks."""
-        first = self.phase(state, facts.number) != "frozen"
-        return [
-            *(self._fedtan.on_clients(None, facts) if first else []),
-            *super().on_clients(state, facts),
-        ]
+        asks = super().on_clients(state, facts)
+        if self.phase(state, facts.number) != "frozen":
+            asks = [*self._fedtan.on_clients(None, facts), *asks]
+        return asks
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Yield the problems of both."""
-        yield from self._fedtan.problems(run)
-        yield from super().problems(run)
+    def table(self) -> Sequence[Problem]:
+        """Return the rows of both."""
+        return (*self._fedtan.table(), *super().table())
 
 
 class FedTAN2(Strategy):
@@ -106,7 +106,7 @@ class FedTAN2(Strategy):
         train_metrics_aggr_fn: AggregateMetrics | None = None,
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
-        fedtan_rounds: At = 0.1,
+        fedtan_rounds: int | float | str = 0.1,
         freeze_window: int = 100,
         freeze_tau: float = 2e-3,
         fedtan_exchanges: Literal["3L+1", "2L+1"] = "3L+1",

@@ -47,10 +47,10 @@ None known. The learnable gain per channel of Brock et al. is an option:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-from fedbn_flwr.server.methods.method import Method, Problem, RunSettings
+from fedbn_flwr.server.methods.method import Method, Problem
 from fedbn_flwr.server.methods.method_params import FedWonParams
 from fedbn_flwr.server.strategy import AggregateMetrics, Strategy
 
@@ -69,49 +69,9 @@ class FedWonMethod(Method[FedWonParams]):
     alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
     Params = FedWonParams
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse a model with another norm, and one without filters of more than one
-        weight to standardise.
-        """
-        if run.norm != "wsconv":
-            text = (
-                f"strategy=fedwon trains without normalisation: norm={run.norm} must be"
-                " wsconv"
-            )
-            yield Problem("fedwon-norm", text)
-        if run.parts is None:
-            return
-        if run.parts.layers:
-            text = f"{self.title} trains without normalisation"
-            remedy = (
-                "a model without them: model, report = replace_norm(model, 'wsconv')"
-            )
-            yield Problem(
-                "fedwon-has-batchnorm",
-                text,
-                "model",
-                has=run.parts.named_layers(),
-                remedy=remedy,
-            )
-        if not any(
-            len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in run.shapes.values()
-        ):
-            text = f"{self.title} standardises the weights of convolutions"
-            remedy = "FedAvg, or a model with convolutions"
-            yield Problem(
-                "fedwon-no-convolution", text, "model", has="none", remedy=remedy
-            )
-
-    def advice(self, state: None, number: int, known: list[str]) -> list[str]:
-        """Name gradient clipping, which takes the place of the normalisation."""
-        agc = self.params.agc
-        clipping = "" if 0 < agc <= 0.1 else "agc=0.1, or "
-        cause = (
-            "Likely cause: without normalisation the training steps are too large;"
-            f" agc={agc:g}. What helped in small runs: {clipping}a tenth of the"
-            " learning-rate."
-        )
-        return [cause, *known[1:]]
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
 class FedWon(Strategy):
@@ -150,3 +110,52 @@ class FedWon(Strategy):
             agc=agc,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+def _has_filters(run: Any) -> bool:
+    """Return whether the model has filters of more than one weight to standardise."""
+    shapes = run.shapes.values()
+    return any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in shapes)
+
+
+def _what_helped(method: Any, seen: Any) -> str:
+    """Return the remedies; clipping is one where it is off or weak."""
+    if 0 < method.params.agc <= 0.1:
+        return "a tenth of the learning-rate"
+    return "agc=0.1, or a tenth of the learning-rate"
+
+
+PROBLEMS = (
+    Problem(
+        "fedwon-norm",
+        "strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv",
+        when=lambda method, run: run.norm not in ("", "wsconv"),
+    ),
+    Problem(
+        "fedwon-has-batchnorm",
+        "{method.title} trains without normalisation",
+        "model",
+        has="{found}",
+        remedy="a model without them: model, report = replace_norm(model, 'wsconv')",
+        when=lambda method, run: (
+            run.parts and run.parts.layers and run.parts.named_layers()
+        ),
+    ),
+    Problem(
+        "fedwon-no-convolution",
+        "{method.title} standardises the weights of convolutions",
+        "model",
+        has="none",
+        remedy="FedAvg, or a model with convolutions",
+        when=lambda method, run: run.parts and not _has_filters(run),
+    ),
+    Problem(
+        "large-steps-without-norm",
+        "Likely cause: without normalisation the training steps are too large;"
+        " agc={params.agc:g}. What helped in small runs: {found}.",
+        "cause",
+        at="diverged",
+        when=_what_helped,
+    ),
+)

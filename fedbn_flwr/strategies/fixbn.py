@@ -70,31 +70,20 @@ round is one centralized step with frozen BN.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import TypeVar, Unpack
 
-from fedbn_flwr.batchnorm.averaging import to_shares
-from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.methods.method import (
-    Ask,
-    Facts,
-    Method,
-    Problem,
-    Replies,
-    RunSettings,
-)
-from fedbn_flwr.server.methods.method_params import At, FixBNParams, WindowParams
-from fedbn_flwr.server.methods.travels import TRACKED, Beside, PartSet, Travels
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies, Role
+from fedbn_flwr.server.methods.method_params import FixBNParams
+from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Beside, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
@@ -105,12 +94,9 @@ __all__ = [
     "FixBN",
     "FixBNMethod",
     "FreezeBN",
-    "FreezePlan",
-    "FreezingMethod",
     "Frozen",
     "ReportDrift",
-    "freeze_plan",
-    "freeze_round",
+    "freezing_method",
 ]
 
 logger = logging.getLogger("flwr")
@@ -121,13 +107,7 @@ FREEZE_AFFINE = Key(
 )
 
 
-def freeze_round(at: At, num_rounds: int) -> int | None:
-    """Return T*: an int unchanged, a fraction as floor(f R), None for "auto"."""
-    if isinstance(at, str):
-        return None
-    return share_of(at, num_rounds) if isinstance(at, float) else at
-
-
+# --- the clients ----------------------------------------------------------------------
 class FreezeBN(ClientHook):
     """Client half after T*: BN stays in eval mode, also after ``model.train()``;
     ``affine`` freezes gamma and beta.
@@ -145,20 +125,18 @@ class FreezeBN(ClientHook):
             NormLayerError: TorchScript holds a layer.
         """
         refuse_scripted(model, "frozen BatchNorm")
-        layers = [
-            module for module in model.modules() if isinstance(module, _BatchNorm)
-        ]
+        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
         self._undo = [hold_eval(layer) for layer in layers]
-        if self.affine:
-            # also of parametrizations, which are modules of their own
-            affine = frozenset(split_state(model).affine)
-            # gamma may be tied to a parameter named before it
-            named = model.named_parameters(remove_duplicate=False)
-            own = [p for layer in layers for p in layer.parameters(recurse=False)]
-            frozen = dict.fromkeys([*own, *(p for name, p in named if name in affine)])
-            self._learning = [p for p in frozen if p.requires_grad]
-            for parameter in self._learning:
+        if not self.affine:
+            return
+        own = {p for layer in layers for p in layer.parameters(recurse=False)}
+        # A parametrized gamma is in a module of its own, below the layer.
+        affine = frozenset(split_state(model).affine)
+        # Duplicates, too: gamma may be tied to a parameter that is named before it.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if (parameter in own or name in affine) and parameter.requires_grad:
                 parameter.requires_grad_(False)
+                self._learning.append(parameter)
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Restore the layers' modes and unfreeze their parameters."""
@@ -169,7 +147,6 @@ class FreezeBN(ClientHook):
         return {}
 
 
-# --- the automatic round --------------------------------------------------------------
 class ReportDrift(ClientHook):
     """Client half of the automatic T*: delta_m = ||statistics after - received||_1 /
     number of entries.
@@ -187,48 +164,28 @@ class ReportDrift(ClientHook):
             NormLayerError: TorchScript holds a layer.
         """
         refuse_scripted(model, "the change of the statistics")
-        self._received = [s.clone() for s in _statistics(model)]
+        self._received = [statistic.clone() for statistic in _statistics(model)]
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Return delta_m, in float64."""
-        pairs = list(zip(_statistics(model), self._received, strict=True))
-        if not pairs:
+        if not self._received:
             return {}
-        drift = torch.stack(
-            [(now.double() - before.double()).abs().sum() for now, before in pairs]
-        ).sum()
-        return {DELTA: float(drift) / sum(s.numel() for s in self._received)}
+        distances = []
+        for now, before in zip(_statistics(model), self._received, strict=True):
+            distances.append((now.double() - before.double()).abs().sum())
+        entries = sum(statistic.numel() for statistic in self._received)
+        return {DELTA: float(torch.stack(distances).sum()) / entries}
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    statistics = [
-        s for layer in layers for s in (layer.running_mean, layer.running_var)
-    ]
-    return [s for s in statistics if s is not None]
+    found = []
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            found += [layer.running_mean, layer.running_var]
+    return [statistic for statistic in found if statistic is not None]
 
 
-def _is_steady(series: Sequence[float], window: int, tau: float) -> bool:
-    """Return whether the last ``window`` values, if there are as many, have a
-    population variance below ``tau``.
-    """
-    return len(series) >= window and float(np.var(series[-window:])) < tau
-
-
-# --- freezing -------------------------------------------------------------------------
-W = TypeVar("W", bound=WindowParams, default=WindowParams)
-
-
-class FreezePlan(NamedTuple):
-    """When and what a method freezes: the config key of the round, its value, and the
-    parts.
-    """
-
-    key: str
-    at: At
-    parts: PartSet
-
-
+# --- the server -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Frozen:
     """The state of a method that freezes.
@@ -244,93 +201,86 @@ class Frozen:
     deltas: Sequence[float] = ()
 
 
-class FreezingMethod(Method[W, Frozen]):
-    """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or
-    an automatic round.
+class FixBNMethod(Method[Any, Frozen]):
+    """FedAvg that freezes the BN statistics after round T* (``frozen_after``).
+
+    FedTAN-II freezes as well, after other rounds and by another key.
+
+    Attributes:
+        key: the config key of T*.
     """
 
+    name = "fixbn"
+    role: ClassVar[Role] = "client-hooks"
+    summary_line = "BN statistics frozen mid-way, after round T*"
+    source = "Zhong 2023, arXiv:2303.06530"
+    Params: ClassVar[type[Any]] = FixBNParams
     State = Frozen
+    key: ClassVar[str] = "freeze-at"
     client_hooks = {
         "freeze-bn": lambda context: FreezeBN(bool(context.config[FREEZE_AFFINE])),
         "report-drift": lambda context: ReportDrift(),
     }
 
-    @abstractmethod
-    def plan(self) -> FreezePlan:
-        """Return when and what the method freezes."""
+    @property
+    def at(self) -> int | float | str:
+        """T* as it is set: a round, a fraction of all rounds, or "auto"."""
+        value: int | float | str = getattr(self.params, self.key.replace("-", "_"))
+        return value
 
-    @abstractmethod
+    @property
+    def parts(self) -> frozenset[Any]:
+        """The parts that are frozen."""
+        return BATCHNORM if self.params.freeze_affine else TRACKED
+
     def first_phase(self) -> Travels:
         """Return what travels before BN is frozen, beside what an automatic round
-        follows.
+        follows: FedAvg's.
         """
+        return Travels("train")
+
+    def freezes_after(self, num_rounds: int) -> int | None:
+        """Return T*, of a fraction f floor(f R); None = found out in the run."""
+        if isinstance(self.at, str):
+            return None
+        return share_of(self.at, num_rounds) if isinstance(self.at, float) else self.at
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return two phases: before and after the freeze."""
-        plan, first = self.plan(), self.first_phase()
-        if plan.at == "auto":
-            why = f"{plan.key}=auto follows delta_m of each client; use a fixed round"
+        first = self.first_phase()
+        if self.at == "auto":
+            why = f"{self.key}=auto follows delta_m of each client; use a fixed round"
             delta = Beside(DELTA, "scalar", why, read="mean", required=True)
-            first = replace(
-                first, beside=(delta,), needs=(frozenset({Part.STATISTICS}),)
-            )
-        last = None if num_rounds is None else freeze_round(plan.at, num_rounds)
-        return replace(first, last=last), Travels("frozen", held=plan.parts)
+            first = replace(first, beside=(delta,))
+        last = None if num_rounds is None else self.freezes_after(num_rounds)
+        return replace(first, last=last), Travels("frozen", held=self.parts)
 
     def begin(self, facts: Facts) -> Frozen:
-        """Set the round if it is known; check the window against the number of rounds."""
-        plan, window = self.plan(), self.params.freeze_window
-        if plan.at == "auto":
-            if facts.num_rounds and window >= facts.num_rounds:
-                raise ConfigError(
-                    f"freeze_window={window} must be below the number of rounds,"
-                    f" {facts.num_rounds}, where the round to freeze after is 'auto'."
-                    " Use a smaller window, more rounds, or a fixed round."
-                )
-            return Frozen()
-        key = f"{plan.key.replace('-', '_')}={plan.at}"
-        rounds = facts.total_rounds(key) if isinstance(plan.at, float) else 0
-        return Frozen(freeze_round(plan.at, rounds))
+        """Set the round if it is known."""
+        rounds = 0
+        # A fraction needs R, which Flower's own loops do not say.
+        if isinstance(self.at, float):
+            rounds = facts.total_rounds(f"{self.key.replace('-', '_')}={self.at}")
+        return Frozen(self.freezes_after(rounds))
 
     def phase(self, state: Frozen, number: int) -> str:
         """Return "frozen" after the freeze."""
-        frozen = state.frozen_after is not None and number > state.frozen_after
-        return "frozen" if frozen else self.first_phase().phase
+        if state.frozen_after is not None and number > state.frozen_after:
+            return "frozen"
+        return self.first_phase().phase
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask the clients to freeze BN, or to report delta_m while an automatic round
         is not known.
-
-        Raises:
-            NothingTrainedError: after T* all global statistics are still those of new
-                layers.
         """
         if self.phase(state, facts.number) == "frozen":
-            if state.frozen_after and facts.number == state.frozen_after + 1:
-                self._refuse_initial(state.frozen_after, facts)
-            parts = self.plan().parts
-            # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) follows
-            # it.
-            config: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
-            # the frozen entries of the reply show it
+            # FROZEN is for the learning rate (lr-decay-at=freeze), not for the hook.
+            config = {FREEZE_AFFINE: self.parts == BATCHNORM, FROZEN: True}
+            # Its entries, as they were sent, show that a reply froze BN.
             return [Ask("freeze-bn", config, shown=True)]
-        return [Ask("report-drift")] if state.frozen_after is None else []
-
-    def _refuse_initial(self, last: int, facts: Facts) -> None:
-        held = frozenset(facts.held)
-        pairs = [pair for pair in facts.parts.moments() if held.issuperset(pair)]
-        if pairs and all(
-            (facts.before[mean] == 0).all() and (facts.before[var] == 1).all()
-            for mean, var in pairs
-        ):
-            raise NothingTrainedError(
-                f"{self.title} freezes BN after round {last}"
-                f" ({self.plan().key}={self.plan().at}), and no round until then has"
-                " changed a running statistic: BN would be frozen at mean 0 and"
-                " variance 1, as if there were none. If the clients' replies were not"
-                " used, the warnings of these rounds say why; use a later"
-                f" {self.plan().key}, or a trained initial model."
-            )
+        if state.frozen_after is None:
+            return [Ask("report-drift")]
+        return []
 
     def aggregate(
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
@@ -339,90 +289,23 @@ class FreezingMethod(Method[W, Frozen]):
         round is not known.
         """
         if self.phase(state, facts.number) == "frozen":
-            self._warn_of_late(facts, replies)
-            # the server step of another method may have moved them
+            # The server's step of another method may have moved them.
             return facts.hold(model), state
         if state.frozen_after is not None:
             return model, state
-        deltas = [reply.metrics[DELTA] for reply in replies]
-        mean = sum(
-            p * delta
-            for p, delta in zip(to_shares(replies.weights), deltas, strict=True)
-        )
-        means, size = [*state.deltas, mean], self.params.freeze_window
-        if not _is_steady(means, size, self.params.freeze_tau):
+        # B.6: T* is the first round at which the mean of delta_m has become steady,
+        # which is a small variance over the last W rounds.
+        means = [*state.deltas, replies.mean_of(DELTA)]
+        window = means[-self.params.freeze_window :]
+        full = len(window) == self.params.freeze_window
+        if not full or not float(np.var(window)) < self.params.freeze_tau:
             return model, Frozen(None, means)
         logger.info(
             "BN frozen after round %d: variance of delta over %d rounds under tau",
             facts.number,
-            size,
+            len(window),
         )
         return model, Frozen(facts.number, means)
-
-    def _warn_of_late(self, facts: Facts, replies: Replies) -> None:
-        """Name the clients that keep gamma and beta, and trained for the first time
-        after these were frozen.
-        """
-        late = [reply.node.label for reply in replies if reply.info.began]
-        if late and Part.AFFINE in self.plan().parts & facts.travels.local:
-            logger.warning(
-                "round %d: client %s trained for the first time after %s froze gamma"
-                " and beta, which each client keeps: there they have the values of the"
-                " initial model, and stay so. Let every client train before the freeze,"
-                " or leave out freeze-affine.",
-                facts.number,
-                ", ".join(late),
-                self.title,
-            )
-
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse a window as long as the run, and a run that freezes nothing; warn of a
-        round outside of the run.
-        """
-        (key, at, _), rounds = self.plan(), run.num_rounds
-        after = freeze_round(at, rounds)
-        if at != "auto":
-            for name in ("freeze_window", "freeze_tau"):
-                yield Problem("fixed-round", f"it is for {key}=auto", "unused", name)
-        elif self.params.freeze_window >= rounds:
-            text = (
-                f"freeze-window={self.params.freeze_window} must be below"
-                f" num-server-rounds={rounds} for {key}=auto"
-            )
-            yield Problem("long-window", text)
-        if after is not None and after >= rounds:
-            yield Problem(
-                "never-frozen",
-                f"{self.name}: {key}={at} means after round {after}, and the run has"
-                f" {rounds}: BN is never frozen, unless a resumed run goes on. Use a"
-                f" smaller {key} or more rounds.",
-                "warn",
-            )
-        if after == 0:
-            yield Problem(
-                "frozen-from-the-start",
-                f"{self.name}: {key}={at} of {rounds} rounds means after round 0: BN is"
-                " frozen from round 1 at the statistics of the initial model. Use"
-                f" {key} of 1 or more rounds, or a trained initial model.",
-                "warn",
-            )
-
-    def advice(self, state: Frozen, number: int, known: list[str]) -> list[str]:
-        """Name, after the freeze, statistics that are far from those of the batches
-        instead of too large steps.
-        """
-        if self.phase(state, number) != "frozen":
-            return known
-        cause = (
-            "Likely cause: the running statistics, frozen after round"
-            f" T*={state.frozen_after}, are far from those of the batches, so BN no"
-            " longer keeps the activations small. What helped in small runs: a"
-            " learning rate ten times lower from there on (lr-decay-at=freeze, or a"
-            " smaller lr-decay-factor where it is set; in a loop of your own, where"
-            f" the message's config has {FROZEN}), or from the start (learning-rate). A"
-            " later T* alone put the divergence off, but did not prevent it."
-        )
-        return [cause, *known[1:]]
 
     def outcome(self, state: Frozen, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if no round so far had
@@ -431,32 +314,17 @@ class FreezingMethod(Method[W, Frozen]):
         frozen = self.phase(state, num_rounds) == "frozen"
         return {"frozen-after": state.frozen_after if frozen else None}
 
-
-def freeze_plan(methods: Iterable[Method[Any, Any]]) -> FreezePlan | None:
-    """Return when and what one of these methods freezes; None if none does."""
-    return next(
-        (method.plan() for method in methods if isinstance(method, FreezingMethod)),
-        None,
-    )
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
-class FixBNMethod(FreezingMethod[FixBNParams]):
-    """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
-
-    name = "fixbn"
-    role = "client-hooks"
-    summary_line = "BN statistics frozen mid-way, after round T*"
-    source = "Zhong 2023, arXiv:2303.06530"
-    Params = FixBNParams
-
-    def plan(self) -> FreezePlan:
-        """Return T*, and the parts that the settings name."""
-        parts = TRACKED | {Part.AFFINE} if self.params.freeze_affine else TRACKED
-        return FreezePlan("freeze-at", self.params.freeze_at, parts)
-
-    def first_phase(self) -> Travels:
-        """Return FedAvg's."""
-        return Travels("train")
+def freezing_method(methods: Iterable[Method[Any, Any]]) -> FixBNMethod | None:
+    """Return the one of these methods that freezes BN; None if none does."""
+    for method in methods:
+        if isinstance(method, FixBNMethod):
+            return method
+    return None
 
 
 class FixBN(Strategy):
@@ -477,7 +345,7 @@ class FixBN(Strategy):
         train_metrics_aggr_fn: AggregateMetrics | None = None,
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
-        freeze_at: At = 0.5,
+        freeze_at: int | float | str = 0.5,
         freeze_affine: bool = False,
         freeze_window: int = 100,
         freeze_tau: float = 2e-3,
@@ -500,3 +368,106 @@ class FixBN(Strategy):
             freeze_tau=freeze_tau,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+def _untouched(method: Any, seen: Any) -> bool:
+    """Return whether BN is about to be frozen at the statistics of new layers."""
+    last, facts = seen.state.frozen_after, seen.facts
+    # A run that freezes from the start is warned of before it.
+    if not last or seen.number != last + 1:
+        return False
+    held = frozenset(facts.held)
+    pairs = [pair for pair in facts.parts.moments() if held.issuperset(pair)]
+    for mean, var in pairs:
+        if (facts.before[mean] != 0).any() or (facts.before[var] != 1).any():
+            return False
+    return bool(pairs)
+
+
+def _late(method: Any, seen: Any) -> str:
+    """Name the clients that keep gamma and beta, and trained for the first time after
+    these were frozen.
+    """
+    kept = (method.parts - TRACKED) & seen.facts.travels.local
+    if not kept or method.phase(seen.state, seen.number) != "frozen":
+        return ""
+    return ", ".join(reply.node.label for reply in seen.replies if reply.info.began)
+
+
+def _after_the_end(method: Any, run: Any) -> int | None:
+    """Return T* if the run ends with it or before it."""
+    after: int | None = method.freezes_after(run.num_rounds)
+    return after if after is not None and after >= run.num_rounds else None
+
+
+PROBLEMS = (
+    *(
+        Problem(
+            "fixed-round",
+            "it is for {method.key}=auto",
+            "unused",
+            key,
+            when=lambda method, run: method.at != "auto",
+        )
+        for key in ("freeze_window", "freeze_tau")
+    ),
+    Problem(
+        "long-window",
+        "freeze-window={params.freeze_window} must be below"
+        " num-server-rounds={run.num_rounds} for {method.key}=auto",
+        when=lambda method, run: (
+            method.at == "auto" and 0 < run.num_rounds <= method.params.freeze_window
+        ),
+    ),
+    Problem(
+        "never-frozen",
+        "{method.name}: {method.key}={method.at} means after round {found}, and the run"
+        " has {run.num_rounds}: BN is never frozen, unless a resumed run goes on. Use a"
+        " smaller {method.key} or more rounds.",
+        "warn",
+        when=_after_the_end,
+    ),
+    Problem(
+        "frozen-from-the-start",
+        "{method.name}: {method.key}={method.at} of {run.num_rounds} rounds means after"
+        " round 0: BN is frozen from round 1 at the statistics of the initial model."
+        " Use {method.key} of 1 or more rounds, or a trained initial model.",
+        "warn",
+        when=lambda method, run: method.freezes_after(run.num_rounds) == 0,
+    ),
+    Problem(
+        "statistics-untouched",
+        "{method.title} freezes BN after round {round.state.frozen_after}"
+        " ({method.key}={method.at}), and no round until then has changed a running"
+        " statistic: BN would be frozen at mean 0 and variance 1, as if there were"
+        " none. If the clients' replies were not used, the warnings of these rounds say"
+        " why; use a later {method.key}, or a trained initial model.",
+        "nothing-trained",
+        at="sending",
+        when=_untouched,
+    ),
+    Problem(
+        "trained-too-late",
+        "round {round.number}: client {found} trained for the first time after"
+        " {method.title} froze gamma and beta, which each client keeps: there they have"
+        " the values of the initial model, and stay so. Let every client train before"
+        " the freeze, or leave out freeze-affine.",
+        "warn",
+        at="replies",
+        when=_late,
+    ),
+    Problem(
+        "far-statistics",
+        "Likely cause: the running statistics, frozen after round"
+        " T*={round.state.frozen_after}, are far from those of the batches, so BN no"
+        " longer keeps the activations small. What helped in small runs: a learning"
+        " rate ten times lower from there on (lr-decay-at=freeze, or a smaller"
+        " lr-decay-factor where it is set; in a loop of your own, where the message's"
+        f" config has {FROZEN}), or from the start (learning-rate). A later T* alone"
+        " put the divergence off, but did not prevent it.",
+        "cause",
+        at="diverged",
+        when=lambda method, seen: method.phase(seen.state, seen.number) == "frozen",
+    ),
+)

@@ -59,7 +59,7 @@ With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -79,7 +79,6 @@ from fedbn_flwr.server.methods.method import (
     Problem,
     Replies,
     Role,
-    RunSettings,
 )
 from fedbn_flwr.server.methods.method_params import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Beside, Travels
@@ -301,18 +300,9 @@ class ScaffoldMethod(Method[P, S]):
             variates[name] = (variates.get(name, 0.0) + step).astype(dtype)
         return model, replace(state, variates=variates, num_clients=num_clients)
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse momentum and other optimizers."""
-        if run.optimizer != "sgd":
-            yield Problem(
-                "needs-sgd", f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd"
-            )
-        if run.sgd_momentum:
-            yield Problem(
-                "needs-plain-sgd",
-                f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must"
-                " be 0",
-            )
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
 
 
 def _scaled(
@@ -366,3 +356,18 @@ class Scaffold(Strategy):
             server_learning_rate=server_learning_rate,
             **options,
         )
+
+
+# --- what may be wrong ----------------------------------------------------------------
+PROBLEMS = (
+    Problem(
+        "needs-sgd",
+        f"{_NEEDS_SGD}: optimizer={{run.optimizer}} must be sgd",
+        when=lambda method, run: run.optimizer not in ("", "sgd"),
+    ),
+    Problem(
+        "needs-plain-sgd",
+        "scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0",
+        when=lambda method, run: run.sgd_momentum,
+    ),
+)

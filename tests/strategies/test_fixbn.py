@@ -17,7 +17,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
-from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
+from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freezing_method
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -155,7 +155,9 @@ def test_freeze_at_zero_freezes_from_the_start(federate, datasets, mlp) -> None:
     ],
 )
 def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
-    assert freeze_round(at, rounds) == t_star
+    freezing = freezing_method(FixBN(freeze_at=at).methods)
+    assert freezing is not None
+    assert freezing.freezes_after(rounds) == t_star
 
 
 @pytest.mark.parametrize("method", [FixBN, FedTAN2])
@@ -164,7 +166,9 @@ def test_a_window_as_long_as_the_run_is_refused(
 ) -> None:
     auto = {"fedtan_rounds" if method is FedTAN2 else "freeze_at": "auto"}
     for window in (3, 200):
-        with pytest.raises(ConfigError, match=f"freeze_window={window} .* 3, .*'auto'"):
+        with pytest.raises(
+            ConfigError, match=f"freeze-window={window} .*-rounds=3 for .*=auto"
+        ):
             federate(method(**auto, freeze_window=window), mlp, datasets, rounds=3)
     federate(method(**auto, freeze_window=2), mlp, datasets, rounds=3)
 

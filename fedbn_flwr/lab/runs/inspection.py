@@ -23,7 +23,7 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.messages.traffic import Traffic
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.strategies.fixbn import FreezePlan, freeze_plan, freeze_round
+from fedbn_flwr.strategies.fixbn import FixBNMethod, freezing_method
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.modes import kept_modes
 
@@ -142,7 +142,7 @@ def inspect_model(
     if methods.whole.exchanges:
         calls = batchnorm_calls(model, config)
         step = costs.synchronised_step(calls, model)
-    plan = freeze_plan(methods)
+    freezing = freezing_method(methods)
 
     # what a user may not expect
     warnings = []
@@ -161,7 +161,7 @@ def inspect_model(
         counters=costs.elements(floating=False),
         local=methods.local,
         synchronised=tuple(channels for channels, _ in calls),
-        phases=_phases(start, later, step, config.num_server_rounds, plan),
+        phases=_phases(start, later, step, config.num_server_rounds, freezing),
         reestimation=costs.reestimation(),
         plain=costs.one_round(costs.everything, costs.everything),
         warnings=tuple(warnings),
@@ -306,7 +306,7 @@ def _phases(
     later: Traffic,
     exchanges: Traffic | None,
     rounds: int,
-    plan: FreezePlan | None,
+    freezing: FixBNMethod | None,
 ) -> tuple[Phase, ...]:
     """Split the rounds into phases.
 
@@ -316,14 +316,14 @@ def _phases(
         exchanges: traffic of the synchronised step, which each round has until BN is
             frozen; None = no such step.
         rounds: rounds of the run.
-        plan: when and what is frozen; None = BN is never frozen.
+        freezing: the method that freezes BN; None = BN is never frozen.
     """
     # the last round before BN is frozen; None = the run finds it
     last: int | None = rounds
     parts: frozenset[Part] = frozenset()
-    if plan is not None:
-        last = freeze_round(plan.at, rounds)
-        parts = plan.parts
+    if freezing is not None:
+        last = freezing.freezes_after(rounds)
+        parts = freezing.parts
 
     # the rounds after which the traffic changes
     cuts = {0, rounds}
@@ -343,7 +343,7 @@ def _phases(
         elif start != later:
             name = "first" if begin == 0 else "later"
         else:
-            name = "before T*" if plan else "every"
+            name = "before T*" if freezing else "every"
         phases.append(Phase(name, end - begin, traffic))
 
     # a length that the run finds is that of both phases

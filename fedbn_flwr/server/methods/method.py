@@ -23,7 +23,7 @@ The federated mean of two numbers, as a method::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
@@ -53,7 +53,7 @@ __all__ = [
     "Reply",
     "Role",
 ]
-__all__ += ["RunSettings", "Size"]
+__all__ += ["Round", "RunSettings", "Size"]
 
 Size = tuple[int, int]  # bytes of floats, and of others
 
@@ -183,20 +183,24 @@ class Replies(Sequence[Reply]):
         """Return the average of a record beside the model, each entry over the replies
         that have it.
         """
-        sent = [reply.extras.get(key, {}) for reply in self]
+        records = [reply.extras.get(key, {}) for reply in self]
+        names = dict.fromkeys(name for record in records for name in record)
         averaged = {}
-        for name in dict.fromkeys(name for record in sent for name in record):
-            having = [
-                (record[name], w)
-                for record, w in zip(sent, weights, strict=True)
-                if name in record
-            ]
-            arrays, shares = (
-                [array for array, _ in having],
-                to_shares([w for _, w in having]),
-            )
-            averaged[name] = weighted_sum(arrays, shares).astype(arrays[0].dtype)
+        for name in names:
+            arrays, own_weights = [], []
+            for record, weight in zip(records, weights, strict=True):
+                if name in record:
+                    arrays.append(record[name])
+                    own_weights.append(weight)
+            mean = weighted_sum(arrays, to_shares(own_weights))
+            averaged[name] = mean.astype(arrays[0].dtype)
         return averaged
+
+    def mean_of(self, metric: str) -> float:
+        """Return the mean of a metric with the weights p_i."""
+        shares = to_shares(self.weights)
+        values = [reply.metrics[metric] for reply in self]
+        return sum(p * value for p, value in zip(shares, values, strict=True))
 
     def __getitem__(self, index: Any) -> Any:
         """Return a reply, or a tuple of them."""
@@ -209,48 +213,83 @@ class Replies(Sequence[Reply]):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What ``problems`` knows of a run beside the method's ``Params``.
+    """What ``problems`` knows of a run beside the method's ``Params``. The server of a
+    Flower project does not know the clients' training: then a field has its default.
 
     Attributes:
-        num_rounds: R.
-        norm: the normalisation of the model.
-        sgd_momentum: momentum of the clients' SGD.
+        num_rounds: R; 0 = not known.
+        norm: the normalisation of the model; "" = not known.
+        sgd_momentum: momentum of the clients' SGD; None = not known.
         tests: the tests of ``eval-on`` (``tests_in``).
-        optimizer: the clients' optimizer.
+        optimizer: the clients' optimizer; "" = not known.
         parts: the split of the model's state; None = no model is known, and nothing is
             said of it.
         shapes: the shapes of the model's entries.
     """
 
     num_rounds: int
-    norm: str = "batch"
-    sgd_momentum: float = 0.0
+    norm: str = ""
+    sgd_momentum: float | None = None
     tests: tuple[str, ...] = ()
-    optimizer: str = "sgd"
+    optimizer: str = ""
     parts: Parts | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    at: ClassVar[str] = "run"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a row of a method's table sees of a round.
+
+    Attributes:
+        at: "sending" = before its messages, "replies" = before its replies are used,
+            "diverged" = its loss is not finite.
+        number: the round.
+        state: the method's state after the round before; "diverged": after the round.
+        facts: the round; None when it has diverged.
+        replies: the usable replies.
+    """
+
+    at: str
+    number: int
+    state: Any
+    facts: Any = None
+    replies: Sequence[Reply] = ()
 
 
 class Problem(NamedTuple):
     """What is wrong with a method's settings, or what a user may not expect of them.
 
+    As a row of a method's table it has ``when``, and its texts are templates with the
+    names ``method``, ``params``, ``run`` or ``round`` (what ``when`` sees) and
+    ``found`` (what ``when`` returned).
+
     Attributes:
         code: its name, for programs.
         text: a sentence with the names of the config keys; of an unused setting what it
             needs; of a model what needs what.
-        kind: "refuse" = the run is refused, "warn" = a warning, "unused" = the setting
-            has no effect, "model" = the model does not fit.
+        kind: "refuse" = the run is refused, "nothing-trained" = it ends, as no round
+            has changed what it needs, "warn" = a warning, "unused" = the setting has no
+            effect, "model" = the model does not fit. Of a loss that is not finite:
+            "cause" = the likely one, "remedy" = a further one.
         key: the setting, with ``_``.
         has: what the model has; "" = no BatchNorm.
         remedy: which model or method to use.
+        at: when the row is looked at: "run" = before a run, or see ``Round.at``.
+        when: called with the method and a ``RunSettings`` or a ``Round``: whether they
+            have the problem.
     """
 
     code: str
     text: str
-    kind: Literal["refuse", "warn", "unused", "model"] = "refuse"
+    kind: Literal[
+        "refuse", "nothing-trained", "warn", "unused", "model", "cause", "remedy"
+    ] = "refuse"
     key: str = ""
     has: str = ""
     remedy: str = ""
+    at: Literal["run", "sending", "replies", "diverged"] = "run"
+    when: Callable[[Any, Any], object] | None = None
 
 
 class Ask(NamedTuple):
@@ -377,9 +416,32 @@ class Method(Generic[P, S]):
         """
         return model, state
 
+    def table(self) -> Sequence[Problem]:
+        """Return the rows of what may be wrong; they stand at the end of a method's
+        file.
+        """
+        return ()
+
+    def found(self, seen: RunSettings | Round) -> Iterator[Problem]:
+        """Yield the problems of the table that a run, or a round, has."""
+        for row in self.table():
+            if row.when is None or row.at != seen.at:
+                continue
+            found = row.when(self, seen)
+            if not found:
+                continue
+            names = {"method": self, "params": self.params, "found": found}
+            names |= {"run": seen, "round": seen}
+            yield row._replace(
+                text=row.text.format(**names),
+                has=row.has.format(**names),
+                remedy=row.remedy.format(**names),
+                when=None,
+            )
+
     def problems(self, run: RunSettings) -> Iterable[Problem]:
         """Return, or yield, what does not fit, or has no effect, in such a run."""
-        return []
+        return self.found(run)
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
         """Return the likely cause of a loss that is not finite in this round, with
@@ -387,6 +449,11 @@ class Method(Generic[P, S]):
 
         ``known``: what the other methods say.
         """
+        for problem in self.found(Round("diverged", number, state)):
+            if problem.kind == "cause":
+                known = [problem.text, *known[1:]]
+            else:
+                known = [*known, problem.text]
         return known
 
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:

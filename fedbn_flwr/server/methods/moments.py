@@ -4,16 +4,13 @@ needs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 
-__all__ = ["Pool", "by_layer", "pooled_statistics", "warn_of_unmeasured"]
-
-logger = logging.getLogger("flwr")
+__all__ = ["Pool", "by_layer", "pooled_statistics", "unmeasured"]
 
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
 """Returns the moments of a layer of all clients together, given each client's and its
@@ -62,25 +59,20 @@ def pooled_statistics(
     return entries
 
 
-def warn_of_unmeasured(
-    number: int,
-    parts: Parts,
-    sent: Sequence[Mapping[str, Moments]],
-    which: str = _UNTOUCHED,
-) -> None:
-    """Warn of the layers with running statistics of which no client has sent moments,
-    if a client has sent some.
+def unmeasured(
+    parts: Parts, sent: Sequence[Mapping[str, Moments]], which: str = _UNTOUCHED
+) -> str:
+    """Return, in words, the layers with running statistics of which no client has sent
+    moments; "" if there are none, or no client has sent any.
     """
     measured = {path for moments in sent for path in moments}
     tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
-    unmeasured = [path for path in tracking if path not in measured]
-    if measured and unmeasured:
-        logger.warning(
-            "round %d: no reply has moments of the inputs of %s, %s: these layers ran"
-            " under no_grad or not at all. If the training reaches them and the model's"
-            " forward does not, pass forward=f to answer_statistics(...) or"
-            " rules.survey(...), where f(inputs) calls them all.",
-            number,
-            ", ".join(unmeasured),
-            which,
-        )
+    paths = [path for path in tracking if path not in measured]
+    if not measured or not paths:
+        return ""
+    return (
+        f"no reply has moments of the inputs of {', '.join(paths)}, {which}: these"
+        " layers ran under no_grad or not at all. If the training reaches them and the"
+        " model's forward does not, pass forward=f to answer_statistics(...) or"
+        " rules.survey(...), where f(inputs) calls them all."
+    )

@@ -7,7 +7,7 @@ Their settings are fields of ``server.methods.params.Params``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,6 @@ from fedbn_flwr.server.methods.method import (
     Method,
     Problem,
     Replies,
-    RunSettings,
 )
 from fedbn_flwr.server.methods.momentum import (
     MOMENTUM,
@@ -106,20 +105,9 @@ class MomentumScope(Option[Momentum]):
             return model, state
         return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
 
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Refuse optimizers without momentum."""
-        scope = self.params.momentum_scope
-        if run.optimizer != "sgd":
-            yield Problem(
-                "momentum-without-sgd",
-                f"momentum-scope={scope} keeps SGD's momentum, and"
-                f" optimizer={run.optimizer} has none: its moments start at zero in"
-                " each round. Use optimizer=sgd or momentum-scope=none",
-            )
-        elif not run.sgd_momentum:
-            yield Problem(
-                "momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0"
-            )
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return SCOPE_PROBLEMS
 
 
 class ClipGradients(ClientHook):
@@ -231,3 +219,20 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
     PooledVariance,
 )
 """The options, in the order in which they act."""
+
+
+# --- what may be wrong ----------------------------------------------------------------
+SCOPE_PROBLEMS = (
+    Problem(
+        "momentum-without-sgd",
+        "momentum-scope={params.momentum_scope} keeps SGD's momentum, and"
+        " optimizer={run.optimizer} has none: its moments start at zero in each round."
+        " Use optimizer=sgd or momentum-scope=none",
+        when=lambda method, run: run.optimizer not in ("", "sgd"),
+    ),
+    Problem(
+        "momentum-of-zero",
+        "momentum-scope={params.momentum_scope} needs sgd-momentum above 0",
+        when=lambda method, run: run.optimizer in ("", "sgd") and run.sgd_momentum == 0,
+    ),
+)

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
     Problem,
     Replies,
+    Round,
     RunSettings,
 )
 from fedbn_flwr.server.methods.options import OPTIONS
@@ -43,6 +45,8 @@ __all__ = [
     "reads_unsaid",
     "why_not_combined",
 ]
+
+logger = logging.getLogger("flwr")
 
 States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
@@ -160,12 +164,17 @@ class Methods:
         return dataclasses.replace(together(declarations), phase=name)
 
     def on_clients(self, states: States, facts: Facts) -> list[Ask]:
-        """Return the client hooks of a round, in order."""
-        return [
-            ask
-            for method in self._methods
-            for ask in method.on_clients(states[method.name], facts)
-        ]
+        """Return the client hooks of a round, in order.
+
+        Raises:
+            ConfigError, NothingTrainedError: a method cannot do this round.
+        """
+        asks: list[Ask] = []
+        for method in self._methods:
+            state = states[method.name]
+            _report(method.found(Round("sending", facts.number, state, facts)))
+            asks += method.on_clients(state, facts)
+        return asks
 
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
@@ -175,9 +184,9 @@ class Methods:
         """
         after = dict(states)
         for method in self._methods:
-            model, after[method.name] = method.aggregate(
-                after[method.name], facts, replies, model
-            )
+            state = after[method.name]
+            _report(method.found(Round("replies", facts.number, state, facts, replies)))
+            model, after[method.name] = method.aggregate(state, facts, replies, model)
         return model, after
 
     def advice(self, states: States, number: int) -> list[str]:
@@ -320,6 +329,16 @@ class Methods:
                 f" parts that stay with the clients; strategy {self.name!r} has no such"
                 " model. It is for fedbn, silobn and mtfl.",
             )
+
+
+def _report(problems: Iterable[Problem]) -> None:
+    """Log the warnings of a round, and raise what ends the run."""
+    for problem in problems:
+        if problem.kind == "nothing-trained":
+            raise NothingTrainedError(problem.text)
+        if problem.kind == "refuse":
+            raise ConfigError(problem.text)
+        logger.warning("%s", problem.text)
 
 
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:

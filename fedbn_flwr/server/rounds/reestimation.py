@@ -38,7 +38,7 @@ from fedbn_flwr.errors import ClientPartError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
-from fedbn_flwr.server.methods.moments import pooled_statistics, warn_of_unmeasured
+from fedbn_flwr.server.methods.moments import pooled_statistics, unmeasured
 from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
 from fedbn_flwr.server.rounds.replies import (
@@ -115,7 +115,9 @@ def _ask(
             len(good),
         )
     elif not run.statistics_at_start:  # the first time
-        warn_of_unmeasured(report.server_round, run.parts, moments)
+        left_out = unmeasured(run.parts, moments)
+        if left_out:
+            logger.warning("round %d: %s", report.server_round, left_out)
     return {
         name: array.astype(before[name].dtype) for name, array in statistics.items()
     }
