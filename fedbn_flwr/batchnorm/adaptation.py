@@ -43,7 +43,7 @@ in convolutions, as there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, get_args
 
@@ -106,12 +106,12 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
         if mode == "batch":
             closing.enter_context(without_running_statistics(model))
         for path, layer in layers.items():
-            note: Callable[[_BatchNorm, Tensor], None]
             if mode == "batch":
-                note = functools.partial(_refuse_one_value, path)
+                refuse = functools.partial(_refuse_one_value, path)
+                closing.callback(watch_inputs(layer, refuse))
             else:
-                note = _Mixture(layer, closing)
-            closing.callback(watch_inputs(layer, note))
+                mix = _Mixture(layer, closing)
+                closing.callback(watch_inputs(layer, mix))
         yield
 
 

@@ -63,7 +63,7 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
-    """Return sum_i p_i x_i in float64 (complex128 for complex arrays), added in order."""
+    """Return sum_i p_i x_i in float64 (of complex arrays complex128), added in order."""
     total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
     _add_up([[array] for array in arrays], p, [total])
     return total

@@ -68,10 +68,10 @@ def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
     x = random_input(layer, torch.float64)
     output = trial(x)
     mean, var, eps = layer.running_mean, layer.running_var, layer.eps
-    for weight, bias in _choices(near):
-        gamma = trial.get_parameter(weight) if weight else None
-        beta = trial.get_parameter(bias) if bias else None
-        expected = functional.batch_norm(x, mean, var, gamma, beta, False, 0.0, eps)
+    for leaves in _choices(near):
+        affine = {leaf: trial.get_parameter(name) for leaf, name in leaves.items()}
+        gamma, beta = affine.get("weight"), affine.get("bias")
+        expected = functional.batch_norm(x, mean, var, gamma, beta, eps=eps)
         # What the owner does after gamma and beta, an activation say.
         for child in trial.children():
             if child is not layer:
@@ -79,17 +79,17 @@ def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
         if output.shape != expected.shape:
             continue
         if torch.allclose(output, expected, rtol=1e-9, atol=1e-12):
-            leaves = {"weight": weight, "bias": bias}
-            return {leaf: found for leaf, found in leaves.items() if found}
+            return leaves
     return {}
 
 
-def _choices(near: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names that may be gamma and beta; "" = there is none."""
-    yield from permutations(near, 2)
-    for leaf in near:
-        yield leaf, ""
-        yield "", leaf
+def _choices(near: list[str]) -> Iterator[dict[str, str]]:
+    """Yield the names that may be gamma and beta, by leaf."""
+    for weight, bias in permutations(near, 2):
+        yield {"weight": weight, "bias": bias}
+    for name in near:
+        yield {"weight": name}
+        yield {"bias": name}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -72,7 +72,7 @@ class BatchNormLayer:
 
     Attributes:
         path: its path; "" if the model itself is the layer.
-        entries: the names of its entries in the state, by leaf: "weight", "running_var".
+        entries: the names of its entries in the state, by leaf: "weight" say.
     """
 
     path: str
@@ -173,8 +173,9 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
             continue
         for leaf, buffer in buffers.items():
             name = entry_name(path, leaf)
+            floating = buffer.is_floating_point() or buffer.is_complex()
             # A buffer that is not persistent is no entry.
-            if _is_floating(buffer) and name in parts.part_of:
+            if floating and name in parts.part_of:
                 fixed.add(name)
     for layer in parts.layers:
         if modules[layer.path] in in_eval:
@@ -183,10 +184,6 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
                 if _part_of_leaf(leaf) != Part.AFFINE:
                     fixed.add(name)
     return frozenset(fixed)
-
-
-def _is_floating(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
@@ -247,7 +244,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     are AFFINE. What a subclass has beside BatchNorm's own entries is REST.
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
-    paths, modules = list[str](), dict[str, nn.Module]()
+    paths, modules = [], {}
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
@@ -298,7 +295,7 @@ def affine_elsewhere(
     They have one dimension and the layer's channels, and belong to the layer or to the
     module that owns it. Names do not tell whether they are applied to its output.
     """
-    found: dict[str, list[str]] = {}
+    found = {}
     for layer in parts.layers:
         mean = layer.entries.get("running_mean")
         parts_of_layer = map(_part_of_leaf, layer.entries)

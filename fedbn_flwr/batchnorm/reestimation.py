@@ -13,7 +13,7 @@ layers keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +83,13 @@ def moments_of(values: Tensor) -> Moments:
 
 def _moments_of_block(values: Tensor) -> Moments:
     axes, count = other_axes(values), values.numel() // values.shape[1]
-    # A copy in the order of memory, contiguous or channels-last, which is changed below.
+    # A copy, which is changed below, in the same order: contiguous or channels-last.
     wide = values.to(torch.float64, copy=True)
     # One kernel, which on a CPU takes ten times as long as the four below.
     if wide.is_cuda:
         var, mean = torch.var_mean(wide, axes, correction=0)
         return Moments(count, mean, var * count)
-    # Two passes: E[x^2] - E[x]^2 would cancel where the mean is far above the deviation.
+    # Two passes: E[x^2] - E[x]^2 cancels where the mean is far above the deviation.
     mean = wide.mean(axes, keepdim=True)
     m2 = wide.sub_(mean).square_().sum(axes)
     return Moments(count, mean.flatten(), m2)
@@ -352,7 +352,9 @@ def reestimate_statistics(
         # The model's own forward says nothing of layers that ``forward`` alone reaches.
         tried = model if forward is None else None
         batches = _positions(tried, data, batch_size, prepared)
-        with gathered_inputs(watched) as gathered, _not_tracking(watched), seeded(seed):
+        with gathered_inputs(watched) as gathered, ExitStack() as closing:
+            closing.callback(stop_tracking(watched))
+            closing.enter_context(seeded(seed))
             for positions, (inputs, _) in with_positions(data, batches):
                 try:
                     (forward or model)(prepared(inputs))
@@ -421,13 +423,3 @@ def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _not_tracking(layers: Collection[_BatchNorm]) -> Iterator[None]:
-    """Let the layers keep their running statistics in the block."""
-    track_again = stop_tracking(layers)
-    try:
-        yield
-    finally:
-        track_again()

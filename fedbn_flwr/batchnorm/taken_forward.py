@@ -76,7 +76,7 @@ class _Forward:
     """A forward pass in the place of a layer's own.
 
     A copy of the layer, deep or pickled, has its own again. It may be an average of the
-    weights that is made in mid-training: with the replacement it would use the original.
+    weights, made in mid-training: with the replacement it would use the original.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _Forward:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # ``memo`` has the copy if the layer itself is copied, and not this object alone.
+        # ``memo`` has the layer's copy, unless this object alone is copied.
         copied = memo.get(id(self._layer))
         return self if copied is None else _own_forward(copied)
 

@@ -9,7 +9,7 @@ In reading order:
 - ``data_rules``: rules for the clients' data and batches.
 - ``thresholds``: the number behind each rule, with its reason.
 - ``remedies``: what to try for each finding.
-- ``situations``: the table of advice with measured gains, shared with ``docs/choose.md``.
+- ``situations``: the table of advice with measured gains, as in ``docs/choose.md``.
 - ``measured``: all measurements of a diagnosis, which the rules read.
 - ``measuring``: does the measurements in order, and notes those that cannot be done.
 - ``clients``: the clients' examples in memory, and batches of them.

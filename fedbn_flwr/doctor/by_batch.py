@@ -159,7 +159,7 @@ def moments_seen(
 
 
 def pooled(moments: Sequence[Moments]) -> Statistics:
-    """Return the statistics of all batches together: mean and unbiased variance (C,)."""
+    """Return mean and unbiased variance (C,) of all batches together."""
     total = merge(moments)
     return Statistics(total.mean, total.m2 / max(total.count - 1, 1))
 

@@ -80,7 +80,7 @@ class ClientData:
 
 def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
     """Return the classes of all examples; None if one client's are not classes."""
-    known = list[Tensor]()
+    known = []
     for client in clients:
         classes = client.classes
         if classes is None:
@@ -149,7 +149,7 @@ def _read_loader(
         distinct = list(dict.fromkeys(chain(*epoch)))
         loader = _drawn(loader, distinct, max_examples, max(1, largest))
 
-    inputs, targets = list[Tensor](), list[Tensor]()
+    inputs, targets = [], []
     count, first_only = 0, False
     for batch in loader:
         if count >= max_examples:
@@ -212,7 +212,7 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
 def _drawn(
     loader: Any, order: list[int], max_examples: int, size: int
 ) -> DataLoader[Any]:
-    """Return the loader with each index once, and of more than so many some, at random."""
+    """Return the loader with each index once; of too many some are drawn."""
     if len(order) > max_examples:
         places = torch.randperm(len(order))[:max_examples].tolist()
         order = [order[place] for place in places]

@@ -152,7 +152,7 @@ def clients_named(names: Sequence[str]) -> str:
 
 
 def label_skew(m: Measured) -> Finding | None:
-    """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
+    """Classes differ between clients beyond chance, and so do BatchNorm's inputs."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None
@@ -210,7 +210,7 @@ def feature_shift(m: Measured) -> Finding | None:
 
 
 def clients_differ(m: Measured) -> Finding | None:
-    """The inputs of BatchNorm differ between clients, and the targets do not say why."""
+    """BatchNorm's inputs differ between clients, and the targets do not say why."""
     shift = m.shift
     if shift is None or m.skew is not None or not shift.counts:
         return None
@@ -348,7 +348,7 @@ def unmoved_statistics(m: Measured) -> Finding | None:
     evidence = [
         f"{shown_path(path)}: mean 0 and variance 1, as at first, after"
         f" {number_of(count, 'batch', 'batches')}."
-        for path, count in list(m.unmoved.items())[:3]
+        for path, count in [*m.unmoved.items()][:3]
     ]
     tries = remedies.UNMOVED
     still = [path for path in layers if m.momenta.get(path) == 0]

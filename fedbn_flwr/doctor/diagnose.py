@@ -276,7 +276,7 @@ def _of_state(
     training: Training,
     local_keys: Collection[str] | None,
 ) -> Measured:
-    """Return the measurements of the state, and of the model's layers if it is known."""
+    """Return the measurements of the state, and of a model's layers."""
     parts = split_state(state if model is None else model)
     of_batchnorm = {*parts.statistics, *parts.counters}
     layers, checked = {}, [*state]

@@ -90,7 +90,7 @@ class ClassSkew:
 
     @property
     def counts(self) -> bool:
-        """Whether the classes are skewed: beyond chance, and by a tenth of the labels."""
+        """Whether classes are skewed: beyond chance, and by a tenth of the labels."""
         return self.p_value <= CERTAIN and self.mean - self.by_chance >= MIN_SKEW
 
 
@@ -126,7 +126,7 @@ class Shift:
 
     @property
     def counts(self) -> bool:
-        """Whether the clients differ: beyond chance, and by as much as harms BatchNorm."""
+        """Whether the clients differ: beyond chance, and so much that it harms."""
         return self.p_value <= CERTAIN and self.excess >= MIN_SHIFT
 
 
@@ -144,7 +144,7 @@ def groups_of(
     total = sum(map(len, clients))
     size = max(2, math.ceil(total / GROUPS))
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
-    owner = list[int]()
+    owner = []
     with torch.no_grad():
         for k, client in enumerate(clients):
             # A loader may be sorted: neighbours in a group would differ too little.
@@ -176,7 +176,7 @@ def units(
 
 
 def group_means(rows: Tensor, groups: Tensor) -> Tensor:
-    """Return the mean row of each group, given the rows (N, D) and their groups (N,)."""
+    """Return the mean row of each group, given rows (N, D) and their groups (N,)."""
     sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1]))
     sums.index_add_(0, groups, rows)
     sizes = torch.bincount(groups).clamp(min=1)

@@ -80,7 +80,7 @@ class EachClient:
 
     @property
     def worse(self) -> list[int]:
-        """The clients far below the others in accuracy, without a cause that is seen."""
+        """The clients far below the others in accuracy, for no cause that is seen."""
         return [k for k in _large(self.below, MIN_BELOW) if k not in self.apart]
 
     @property

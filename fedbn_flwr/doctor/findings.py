@@ -151,7 +151,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: NaN and infinity as None, floats with six significant digits."""
+    """Return JSON values: floats with six digits, NaN and infinity as None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

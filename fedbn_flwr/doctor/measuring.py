@@ -1,4 +1,4 @@
-"""All measurements of a model on the clients' data, in order: batches, clients, tests."""
+"""All measurements of a model on the clients' data: batches, clients, tests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Measuring:
         measured: Measured,
         own: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        self.lacking = list[str]()
+        self.lacking: list[str] = []
         self._model, self._loss, self._own = model, loss, own
         self._clients, self._tests = clients, tests
         self._generator = torch.Generator().manual_seed(seed)

@@ -6,9 +6,6 @@ same order: when it is no finding, the evidence, what to try, and the finding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
-
 from fedbn_flwr.doctor import data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
@@ -25,14 +22,12 @@ __all__ = [
     "unusable_statistics",
 ]
 
-V = TypeVar("V")
-
 
 def unusable_statistics(m: Measured) -> Finding | None:
     """Values that make every test nonsense: a variance below 0, NaN or infinity."""
     if not m.unusable:
         return None
-    evidence = [f"{name}: {what}." for name, what in _first(m.unusable)]
+    evidence = [f"{name}: {what}." for name, what in [*m.unusable.items()][:3]]
     tries = remedies.UNUSABLE
     if m.diverged:
         # Weights are broken too, so the cause is training, not the server's arithmetic.
@@ -47,12 +42,12 @@ def unusable_statistics(m: Measured) -> Finding | None:
 
 
 def averaged_counters(m: Measured) -> Finding | None:
-    """``num_batches_tracked`` as a float: the counters were averaged with the weights."""
+    """``num_batches_tracked`` as a float: counters were averaged with the weights."""
     if not m.counters:
         return None
     evidence = [
         f"{name} is {what}; an int64 of at least 0 belongs there."
-        for name, what in _first(m.counters)
+        for name, what in [*m.counters.items()][:3]
     ]
     evidence.append(
         f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then"
@@ -155,9 +150,9 @@ def extreme_variance(m: Measured) -> Finding | None:
     if not extreme:
         return None
     evidence = [
-        f"{path}: of {channels} channels {low} have a variance below eps, {high} one"
-        " above 1e8."
-        for path, (low, high, channels) in _first(extreme)
+        f"{shown_path(path)}: of {channels} channels {low} have a variance below eps,"
+        f" {high} one above 1e8."
+        for path, (low, high, channels) in [*extreme.items()][:3]
     ]
     tries = remedies.EXTREME_INSIDE
     if m.first_layer in extreme:
@@ -167,14 +162,9 @@ def extreme_variance(m: Measured) -> Finding | None:
     return Finding("extreme-variance", what, evidence, {"layers": extreme}, tries)
 
 
-def _first(by_path: Mapping[str, V]) -> list[tuple[str, V]]:
-    """Return the first three entries, which are enough to show what is meant."""
-    return [(shown_path(path), value) for path, value in list(by_path.items())[:3]]
-
-
 # The order is that of causes: what spoils later measurements comes before them, and
 # a model that is wrong as it stands before clients that differ.
-RULES: tuple[Callable[[Measured], Finding | None], ...] = (
+RULES = (
     unusable_statistics,
     averaged_counters,
     name_filter,
@@ -198,7 +188,7 @@ def findings(m: Measured) -> tuple[list[Finding], list[str]]:
 
     A finding is handled where the run's method is a remedy for it already.
     """
-    found, notes = list[Finding](), list[str]()
+    found, notes = [], []
     for rule in RULES:
         finding = rule(m)
         if finding is None:

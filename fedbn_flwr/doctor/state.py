@@ -119,7 +119,7 @@ def unusable_statistics(
     They are the entries of these names with NaN or infinity, and all negative running
     variances.
     """
-    seen: dict[str, list[str]] = {}
+    seen = {}
     for name in names:
         values = state[name]
         bad = int((~torch.isfinite(values)).sum())

@@ -165,13 +165,13 @@ def _of_clients(
     An equal fault of several clients is one finding.
     """
     # Shared entries are 1 here: a fault in them is the model's, not the client's.
-    sound: dict[str, Tensor] = {}
+    sound = {}
     for name, value in tensors_by_name(model.state_dict()).items():
         sound[name] = value.cpu()
         if value.is_floating_point():
             sound[name] = torch.ones_like(sound[name])
 
-    faults: dict[tuple[str, ...], Finding] = {}
+    faults = {}
     clients_of: dict[tuple[str, ...], list[str]] = {}
     for client, entries in kept.items():
         for finding in diagnose_state({**sound, **entries}, model=model).findings:
@@ -201,7 +201,7 @@ def _mismatch_of_clients(
     Where statistics stay with the clients these models are what is used; the average of
     their BatchNorm is not.
     """
-    evidence, tries = dict[str, str](), MISMATCH
+    evidence, tries = {}, MISMATCH
     loss = data_of(config).task.loss
     generator = torch_generator(config.seed, "doctor-clients")
     momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
@@ -251,7 +251,7 @@ def diagnose_model(
     """
     config = Config.make({**settings, "model": model, "dataset": dataset})
     built = make_model(config).eval()
-    saved, notes = None, list[str]()
+    saved, notes = None, []
     if state is None:
         notes.append("the model has its initial weights: --state gives it others.")
     else:
@@ -343,7 +343,7 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
 def _first_that_fits(
     setting: str, settings: Mapping[str, Any], config: Config
 ) -> str | None:
-    """Return the setting of a remedy in the form that fits the run; None = none does."""
+    """Return a remedy's setting in the form that fits the run; None = none does."""
     ways = [setting, setting.split()[0]]
     if setting.startswith("norm="):
         # The run's method may need BatchNorm.
@@ -459,7 +459,7 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     methods = method.methods
     steps = config.local_steps
     if not steps and not config.batch_size:
-        # An epoch of one batch is a step; other epochs have steps that differ by client.
+        # An epoch of one batch is a step; other epochs have more, by client.
         steps = config.local_epochs
 
     # The findings for which the method is a remedy already.
@@ -496,7 +496,7 @@ def _state_of_run(
             " --resume."
         )
     state, about = read_state(run / "model.safetensors")
-    notes = list[str]()
+    notes = []
     changed = ModelDescription.read(about).code_changed()
     if changed:
         notes.append(changed)

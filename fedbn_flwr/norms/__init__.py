@@ -3,8 +3,8 @@
 In reading order:
 
 - ``registry``: ``replace_norm``, and the table of norms with their papers.
-- ``batch``, ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: a norm
-  each (``group`` has layer and instance norm, too).
+- ``batch``, ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: one
+  norm each (``group`` has layer and instance norm, too).
 - ``feature``: the length of the features before the classifier, beside any norm.
 - ``swap``: finds the BatchNorm layers by type, and replaces them.
 - ``wiring``: which norm layers get the output of a convolution.

@@ -6,7 +6,7 @@ Its parameters and their ties, its mode, hooks and paths stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.report import Replacement, named
 from fedbn_flwr.norms.swap import describe
 
 __all__ = [
@@ -63,10 +63,7 @@ def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
 
     They are lazy, parametrized, or have their own arithmetic.
     """
-    bad = []
-    for path, layer in layers.items():
-        if _is_unusual(layer):
-            bad.append(f"{shown_path(path)} ({type(layer).__name__})")
+    bad = [named(path, layer) for path, layer in layers.items() if _is_unusual(layer)]
     if bad:
         raise NormLayerError(
             f"{why} cannot be used on these layers: {', '.join(bad)}. They are lazy and"
@@ -95,10 +92,12 @@ def _is_unusual(layer: _ConvNd | nn.Linear) -> bool:
 
 def become(
     convolutions: Mapping[str, _ConvNd],
-    kinds: Mapping[type[_ConvNd], type[_ConvNd]],
+    kinds: Sequence[type[_ConvNd]],
     prepare: Callable[[_ConvNd], None],
 ) -> list[Replacement]:
-    """Call ``prepare`` for each convolution, and change its class to that in ``kinds``.
+    """Call ``prepare`` for each convolution, and change its class in place.
+
+    ``kinds`` are the new classes of 1d, 2d and 3d convolutions.
 
     Returns:
         One row per path.
@@ -107,9 +106,7 @@ def become(
     # A convolution at several paths changes once.
     for conv in {id(conv): conv for conv in convolutions.values()}.values():
         prepare(conv)
-        conv.__class__ = next(
-            new for old, new in kinds.items() if isinstance(conv, old)
-        )
+        conv.__class__ = kinds[len(conv.kernel_size) - 1]
     return [
         Replacement(path, before[path], describe(conv))
         for path, conv in convolutions.items()

@@ -102,19 +102,17 @@ def use_feature_norm(
         NormLayerError: the model has no linear classifier, or one that is changed
             already, or its last linear layer has another number of outputs.
     """
-    linear = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
+    path, head = "", None
+    for at, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            path, head = at, module
     name = type(model).__name__
-    if not linear:
+    if head is None:
         raise NormLayerError(
             "feature-norm normalises the features before a linear classifier, and"
             f" {name} has no linear layer. Use a model with one, or leave feature-norm"
             " out."
         )
-    path, head = linear[-1]
     if num_classes and head.out_features != num_classes:
         raise NormLayerError(
             f"feature-norm: '{path}', the last linear layer of {name}, has"

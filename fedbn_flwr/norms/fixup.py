@@ -109,7 +109,7 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     # Find the blocks and the classifier, and refuse any other network.
     paths = {id(module): path for path, module in model.named_modules()}
     known = wiring(model)
-    blocks, head = list[_Block](), None
+    blocks, head = [], None
     for module in model.modules():
         block = _block(module, known)
         if block is not None:
@@ -117,7 +117,7 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
         if isinstance(module, nn.Linear):
             head = module
     _refuse_others(model, blocks, head, known)
-    layers = list[nn.Conv2d | nn.Linear]()
+    layers: list[nn.Conv2d | nn.Linear] = []
     for block in blocks:
         layers += [*block.branch, *block.shortcut]
     if head is not None:
@@ -184,8 +184,8 @@ def _start(branch: tuple[nn.Conv2d, ...], num_branches: int) -> None:
 def _block(module: nn.Module, known: Wiring) -> _Block | None:
     """Return the layers of a residual block; None if ``module`` is not one."""
     # The branch: conv1, conv2, ..., each followed by its norm alone.
-    branch: list[nn.Conv2d] = []
-    norms: list[_BatchNorm] = []
+    branch = []
+    norms = []
     for number in itertools.count(1):
         conv = getattr(module, f"conv{number}", None)
         if not isinstance(conv, nn.Conv2d):
@@ -203,8 +203,8 @@ def _block(module: nn.Module, known: Wiring) -> _Block | None:
 
     # All else is the shortcut: convolutions, and the norms after them.
     inside = {id(layer) for layer in (*branch, *norms)}
-    convs = list[nn.Conv2d]()
-    shortcut_norms = list[_BatchNorm]()
+    convs = []
+    shortcut_norms = []
     for layer in module.modules():
         if id(layer) in inside:
             continue

@@ -1,8 +1,8 @@
 """``norm=group+ws``: GroupNorm, and standardised weights of convolutions before it.
 
 Instead of a filter W of n weights (one out channel, its in channels and positions),
-(W - mean) / (std + 1e-5) is used, with std^2 = sum (W - mean)^2 / (n - 1). A convolution
-is standardised only if its output goes only to norm layers.
+(W - mean) / (std + 1e-5) is used, with std^2 = sum (W - mean)^2 / (n - 1). A
+convolution is standardised only if its output goes only to norm layers.
 
 Source: Qiao et al. 2019, arXiv:1903.10520, and the authors' README (unbiased std, 1e-5
 outside the root, "only replace convolutional layers that are followed by normalization
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.norms.convolution import (
     DerivedWeightConv,
@@ -43,7 +42,7 @@ EPS = 1e-5
 
 class _Standardised(DerivedWeightConv):
     def derived_weight(self) -> Tensor:
-        """Return (weight - mean) / (std + 1e-5), mean and unbiased std of each filter."""
+        """Return (weight - mean) / (std + 1e-5), with each filter's unbiased std."""
         axes = tuple(range(1, self.weight.dim()))
         std, mean = torch.std_mean(self.weight, axes, correction=1, keepdim=True)
         return (self.weight - mean) / (std + EPS)
@@ -80,9 +79,5 @@ def use_group_ws(
             chosen[path] = conv
     refuse_unusual(chosen, "weight standardisation (norm='group+ws')")
     model, norms = use_group(model, groups=groups, kind="group+ws")
-    kinds: dict[type[_ConvNd], type[_ConvNd]] = {
-        nn.Conv1d: StandardisedConv1d,
-        nn.Conv2d: StandardisedConv2d,
-        nn.Conv3d: StandardisedConv3d,
-    }
+    kinds = (StandardisedConv1d, StandardisedConv2d, StandardisedConv3d)
     return model, in_model_order(paths, norms, become(chosen, kinds, lambda conv: None))

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.report import Replacement, named
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 from fedbn_flwr.training.channels import batch_mean_and_variance
 
@@ -45,7 +45,7 @@ class BatchRenorm(_BatchNorm):
     def __init__(
         self, layer: _BatchNorm, rmax: float, dmax: float, warmup_steps: int
     ) -> None:
-        """Use ``layer``'s settings and state; ``use_batch_renorm`` checks the limits."""
+        """Use ``layer``'s settings and state; ``use_batch_renorm`` checks limits."""
         super().__init__(
             layer.num_features, eps=layer.eps, momentum=layer.momentum, affine=False
         )
@@ -62,7 +62,7 @@ class BatchRenorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input (N, C, *); update running statistics in training."""
+        """Return the normalised input (N, C, *); training moves running statistics."""
         if not (
             self.training
             and self.track_running_stats
@@ -158,7 +158,7 @@ def use_batch_renorm(
     bare = []
     for path, layer, _, _ in batchnorm_places(model):
         if layer.running_mean is None:
-            bare.append(f"{shown_path(path)} ({type(layer).__name__})")
+            bare.append(named(path, layer))
     if bare:
         raise NormLayerError(
             "norm 'batch-renorm' corrects by running statistics, and these layers have"

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["NormReport", "Replacement", "shown_path"]
+from torch import nn
+
+__all__ = ["NormReport", "Replacement", "named", "shown_path"]
 
 
 class Replacement(NamedTuple):
@@ -55,3 +57,8 @@ class NormReport:
 def shown_path(path: str) -> str:
     """Return the path for messages: "(the model itself)" for the empty path."""
     return path or "(the model itself)"
+
+
+def named(path: str, layer: nn.Module, more: str = "") -> str:
+    """Return "layer1.bn (BatchNorm2d)" for messages, with ``more`` after the type."""
+    return f"{shown_path(path)} ({type(layer).__name__}{more})"

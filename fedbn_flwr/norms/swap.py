@@ -17,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
-from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.report import Replacement, named
 from fedbn_flwr.training.modes import refuse_scripted
 
 __all__ = [
@@ -80,7 +80,7 @@ def swap_batchnorm(
     places = batchnorm_places(model)
     _refuse_more_than_norms(places)
     # One new layer for a layer at several places, which stay shared.
-    made: dict[int, nn.Module] = {}
+    made = {}
     rows = []
     for path, layer, parent, name in places:
         if id(layer) not in made:
@@ -100,16 +100,12 @@ def refuse_uninitialised(model: nn.Module) -> None:
     lazy = []
     for path, layer, _, _ in batchnorm_places(model):
         if isinstance(layer, LazyModuleMixin) or not layer.num_features:
-            lazy.append(_named(path, layer))
+            lazy.append(named(path, layer))
     if lazy:
         raise NormLayerError(
             f"the number of channels is not known yet for: {', '.join(lazy)}. Run one"
             " batch through the model first, or give BatchNorm its number of channels."
         )
-
-
-def _named(path: str, layer: nn.Module, more: str = "") -> str:
-    return f"{shown_path(path)} ({type(layer).__name__}{more})"
 
 
 def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
@@ -123,11 +119,11 @@ def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
             if not isinstance(child, nn.Identity)
         ]
         if held:
-            lost.append(_named(path, layer, f" holds {', '.join(held)}"))
+            lost.append(named(path, layer, f" holds {', '.join(held)}"))
         elif has_own_forward(layer, training=True):
-            lost.append(_named(path, layer, " has a forward pass of its own"))
+            lost.append(named(path, layer, " has a forward pass of its own"))
         elif layer._forward_hooks or layer._forward_pre_hooks:
-            lost.append(_named(path, layer, " has forward hooks"))
+            lost.append(named(path, layer, " has forward hooks"))
     if lost:
         raise NormLayerError(
             "replacing these BatchNorm layers would lose what they do beside"

@@ -173,7 +173,7 @@ def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """
     graph = fx.Graph()
     recorder = _Recorder(graph)
-    layers: dict[str, nn.Module] = {}
+    layers = {}
     for path, module in root.named_modules():
         if _is_layer(module) or not any(map(_is_layer, module.modules())):
             layers[path] = module
@@ -208,7 +208,7 @@ def _num_inputs(module: nn.Module) -> int:
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:
-    """Yield layers registered directly before a norm layer that fits, and that layer."""
+    """Yield layers registered right before a norm layer that fits, with that layer."""
     for module in model.modules():
         children = [
             child for child in module.children() if not isinstance(child, nn.Identity)

@@ -22,7 +22,6 @@ would become zero, are not changed. Layers keep a bias that they have.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +133,7 @@ def use_wsconv(
 
     # Layers whose bias was BatchNorm's beta, found before BatchNorm goes.
     after = wiring(model).norms_after
-    shifted: dict[str, Any] = {}
+    shifted = {}
     before = {}
     for path, layer in model.named_modules(remove_duplicate=False):
         for norm in after.get(id(layer), ()):
@@ -163,10 +162,6 @@ def use_wsconv(
         # torch types attributes as tensors or modules.
         conv.gamma = GAMMAS[activation]  # type: ignore[assignment]
 
-    kinds: dict[type[_ConvNd], type[_ConvNd]] = {
-        nn.Conv1d: ScaledConv1d,
-        nn.Conv2d: ScaledConv2d,
-        nn.Conv3d: ScaledConv3d,
-    }
+    kinds = (ScaledConv1d, ScaledConv2d, ScaledConv3d)
     rows = become(convolutions, kinds, prepare)
     return model, in_model_order(paths, norms, biases, rows)

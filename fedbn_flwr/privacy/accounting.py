@@ -78,7 +78,7 @@ class PrivacyAccountant:
         return [json.loads(line)[_KEY] for line in complete.splitlines()]
 
     def epsilon(self, more: Sequence[float] = ()) -> float:
-        """Return epsilon of all releases and of ``more``; infinity if one has no noise."""
+        """Return epsilon of all releases and of ``more``; infinity for one without noise."""
         gaussian: Any = require_dp_accounting().get_epsilon_gaussian
         releases = [*self.releases, *more]
         if not releases:

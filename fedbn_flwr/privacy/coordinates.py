@@ -102,7 +102,7 @@ class Coordinates:
         return math.hypot(*lengths)
 
     def state(self, update: Update, deviation: float) -> dict[str, Array]:
-        """Return the state of an update, in the dtypes of before; integers stay as then.
+        """Return the state of an update, in the dtypes of before; integers stay.
 
         Args:
             update: by entry.

@@ -281,7 +281,7 @@ class ClientLevelDP(Protection):
         return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)
 
     def _choose_noise(self, facts: Facts) -> None:
-        """Choose z for a target epsilon that is not spent, for all rounds to the end."""
+        """Choose z for a target epsilon that is not spent, for the rounds to the end."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
             rounds_left = facts.total_rounds("a target epsilon") - facts.number + 1

@@ -1,7 +1,7 @@
 """The server's half of a round of masked sums: the three queries, and the mean.
 
-The queries ask for public keys (step 1 of ``privacy.masked_sums``), for encrypted shares
-(step 2) and for shares in the clear (step 4). ``privacy.masks`` has the algorithm,
+The queries ask for public keys (step 1 of ``privacy.masked_sums``), for encrypted
+shares (step 2) and for shares in the clear (step 4). ``privacy.masks`` has the algorithm,
 ``client.masking`` the clients' answers.
 """
 
@@ -125,8 +125,8 @@ class MaskedRound:
         # Of those that were asked: clients that are lost lower no threshold. Above half
         # of them, so that nobody can have both secrets of a client.
         self.threshold = max(math.ceil(share * len(asked)), len(asked) // 2 + 1, 2)
-        nothing: dict[int, Mapping[str, Any]] = {number: {} for number in asked}
-        self._keys = self._lose_failed(self._ask("keys", nothing, _keys))
+        answers = self._ask("keys", {number: {} for number in asked}, _keys)
+        self._keys = self._lose_failed(answers)
         left = len(self._keys)
         if left >= self.threshold:
             self.present = self._exchange_shares()
@@ -226,7 +226,7 @@ class MaskedRound:
             MASK_ANSWERED: sorted(answered),
             MASK_LOST: sorted(self.present - answered),
         }
-        configs: dict[int, Mapping[str, Any]] = {}
+        configs = {}
         for number in answered:
             others = self.others(number)
             encrypted = [self._encrypted[number][other] for other in others]

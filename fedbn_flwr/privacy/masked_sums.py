@@ -100,7 +100,7 @@ _ANSWERS_ARE_PUBLIC = (
 
 
 def refusals(methods: Methods) -> list[str]:
-    """Return what the methods take from single clients that no masks hide, line by line."""
+    """Return what the methods take from single clients that no mask hides."""
     lines = []
     for beside in sent_beside(methods):
         if beside.masked:

@@ -286,7 +286,7 @@ class Party:
 
 
 def about(total: float, equal: bool) -> str:
-    """Return what the clients are told of a sum: the sum of weights, and which they are."""
+    """Return what clients are told of a sum, as a text: its weights."""
     return f"{total!r}|{'equal' if equal else 'examples'}"
 
 
@@ -358,7 +358,7 @@ def _agreed(secret: bytes, public: bytes) -> bytes:
 
 
 def _add(total: Array, number: int, other: int, stream: Array) -> None:
-    """Add a mask in place: the client of the lower number adds it, the other takes it."""
+    """Add a mask in place; of a pair the lower number adds it, the other subtracts."""
     if number < other:
         np.add(total, stream, out=total)
     else:

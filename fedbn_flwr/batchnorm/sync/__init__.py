@@ -1,9 +1,10 @@
 """One BatchNorm over all clients of a round: FedTAN's first local step.
 
-It works for any ``nn.Module``. Clients run one forward and backward pass inside ``synchronised``; the server answers
-each exchange with ``combine``. Source: FedTAN, Algorithms 1-3, eq. (39)-(41). Law: with
-one plain SGD step (weight decay allowed) the p-weighted average of the clients' models
-equals one centralised step on the loss ``sum p_i * mean_i(loss)``.
+It works for any ``nn.Module``. Clients run one forward and backward pass inside
+``synchronised``; the server answers each exchange with ``combine``. Source: FedTAN,
+Algorithms 1-3, eq. (39)-(41). Law: with one plain SGD step (weight decay allowed) the
+p-weighted average of the clients' models equals one centralised step on the loss
+``sum p_i * mean_i(loss)``.
 
 In reading order:
 

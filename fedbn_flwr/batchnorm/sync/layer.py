@@ -111,8 +111,8 @@ class BatchNormCall:
     def moments(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return y - mean - rest, and mean, rest and var over all clients, each (C,).
 
-        The first is a new tensor. ``var`` is biased, about mean + rest. ``rest`` is the rounding error of mean; 0 if
-        ``var`` is taken about mean.
+        The first is a new tensor. ``var`` is biased, about mean + rest. ``rest`` is the
+        rounding error of mean; 0 if ``var`` is taken about mean.
         """
         centred, centre, error = local_mean(y)
         share = self._batch_size / elements_per_channel(y)
@@ -168,7 +168,7 @@ class Normalise(torch.autograd.Function):
         centred, mean, rest, var = call.moments(
             y.to(torch.promote_types(y.dtype, torch.float32))
         )
-        # y, and not ``centred``, which is changed below, and twice as large for float16.
+        # y, and not ``centred``: that is changed below, and wider than float16.
         ctx.save_for_backward(y, weight, mean, rest, var)
         ctx.eps, ctx.call, ctx.has_bias = eps, call, bias is not None
         scale = (var + eps).rsqrt_()

@@ -25,7 +25,7 @@ __all__ = ["SynchronisedStep"]
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a BatchNorm call, which torch's two functions order otherwise."""
+    """The arguments of a BatchNorm call; torch has two functions with other orders."""
 
     y: Tensor
     running_mean: Tensor | None
@@ -120,7 +120,7 @@ class SynchronisedStep(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace the BatchNorm calls in training mode; do all other calls unchanged."""
+        """Replace BatchNorm calls in training mode; do all other calls unchanged."""
         bind = _BINDERS.get(func)
         if bind is None:
             return func(*args, **(kwargs or {}))

@@ -128,7 +128,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
 
 
 def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of a tensor's rows of channels, and those of the column beside."""
+    """Return the bytes of a tensor's rows of channels, and of the column beside."""
     apart = 0
     if tag.partition("/")[0] in _WITH_SHARE:
         apart = tensor[..., -1:].numel()

@@ -115,7 +115,7 @@ def synchronised(
 
 
 def _refuse_containers(model: nn.Module) -> None:
-    """Raise NormLayerError for a module whose calls torch's function modes do not see."""
+    """Raise NormLayerError for modules whose calls torch's function modes miss."""
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(

@@ -84,7 +84,7 @@ def _pass(
     Raises:
         NormLayerError: a layer cannot be synchronised, or none is called in train mode.
     """
-    called: list[str] = []
+    called = []
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
         # kind/k/path: one exchange of moments is one call.
