@@ -25,8 +25,7 @@ if TYPE_CHECKING:
         schedule_changes,
     )
     from fedbn_flwr.lab.config.names import CENTRALIZED
-    from fedbn_flwr.lab.config.reading import RENAMED
-    from fedbn_flwr.lab.config.texts import number, split
+    from fedbn_flwr.lab.config.reading import RENAMED, number, split
     from fedbn_flwr.lab.config.yaml_text import read_overrides
 else:
     _WHERE = {
@@ -39,10 +38,10 @@ else:
         "data_of": "data",
         "learning_rate_of": "method",
         "method_of": "method",
-        "number": "texts",
+        "number": "reading",
         "read_overrides": "yaml_text",
         "schedule_changes": "method",
-        "split": "texts",
+        "split": "reading",
         "state_in_out": "config",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)

@@ -15,7 +15,7 @@ from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config.fields import Fields, config_fields, methods_with, only_if_of
 from fedbn_flwr.lab.config.names import CENTRALIZED, allowed
 from fedbn_flwr.lab.config.problems import Problem, of_error, of_name, of_pydantic
-from fedbn_flwr.lab.config.texts import read_decays, split
+from fedbn_flwr.lab.config.reading import read_decays, split
 from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import EVALUATIONS, SET, TEST_BN
 

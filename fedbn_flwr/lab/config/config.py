@@ -16,8 +16,14 @@ from fedbn_flwr.lab.config.checks import (
 from fedbn_flwr.lab.config.fields import GROUPS, Fields, config_fields
 from fedbn_flwr.lab.config.names import CENTRALIZED
 from fedbn_flwr.lab.config.problems import ConfigProblemsError, Problem
-from fedbn_flwr.lab.config.reading import RENAMED, merged, new_names, read_settings
-from fedbn_flwr.lab.config.texts import number, split
+from fedbn_flwr.lab.config.reading import (
+    RENAMED,
+    merged,
+    new_names,
+    number,
+    read_settings,
+    split,
+)
 
 __all__ = ["Config", "Scalar", "state_in_out"]
 

@@ -24,8 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.reading import refuse_bool
-from fedbn_flwr.lab.config.texts import split
+from fedbn_flwr.lab.config.reading import refuse_bool, split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import BATCHNORM_KINDS, SET, Params, Settings

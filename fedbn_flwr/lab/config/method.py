@@ -13,7 +13,7 @@ from typing import Any
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
 from fedbn_flwr.lab.config.names import CENTRALIZED
-from fedbn_flwr.lab.config.texts import number, read_decays, split
+from fedbn_flwr.lab.config.reading import number, read_decays, split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.method import Problem, RunSettings
 from fedbn_flwr.server.methods.params import Params, tests_in
@@ -119,11 +119,6 @@ class RunMethod:
     def freezes_bn(self) -> bool:
         """Whether the method freezes BN in some round."""
         return not self.centralized and self.methods.freezes_bn
-
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether BN's running statistics stay with the clients."""
-        return not self.centralized and Part.STATISTICS in self.methods.local
 
     @property
     def shares_nothing(self) -> bool:

@@ -1,15 +1,17 @@
-"""How settings are read before they are checked: files, texts, old names."""
+"""How settings are read: files, old names, and values that are texts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["RENAMED", "merged", "new_names", "read_settings", "refuse_bool"]
+__all__ = ["RENAMED", "merged", "new_names", "number", "read_decays", "read_settings"]
+__all__ += ["refuse_bool", "split"]
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML and ``--set`` may still have the old name."""
@@ -98,3 +100,53 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
             hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")"""
         raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
     return value
+
+
+# --- values that are texts ------------------------------------------------------------
+def split(text: str) -> list[str]:
+    """Return the entries of a comma string, stripped, without empty ones."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def number(text: str) -> int | float | None:
+    """Return the whole or decimal number that a text is; None for another text."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return None
+
+
+def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
+    """Return when the learning rate decays, as it is written, each with its factor.
+
+    Args:
+        at: ``lr-decay-at``.
+        factor: ``lr-decay-factor``.
+
+    Raises:
+        ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze",
+            or the factors do not fit.
+    """
+    # when: each entry is a round, a share of the rounds or "freeze"
+    entries = split(at)
+    for entry in entries:
+        value = number(entry)
+        is_round = isinstance(value, int) and value >= 0
+        is_fraction = isinstance(value, float) and 0 <= value <= 1
+        if not (entry == "freeze" or is_round or is_fraction):
+            raise ConfigError(
+                f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or"
+                " 'freeze'"
+            )
+
+    # by how much: one factor for all, or one for each; what is no number counts as 0
+    factors = [float(number(text) or 0) for text in split(factor)]
+    positive = all(one > 0 for one in factors)
+    if not positive or len(factors) not in (1, len(entries)):
+        raise ConfigError(
+            f"lr-decay-factor={factor!r} must be one number above 0, or one for each of"
+            f" the {len(entries)} entries of lr-decay-at"
+        )
+    if len(factors) == 1:
+        factors *= len(entries)
+    return list(zip(entries, factors, strict=True))

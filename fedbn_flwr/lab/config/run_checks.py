@@ -11,7 +11,7 @@ from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method import RunMethod, method_of
 from fedbn_flwr.lab.config.names import allowed
 from fedbn_flwr.lab.config.problems import Problem, of_error, of_name
-from fedbn_flwr.lab.config.texts import split
+from fedbn_flwr.lab.config.reading import split
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.privacy.settings import dp_conflicts, mask_conflicts
