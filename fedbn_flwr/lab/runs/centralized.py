@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +17,6 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint
 from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
@@ -61,8 +59,37 @@ def centralized(
     for line in checked.warnings:
         logger.warning("%s", line)
     config = reference_config(checked.config)
-    with lock_folder(out), ExitStack() as closing:
-        return _centralized(config, checked.model, out, on_round, closing)
+    with lock_folder(out):
+        # the data, and the model as it begins or as the last checkpoint has it
+        data = partitioned_data(config, count_clients(config))
+        model = on_device(checked.model, config)
+        start, _ = beginning(config, model, out)
+        optimizer = make_optimizer(model, local_training(config))
+        if start.saved:
+            _resume(start, start.saved, model, optimizer)
+
+        with RunFolder(out, config, start.after) as folder:
+            report_data(folder, config, data)
+            recorder = Recorder(folder, config, model, data, None, on_round)
+            tests = tests_of_clients(config, data)
+            reference = _Reference(config, model, optimizer, recorder, start, tests)
+
+            # the rounds, with the threads of a client
+            threads = torch.get_num_threads()
+            torch.set_num_threads(config.torch_threads)
+            try:
+                last = reference.train(data.train_view())
+            except (KeyboardInterrupt, SystemExit):
+                reference.on_signal()
+                raise
+            finally:
+                torch.set_num_threads(threads)
+                recorder.close()
+
+            summary = recorder.finish(reference.result(), None, reference.resumed_after)
+            if ends_diverged(config, last):
+                raise divergence_of(last, TOO_LARGE_STEPS)
+            return summary
 
 
 def reference_config(config: Config) -> Config:
@@ -74,59 +101,19 @@ def reference_config(config: Config) -> Config:
     return config.model_copy(update={"eval_on": ",".join(tests) or "global"})
 
 
-def _centralized(
-    config: Config,
-    plain: nn.Module,
-    out: Path,
-    on_round: OnRound | None,
-    closing: ExitStack,
-) -> dict[str, Any]:
-    # the data, and the model as it begins or as the last checkpoint has it
-    data = partitioned_data(config, count_clients(config))
-    model = on_device(plain, config)
-    start, _ = beginning(config, plain, out)
-    saved = start.saved
-    if saved:
-        load_state(plain, tensors(saved.state))
-
-    # the optimizer, whose momentum goes on over the rounds
-    optimizer = make_optimizer(model, local_training(config))
-    if saved:
-        logger.info(
-            "resumed after round %d from %s",
-            saved.server_round,
-            start.checkpoints.folder,
-        )
-        _restore(optimizer, saved.strategy[_OPTIMIZER])
-        start.checkpoints.set_aside_after(saved.server_round)
-
-    # recording
-    folder = closing.enter_context(RunFolder(out, config, start.after))
-    report_data(folder, config, data)
-    recorder = Recorder(folder, config, plain, data, None, on_round)
-    tests = tests_of_clients(config, data)
-    reference = _Reference(config, model, optimizer, recorder, start, tests)
-    line: Mapping[str, Any] = {}
-    if start.after:
-        line = read_metrics(out / "metrics.jsonl")[-1]
-
-    # the rounds
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.torch_threads)
-    try:
-        line = reference.train(data.train_view(), line)
-    except (KeyboardInterrupt, SystemExit):
-        reference.on_signal()
-        raise
-    finally:
-        torch.set_num_threads(before)
-        recorder.close()
-
-    # the results
-    summary = recorder.finish(reference.result(), None, reference.resumed_after)
-    if ends_diverged(config, line):
-        raise divergence_of(line, TOO_LARGE_STEPS)
-    return summary
+def _resume(
+    start: StartingPoint,
+    saved: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Give the model and its optimizer, whose momentum goes on, what was saved."""
+    logger.info(
+        "resumed after round %d from %s", saved.server_round, start.checkpoints.folder
+    )
+    load_state(model, tensors(saved.state))
+    _restore(optimizer, saved.strategy[_OPTIMIZER])
+    start.checkpoints.set_aside_after(saved.server_round)
 
 
 class _Reference:
@@ -166,14 +153,16 @@ class _Reference:
             best = start.checkpoints.best(self._stopping)
             self._best = best.state if best else {}
 
-    def train(self, union: Subset, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Do the rounds that are left; return the line of the last one.
+    def train(self, union: Subset) -> Mapping[str, Any]:
+        """Do the rounds that are left; return the line of the run's last round.
 
         Args:
             union: the training data of all clients.
-            line: that of the last round so far, which is returned if none is left.
         """
         config = self._config
+        line: Mapping[str, Any] = {}
+        if self._start.after:
+            line = self._recorder.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
         if not self._start.saved:
             self._save(0, False)
