@@ -55,9 +55,11 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
             (``LoadedBatches``).
     """
     size = num_examples(loader)
-    partition_id, parts = partition_of(context), num_partitions_of(context)
     properties = NodeProperties(
-        partition_id, size, min(first_batch(loader) or size, size), num_partitions=parts
+        partition_of(context),
+        size,
+        min(first_batch(loader) or size, size),
+        num_partitions=num_partitions_of(context),
     )
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
@@ -95,20 +97,20 @@ def answer_statistics(
         StateError: the received entries do not fit the model.
         DataError: the data set has no length, or a batch is no pair.
     """
-    received = next(iter(of_kind(message.content, ArrayRecord).values()))
+    key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
-    data = LoadedBatches(loader)
+    data, bare = LoadedBatches(loader), unwrap(model)
     moments = reestimate_statistics(
-        unwrap(model), data, batch_size=data.batch_size, forward=forward
+        bare, data, batch_size=data.batch_size, forward=forward
     )
-    prefix = wrapper_prefix(received, unwrap(model).state_dict())
-    entries = {
-        prefix + name: entry
-        for name, entry in encode_moments(moments, unwrap(model).state_dict()).items()
-    }
-    key = next(iter(of_kind(message.content, ArrayRecord)))
-    metrics = MetricRecord({NUM_EXAMPLES: len(data)})
-    return Message(
-        RecordDict({key: to_record(to_state(entries)), METRICS: metrics}),
-        reply_to=message,
+    # under the names that the server knows, which may have a wrapper's prefix
+    prefix = wrapper_prefix(received, bare.state_dict())
+    encoded = encode_moments(moments, bare.state_dict())
+    entries = {prefix + name: entry for name, entry in encoded.items()}
+    content: RecordDict = RecordDict(
+        {
+            key: to_record(to_state(entries)),
+            METRICS: MetricRecord({NUM_EXAMPLES: len(data)}),
+        }
     )
+    return Message(content, reply_to=message)

@@ -22,12 +22,11 @@ __all__ = ["fill_outbox", "is_filled", "open_outbox", "records_in", "take_record
 
 def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
     """Return the records of ``box`` (INBOX or OUTBOX) by name."""
-    records: Mapping[str, ArrayRecord] = (
-        of_kind(context.state, ArrayRecord) if context else {}
-    )
+    if context is None:
+        return {}
     return {
-        name.removeprefix(f"{box}/"): records[name]
-        for name in records
+        name.removeprefix(f"{box}/"): record
+        for name, record in of_kind(context.state, ArrayRecord).items()
         if name.startswith(f"{box}/")
     }
 

@@ -58,9 +58,11 @@ class StateLocation:
         """
         if continuity is None:
             return None
-        if (root := state_dir(context)) is None:
+        root = state_dir(context)
+        if root is None:
             return None
-        if (partition_id := partition_of(context)) is None:
+        partition_id = partition_of(context)
+        if partition_id is None:
             raise StateError(
                 "state-dir needs a partition id: give the SuperNode one in"
                 " --node-config"
@@ -90,7 +92,8 @@ class ModelSpec:
         Raises:
             StateError: the state folder cannot be written.
         """
-        content = {"shapes": {name: list(shape) for name, shape in self.shapes.items()}}
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        content = {"shapes": shapes}
         context.state[MODEL_SPEC] = ConfigRecord({SPEC_SHAPES: json.dumps(content)})
         if location is not None:
             try:
@@ -110,13 +113,12 @@ class ModelSpec:
                 str(of_kind(context.state, ConfigRecord)[MODEL_SPEC][SPEC_SHAPES])
             )
         elif location is not None:
+            # Absent or damaged: the client says that it is lost, and gets all again.
             with suppress(StateError):
                 content = read_checked(location.path)
-        return (
-            None
-            if content is None
-            else cls({name: tuple(s) for name, s in content["shapes"].items()})
-        )
+        if content is None:
+            return None
+        return cls({name: tuple(shape) for name, shape in content["shapes"].items()})
 
     def store(
         self, context: Context, location: StateLocation | None, start_id: str | None

@@ -32,15 +32,13 @@ class NotedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        tables = [
-            module
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        ]
-        # in each forward pass
-        self._changing = {
-            table.weight for table in tables if table.max_norm is not None
-        }
+        # A table with a largest norm changes its weights in each forward pass.
+        self._changing: set[Tensor] = set()
+        for module in model.modules():
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            if module.max_norm is not None:
+                self._changing.add(module.weight)
         self._noted: dict[str, _Noted] = {}
         self._device = self._now()
 
@@ -50,21 +48,17 @@ class NotedModel:
         """
         self._device = self._now()
         for name, p in self._model.named_parameters():
-            if (
-                not p.requires_grad
-                or p in self._changing
-                or (parameters is not None and p not in parameters)
-            ):
+            if not p.requires_grad or p in self._changing:
                 continue
-            known = self._noted.get(name)
-            if (
-                known is None
-                or known.value.shape != p.shape
-                or known.value.device != p.device
-            ):
-                self._noted[name] = _Noted(p, p._version, p.detach().clone())
+            if parameters is not None and p not in parameters:
+                continue
+            # into the memory of the value before, where it fits: this is after each step
+            value = self._noted[name].value if name in self._noted else None
+            if value is None or value.shape != p.shape or value.device != p.device:
+                value = p.detach().clone()
             else:
-                self._noted[name] = _Noted(p, p._version, known.value.copy_(p.detach()))
+                value.copy_(p.detach())
+            self._noted[name] = _Noted(p, p._version, value)
 
     def forget(self) -> None:
         """Release the values."""
@@ -81,15 +75,15 @@ class NotedModel:
         A change as small as a rounding error is none.
         """
         now = dict(self._model.named_parameters())
-        return [
-            name
-            for name, noted in self._noted.items()
-            if now.get(name) is not noted.parameter
-            or (
-                (thorough or noted.parameter._version != noted.version)
-                and _differ(noted.parameter, noted.value)
-            )
-        ]
+        changed = []
+        for name, noted in self._noted.items():
+            parameter = noted.parameter
+            # A model that was moved or wrapped may have other parameter objects.
+            other = now.get(name) is not parameter
+            compare = thorough or parameter._version != noted.version
+            if other or (compare and _differ(parameter, noted.value)):
+                changed.append(name)
+        return changed
 
     def check_device(self) -> None:
         """Check that the model is where it was when the hooks stored their tensors.
@@ -97,7 +91,8 @@ class NotedModel:
         Raises:
             ConfigError: it is not.
         """
-        if (now := self._now()) != self._device:
+        now = self._now()
+        if now != self._device:
             raise ConfigError(
                 f"the model was on {self._device} when the method stored what it"
                 f" compares with, and is on {now} now: call model.to(device) before"
@@ -110,7 +105,8 @@ class NotedModel:
         Raises:
             ConfigError: they are not.
         """
-        if changed := self.changed():
+        changed = self.changed()
+        if changed:
             raise ConfigError(
                 f"{len(changed)} parameters ('{changed[0]}', ...) have changed inside"
                 " `with bn_rules(...)` before the first step, and the method compares"
@@ -125,5 +121,6 @@ def _differ(parameter: Tensor, value: Tensor) -> bool:
     """
     if parameter.device != value.device:
         return True
-    now, eps = parameter.detach(), torch.finfo(value.dtype).eps
+    now = parameter.detach()
+    eps = torch.finfo(value.dtype).eps
     return bool(((now - value).abs() > 2 * eps * (1 + value.abs())).any())

@@ -40,8 +40,10 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
             reply.content = in_one_piece(reply.content)
         return reply
     reply = call_next(message, context)
+    # In the answer to its query the server learns that it may send in one piece.
     if message.metadata.message_type == MessageType.QUERY and reply.has_content():
-        if earlier := earlier_mods():
+        earlier = earlier_mods()
+        if earlier:
             logger.warning(
                 "the mod packed comes after %d other mod(s) of the app, which do not"
                 " read arrays in one piece, so that arrays travel one by one. Put it"

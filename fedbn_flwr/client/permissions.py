@@ -29,10 +29,10 @@ def check_path(context: Context, key: str, path: str) -> None:
             same for all nodes.
     """
     allowed = _allowed(context, ALLOW_PATHS)
+    if allowed is None:
+        return
     real = Path(os.path.expanduser(path)).resolve()
-    if allowed is None or any(
-        real.is_relative_to(Path(folder).resolve()) for folder in allowed
-    ):
+    if any(real.is_relative_to(Path(folder).resolve()) for folder in allowed):
         return
     raise ConfigError(
         f"{key}={path!r} is a path of this run's config, and a node opens those alone"
@@ -66,8 +66,5 @@ def _allowed(context: Context, key: Key) -> list[str] | None:
     """Return the entries of a comma list in the node's config; None = everything."""
     if key not in context.node_config and not on_network_node():
         return None
-    return [
-        entry.strip()
-        for entry in str(context.node_config.get(key, "")).split(",")
-        if entry.strip()
-    ]
+    entries = str(context.node_config.get(key, "")).split(",")
+    return [entry.strip() for entry in entries if entry.strip()]

@@ -109,8 +109,11 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     """
     folder = Path(run)
     state, absent = _shared(folder)
-    if (file := client_file(folder, client)).is_file():
+    file = client_file(folder, client)
+    if file.is_file():
         return {**state, **read_state(file)[0]}
+    # No file: it never had entries of its own, or they are on another disk. The hashes
+    # in the model's metadata tell which.
     there = "export its model there, with `fedbn-flwr export --state-dir DIR`"
     if str(client) in json.loads(metadata(folder).get(KEPT_HASHES, "{}")):
         raise StateError(
@@ -164,23 +167,12 @@ def site_state(
     others: list[str] = []
     for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):
         try:
-            content = read_checked(path)
-            if content.get("kind") != "client":
-                raise StateError(f"{path} is not what a client kept")
-            if content[FINGERPRINT] != fingerprint:
-                raise StateError(
-                    f"{path} belongs to another model: its names, layer types or shapes"
-                    " differ"
-                )
-            if content["sha256"] != expected.get(str(content["partition"])):
-                raise StateError(
-                    f"{path} is of another run, or of another round than the last of"
-                    " this one"
-                )
+            content = _kept_at_the_end(path, fingerprint, expected)
         except StateError as error:
             others.append(str(error))
             continue
         found[content["partition"]] = content
+    # Which of them: the one that is asked for, or the only one.
     if client is None and len(found) > 1:
         here = ", ".join(map(str, sorted(found)))
         raise ConfigError(
@@ -190,10 +182,12 @@ def site_state(
     chosen = next(iter(found), None) if client is None else client
     if chosen is None or chosen not in found:
         who = "a client" if client is None else f"client={client}"
-        why = (
-            "\n".join(others)
-            or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(found)}."
-        )
+        why = "\n".join(others)
+        if not why:
+            why = (
+                "It has no file EXPERIMENT/partition-P/*.safetensors. Clients here:"
+                f" {len(found)}."
+            )
         raise StateError(
             f"{state_dir} has nothing that {who} kept at the end of the run in {run}."
             " Give the state folder of the node that took part in this run, and the"
@@ -201,6 +195,33 @@ def site_state(
         )
     kept = tensors(found[chosen]["kept"].get(KEPT, {}))
     return SiteState({**state, **kept}, chosen)
+
+
+def _kept_at_the_end(
+    path: Path, fingerprint: str, expected: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the content of a file with what a client kept at the end of the run.
+
+    Args:
+        path: the file.
+        fingerprint: that of the model.
+        expected: the SHA-256 of what each client kept, by partition id.
+
+    Raises:
+        StateError: it has something else.
+    """
+    content = read_checked(path)
+    if content.get("kind") != "client":
+        raise StateError(f"{path} is not what a client kept")
+    if content[FINGERPRINT] != fingerprint:
+        raise StateError(
+            f"{path} belongs to another model: its names, layer types or shapes differ"
+        )
+    if content["sha256"] != expected.get(str(content["partition"])):
+        raise StateError(
+            f"{path} is of another run, or of another round than the last of this one"
+        )
+    return content
 
 
 def metadata(run: str | Path) -> Mapping[str, str]:
@@ -219,6 +240,7 @@ def _clients(run: Path) -> list[str]:
         path.stem.removeprefix("client-")
         for path in (run / "clients").glob("client-*.safetensors")
     ]
+    # 2 before 10
     return sorted(names, key=lambda name: (len(name), name))
 
 

@@ -41,6 +41,8 @@ def repeatable(mod: Mod) -> Mod:
         message: Message, context: Context, call_next: ClientAppCallable
     ) -> Message:
         seed = message_seed(message, context)
+        # Flower hands over the rest as one function: take it apart, so that the seed is
+        # set between the last mod and the app's function.
         mods, function = later_mods(call_next)
         of_function: list[Exception] = []
 
@@ -54,7 +56,7 @@ def repeatable(mod: Mod) -> Mod:
             finally:
                 seed_secretly()
 
-        if mods:
+        if mods:  # they draw before the function, from what was there
             seed_secretly()
         if message.metadata.message_type.startswith(MessageType.QUERY):
             mods = [_named(later, of_function) for later in mods]

@@ -56,21 +56,17 @@ def log_answer(
             "FedTAN by messages keeps the step in the client's Context; pass context="
             " from client_fn"
         )
-    state, server_round, attempt = (
-        context.state,
-        int(config[SERVER_ROUND]),
-        int(config[ATTEMPT]),
-    )
-    arrays = dict(zip(json.loads(config[ARRAY_NAMES]), parameters, strict=True))
+    state = context.state
+    server_round, attempt = int(config[SERVER_ROUND]), int(config[ATTEMPT])
+    # A message has the round's model, or answers, or both.
+    model: dict[str, Array] = {}
+    answers: dict[str, Array] = {}
     prefix = f"{EXCHANGE}/"
-    answers = {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
-    model = {
-        name: array for name, array in arrays.items() if not name.startswith(prefix)
-    }
+    for name, array in zip(json.loads(config[ARRAY_NAMES]), parameters, strict=True):
+        if name.startswith(prefix):
+            answers[name.removeprefix(prefix)] = array
+        else:
+            model[name] = array
     about = dict(of_kind(state, ConfigRecord).get(STEP_ABOUT, {}))
     if model:
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
@@ -84,6 +80,7 @@ def log_answer(
             " fedtan-transport=channel, which needs no earlier message."
         )
     elif about.get(STEP_ATTEMPT) != attempt:
+        # Another client was lost: the step begins anew, with the same model.
         state[STEP_ANSWERS] = ArrayRecord()
         state.pop(STEP_SENT, None)
     state[STEP_ABOUT] = ConfigRecord(
@@ -99,7 +96,9 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
     if context is None or ATTEMPT not in config:
         return None
     records = of_kind(context.state, ArrayRecord)
-    sent = tensors(from_record(records[STEP_SENT])) if STEP_SENT in records else None
+    sent = None
+    if STEP_SENT in records:
+        sent = tensors(from_record(records[STEP_SENT]))
     return Replay(
         tensors(from_record(records[STEP_ANSWERS])),
         int(config[UNION]),
@@ -120,7 +119,5 @@ def clear_log(context: Context | None) -> None:
     """Remove the log at the end of the round."""
     if context is None:
         return
-    for key in {STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT}.intersection(
-        context.state.keys()
-    ):
-        del context.state[key]
+    for key in (STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT):
+        context.state.pop(key, None)

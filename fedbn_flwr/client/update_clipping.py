@@ -32,11 +32,10 @@ def clipped_update(
             sent.
     """
     config = merged_config(message)
-    if (
-        CLIP not in config
-        or message.metadata.message_type.partition(".")[0] != MessageType.TRAIN
-    ):
+    kind = message.metadata.message_type.partition(".")[0]
+    if CLIP not in config or kind != MessageType.TRAIN:
         return call_next(message, context)
+    # Noted before the call: mods further in put the whole model in its place.
     key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     before = views(ArrayRecord(dict(received)))
     reply = call_next(message, context)
@@ -47,15 +46,13 @@ def clipped_update(
                 f"clipped_update: the reply has no ArrayRecord '{key}'; nothing is sent"
             )
         state = views(records[key])
-        if odd := [
-            name
-            for name in state
-            if name not in before or state[name].shape != before[name].shape
-        ]:
-            raise StateError(
-                f"clipped_update: the reply's entry '{odd[0]}' is not one that was"
-                " received; nothing is sent"
-            )
+        for name, array in state.items():
+            if name not in before or array.shape != before[name].shape:
+                raise StateError(
+                    f"clipped_update: the reply's entry '{name}' is not one that was"
+                    " received; nothing is sent"
+                )
+        # The shared entries: what stays with the client does not leave it.
         sent = {name: before[name] for name in state}
         coordinates = Coordinates(sent, split_state(sent))
         update, _ = clipped(coordinates.update(state), float(config[CLIP]))

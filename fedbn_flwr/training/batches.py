@@ -55,6 +55,7 @@ def with_positions(
         for positions in order:
             yield positions, data.batch(positions, generator)
         return
+    # It asks for positions ahead of the batch that it gives: note them in between.
     asked: deque[Tensor] = deque()
 
     def noted() -> Iterator[Tensor]:

@@ -66,11 +66,11 @@ def clip_gradients(
         gradient = parameter.grad
         if gradient is None or id(parameter) in excluded:
             continue
+        # lambda * max(|W|, eps)
         allowed = _unit_norms(parameter).clamp_(min=eps).mul_(clipping)
         norms = _unit_norms(gradient)
-        gradient.mul_(
-            torch.where(norms > allowed, allowed / norms.clamp(min=SMALLEST_NORM), 1.0)
-        )
+        smaller = allowed / norms.clamp(min=SMALLEST_NORM)
+        gradient.mul_(torch.where(norms > allowed, smaller, 1.0))
 
 
 def clip_in_steps(
@@ -119,8 +119,11 @@ def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
         module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)
     ]
     head = layers[-1:]
-    while len(layers) > len(head) and _beside(model, layers[-len(head) - 1], head[0]):
-        head.insert(0, layers[-len(head) - 1])
+    # from the last layer back, as long as the layer before stands beside it
+    for layer in reversed(layers[:-1]):
+        if not _beside(model, layer, head[0]):
+            break
+        head.insert(0, layer)
     return tuple(
         parameter for layer in head for parameter in layer.parameters(recurse=False)
     )
@@ -130,16 +133,18 @@ def _beside(model: nn.Module, layer: nn.Module, last: nn.Module) -> bool:
     """Return whether two layers have the same parent and as many outputs, and the
     second cannot take the first's.
     """
-    (_, outputs), (inputs, wanted) = _size(layer), _size(last)
+    _, outputs = _size(layer)
+    inputs, wanted = _size(last)
+    if outputs != wanted or outputs == inputs:
+        return False
     parents = []
     for module in model.modules():
         children = {id(child) for child in module.children()}
         if {id(layer), id(last)} <= children:
             parents.append(module)
-    chained = outputs == inputs or any(
-        isinstance(parent, nn.Sequential) for parent in parents
-    )
-    return bool(parents) and outputs == wanted and not chained
+    # a Sequential calls them one after the other, whatever their sizes
+    chained = any(isinstance(parent, nn.Sequential) for parent in parents)
+    return bool(parents) and not chained
 
 
 def _size(layer: nn.Module) -> tuple[Any, Any]:

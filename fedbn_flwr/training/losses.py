@@ -34,7 +34,8 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     total = F.cross_entropy(
         outputs, targets, ignore_index=IGNORED_PIXEL, reduction="sum"
     )
-    return total / (targets != IGNORED_PIXEL).sum().clamp(min=1)
+    counted = (targets != IGNORED_PIXEL).sum()
+    return total / counted.clamp(min=1)
 
 
 def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -46,9 +47,9 @@ def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
         targets: 0, 1 or NaN, of as many numbers.
     """
     outputs, targets, known = _known(outputs, targets)
-    return F.binary_cross_entropy_with_logits(
-        outputs, targets, known, reduction="sum"
-    ) / known.sum().clamp(min=1)
+    # the weight of an unknown label is 0
+    total = F.binary_cross_entropy_with_logits(outputs, targets, known, reduction="sum")
+    return total / known.sum().clamp(min=1)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -60,16 +61,15 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
         targets: of as many numbers.
     """
     outputs, targets, known = _known(outputs, targets)
-    return F.mse_loss(outputs * known, targets, reduction="sum") / known.sum().clamp(
-        min=1
-    )
+    total = F.mse_loss(outputs * known, targets, reduction="sum")
+    return total / known.sum().clamp(min=1)
 
 
 def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of
     one shape and dtype.
     """
-    # half precision rounds targets and counts
+    # at least float32: half precision rounds targets and counts
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     targets = targets.to(dtype).view_as(outputs)
     unknown = targets.isnan()

@@ -50,8 +50,9 @@ def set_memory_format(
     wide = any(m.weight.dtype == torch.float64 for m in convolutions)
     if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
         return model
-    contiguous = example is not None and _is_contiguous_only(unwrap(model), example)
-    wanted = torch.contiguous_format if contiguous else torch.channels_last
+    wanted = torch.channels_last
+    if example is not None and _is_contiguous_only(unwrap(model), example):
+        wanted = torch.contiguous_format
     return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 
@@ -59,6 +60,7 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
     """Return whether a model works in the contiguous format and not in channels-last."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return False
+    # The text of a model has its layers with their sizes.
     kind = type(model).__module__, type(model).__qualname__, repr(model)
     if kind in _WORKING:
         return False
@@ -95,7 +97,6 @@ def _normalises_each_channel(module: nn.Module) -> bool:
     """Return whether the statistics are those of one channel of one example, as in
     instance norm.
     """
-    by_group = (
-        isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
-    )
-    return by_group or isinstance(module, _InstanceNorm)
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups == module.num_channels
+    return isinstance(module, _InstanceNorm)

@@ -38,8 +38,10 @@ class NumpyState(NamedTuple):
     @classmethod
     def now(cls) -> NumpyState:
         """Return the present state."""
-        if not (bits := _bits()):
+        bits = _bits()
+        if not bits:
             return cls(b"", None, np.random.get_state(legacy=False))
+        # Only a draw tells whether a number is kept: put all back as it was.
         state = cls(bits, _take_kept(bits))
         state._write()
         return state
@@ -48,7 +50,7 @@ class NumpyState(NamedTuple):
         """Give the generator this state."""
         now = _bits()
         if now and self.bits:
-            _take_kept(now)
+            _take_kept(now)  # else the next draw would return it
             self._write()
         else:
             np.random.set_state(self.whole or self._as_whole())
@@ -83,8 +85,10 @@ def _take_kept(bits: bytes) -> float | None:
 def _bits() -> bytes:
     """Return the memory of the default generator; b"" if its layout is not known."""
     generator = _generator()
-    known = _KNOWN_LAYOUT and type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, _BYTES) if known else b""
+    # NumPy lets a program replace it
+    if not _KNOWN_LAYOUT or type(generator) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _BYTES)
 
 
 def _generator() -> Any:

@@ -27,6 +27,7 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
         ConfigError: it has no step hooks, as its class does not begin as
             ``torch.optim.Optimizer`` does.
     """
+    # No two libraries call the inner one alike: it is found among the attributes.
     held: list[Any] = []
     for value in getattr(optimizer, "__dict__", {}).values():
         held += value if isinstance(value, (list, tuple)) else [value]
@@ -34,6 +35,7 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     for inner in held:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             found += [one for one in stepping_optimizers(inner) if one not in found]
+    # It may call itself an optimizer, and never call torch's ``__init__``.
     if not found and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigError(
             f"{type(optimizer).__name__} has none of the step hooks of"
@@ -85,15 +87,18 @@ def before_steps(
             )
         if bool(getattr(stepping, "found_inf", False)):
             return None
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        closure = kwargs.get("closure")
+        if closure is None and len(args) > 1:
+            closure = args[1]
         if closure is None:
             act(stepping)
             return None
 
+        # Inside the step the closure computes the gradients anew, perhaps several times.
         def compute_and_act() -> Any:
             loss = closure()
             penalty = act(stepping)
-            return loss if loss is None else loss + penalty
+            return None if loss is None else loss + penalty
 
         return args[:1], {**kwargs, "closure": compute_and_act}
 

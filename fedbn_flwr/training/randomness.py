@@ -50,8 +50,9 @@ class Generators(NamedTuple):
         torch.set_rng_state(self.torch)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
-        elif _has_gpu():  # it was not used before; it may have been since
-            # what torch keeps for its first use
+        elif _has_gpu():
+            # The GPU was not used before, and may have been since: torch's first use of
+            # it takes this seed.
             torch.cuda.manual_seed_all(torch.initial_seed())
         self.numpy.restore()
         random.setstate(self.python)
@@ -117,6 +118,7 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     of its state; it moves on.
     """
     before = Generators.now()
+    # NumPy and Python have generators of other kinds: they are seeded by a draw.
     words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
     np.random.seed(words)
     random.seed(words.tobytes())
@@ -126,5 +128,6 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     try:
         yield
     finally:
+        # The next batch goes on from here, and not with the same draws.
         generator.set_state(torch.get_rng_state())
         before.restore()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,15 +61,16 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for key in (
-            "local_steps",
-            "local_epochs",
-            "batch_size",
-            "sgd_momentum",
-            "weight_decay",
-        ):
-            if not getattr(self, key) >= 0:
-                raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
+        numbers = {
+            "local_steps": self.local_steps,
+            "local_epochs": self.local_epochs,
+            "batch_size": self.batch_size,
+            "sgd_momentum": self.sgd_momentum,
+            "weight_decay": self.weight_decay,
+        }
+        for key, value in numbers.items():
+            if not value >= 0:  # nor is NaN
+                raise ConfigError(f"{key}={value} must be at least 0")
         if not self.local_steps and not self.local_epochs:
             raise ConfigError(
                 "local_steps and local_epochs are both 0: nothing to train"
@@ -95,16 +95,16 @@ class LocalTraining:
         if size >= num_examples:
             for _ in range(self.local_steps or self.local_epochs):
                 yield torch.arange(num_examples)
-        elif self.local_steps and self.sampling == "with-replacement":
+            return
+        if self.local_steps and self.sampling == "with-replacement":
             for _ in range(self.local_steps):
                 yield torch.randint(num_examples, (size,), generator=generator)
-        else:
-            passes = (
-                math.ceil(self.local_steps / math.ceil(num_examples / size))
-                or self.local_epochs
-            )
-            orders = (
-                torch.randperm(num_examples, generator=generator) for _ in range(passes)
-            )
-            batches = (batch for order in orders for batch in torch.split(order, size))
-            yield from itertools.islice(batches, self.local_steps or None)
+            return
+        # Passes over the data, each in a new order, until all steps are taken.
+        steps_in_pass = math.ceil(num_examples / size)
+        left = self.local_steps or self.local_epochs * steps_in_pass
+        while left > 0:
+            order = torch.randperm(num_examples, generator=generator)
+            for batch in torch.split(order, size)[:left]:
+                yield batch
+                left -= 1

@@ -38,6 +38,7 @@ def load_file(path: Path) -> Any:
         Exception: a damaged file may raise anything in these readers.
     """
     if path.suffix == ".safetensors":
+        # a reader of torch's own files does not need it
         from safetensors.torch import load_file
 
         return load_file(path)
@@ -71,7 +72,7 @@ def open_state(content: Any) -> Opened:
     """Return the tensors of a state: of the mapping itself, of a usual key, or of the
     one mapping of tensors in it.
     """
-    steps = list[str]()
+    steps: list[str] = []
     while isinstance(content, Mapping):
         inside = [str(key) for key, value in content.items() if _is_state(value)]
         usual = [key for key in _INSIDE if key in inside]
@@ -80,14 +81,14 @@ def open_state(content: Any) -> Opened:
             for key, value in content.items()
             if isinstance(value, Tensor)
         }
-        # an epoch, the best accuracy
+        # an epoch, the best accuracy: numbers beside the state, no state
         beside = all(value.ndim == 0 for value in own.values())
         if not usual and (len(inside) != 1 or not beside):
-            return Opened(
-                {} if beside and inside else own,
-                ".".join(steps),
-                tuple(inside) if beside else (),
-            )
+            at = ".".join(steps)
+            if not beside:
+                return Opened(own, at)
+            return Opened({} if inside else own, at, tuple(inside))
+        # one level down: by the usual key, or the only one
         steps.append((usual or inside)[0])
         content = content[steps[-1]]
     return Opened({})
@@ -97,14 +98,15 @@ def all_tensors(content: Any) -> dict[str, Tensor]:
     """Return the tensors of all mappings in one another, but for optimizers; the keys
     are joined by dots.
     """
-    found = dict[str, Tensor]()
-    for key, value in content.items() if isinstance(content, Mapping) else ():
+    found: dict[str, Tensor] = {}
+    if not isinstance(content, Mapping):
+        return found
+    for key, value in content.items():
         if isinstance(value, Tensor):
             found[str(key)] = value
         elif _is_state(value):
-            found |= {
-                f"{key}.{name}": tensor for name, tensor in all_tensors(value).items()
-            }
+            for name, tensor in all_tensors(value).items():
+                found[f"{key}.{name}"] = tensor
     return found
 
 
@@ -112,11 +114,9 @@ def _is_state(value: Any) -> bool:
     """Return whether a value holds tensors by name, at any depth; the state of an
     optimizer has numbers.
     """
-    if (
-        not isinstance(value, Mapping)
-        or "param_groups" in value
-        or not all(isinstance(key, str) for key in value)
-    ):
+    if not isinstance(value, Mapping) or "param_groups" in value:
+        return False
+    if not all(isinstance(key, str) for key in value):
         return False
     return any(
         isinstance(entry, Tensor) or _is_state(entry) for entry in value.values()
