@@ -45,7 +45,7 @@ def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
     assert kinds <= {"Expr", "ImportFrom", "Assign"}
 
 
-# --- the demo, with short runs and Flower's part in process ---------------------------
+# The demo, with short runs and Flower's part in process.
 
 
 class AtOnce(Executor):

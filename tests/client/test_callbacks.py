@@ -50,7 +50,7 @@ def callback_of_the_page(library: str) -> Any:
     return names["BNRules"]
 
 
-# --- Lightning ------------------------------------------------------------------------
+# Lightning.
 
 
 class LightningsOrder:
@@ -123,7 +123,7 @@ def test_lightning(library: str, method: str, same_bits, monkeypatch) -> None:
     compare_with_ours(method, Module, Module, loop, same_bits)
 
 
-# --- fastai ---------------------------------------------------------------------------
+# fastai.
 
 
 class OfALearner:
@@ -198,7 +198,7 @@ def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps
         assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]
 
 
-# --- a step in two calls --------------------------------------------------------------
+# A step in two calls.
 
 
 class Around(ClientHook):

@@ -92,7 +92,7 @@ def small_batches(data: Any) -> list[tuple[Tensor, Tensor]]:
     return list(zip(data.inputs.split(4), data.targets.split(4), strict=True))
 
 
-# --- several optimizers ---------------------------------------------------------------
+# Several optimizers.
 def alternating(
     model: nn.Module, data: Any, hook: ClientHook | None, wrapped: int = 2
 ) -> Iterator[torch.optim.Optimizer]:
@@ -216,7 +216,7 @@ def test_alpha_learns_in_one_optimizer(mlp, points) -> None:
         list(alternating(mlp(), points(12, 1), HybridStatistics(True, share=False)))
 
 
-# --- optimizers around another one ----------------------------------------------------
+# Optimizers around another one.
 def add_term(model: nn.Module, start: list[Tensor], *_: Any) -> None:
     for p, received in zip(model.parameters(), start, strict=True):
         p.grad += MU * (p.detach() - received)
@@ -276,7 +276,7 @@ def test_the_proximal_term_acts_once_in_a_step_of_sam(
     )
 
 
-# --- weights that are loaded after a step ---------------------------------------------
+# Weights that are loaded after a step.
 def load(model: nn.Module, state: Any) -> None:
     model.load_state_dict(state)
 

@@ -375,7 +375,7 @@ def test_a_failure_is_reported_with_its_client_and_message(
         assert "out of cheese" in why
 
 
-# --- Flower's workflows ---------------------------------------------------------------
+# Flower's workflows.
 
 
 class Single(Stock):
@@ -600,7 +600,7 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
     assert (run.history[-1]["1.running_var"] >= 0).all()
 
 
-# --- start_simulation -----------------------------------------------------------------
+# ``start_simulation``.
 
 
 class Direct(ClientProxy):

@@ -43,7 +43,7 @@ def _client(
     )
 
 
-# --- batches --------------------------------------------------------------------------
+# Batches.
 
 
 def test_batch_statistics_against_plain_torch() -> None:
@@ -82,7 +82,7 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
     assert row["running"]["mean"] > 0
 
 
-# --- clients --------------------------------------------------------------------------
+# Clients.
 
 
 def _moments(rows: torch.Tensor) -> list[Moments]:
@@ -147,7 +147,7 @@ def test_equal_clients_differ_by_chance_as_often_as_the_level_says() -> None:
     assert 2 <= small <= 25
 
 
-# --- training and test ----------------------------------------------------------------
+# Training and test.
 
 
 def test_the_mismatch_of_running_and_batch_statistics() -> None:
@@ -171,7 +171,7 @@ def test_the_mismatch_of_running_and_batch_statistics() -> None:
     assert good.accuracy_lost == pytest.approx(0, abs=0.01)
 
 
-# --- states ---------------------------------------------------------------------------
+# States.
 
 
 @pytest.mark.parametrize(("make", "missed"), [(resnet18, 3), (mobilenet_v2, 52)])
@@ -269,10 +269,10 @@ def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
     assert (seen.batch_size, seen.first_only) == (8, False)
 
 
-# --- memory ---------------------------------------------------------------------------
+# Memory.
 
 
-# --- loaders --------------------------------------------------------------------------
+# Loaders.
 
 
 def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> None:

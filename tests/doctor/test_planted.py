@@ -87,7 +87,7 @@ def ids(found: Diagnosis) -> list[str]:
     return [finding.id for finding in found.findings]
 
 
-# --- what must be found ---------------------------------------------------------------
+# What must be found.
 
 
 def train_mode(ground: Ground) -> Diagnosis:
@@ -385,7 +385,7 @@ def test_how_much_a_mismatch_loses(measured: Measured, found: bool) -> None:
     assert (train_test_mismatch(measured) is not None) == found
 
 
-# --- what must not be found -----------------------------------------------------------
+# What must not be found.
 
 
 def batch_renorm(ground: Ground) -> Diagnosis:
@@ -520,7 +520,7 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
     assert ("shift" in found.measures) == (held == (1,))
 
 
-# --- what cannot be measured ----------------------------------------------------------
+# What cannot be measured.
 
 
 def test_what_was_not_measured_is_not_called_sound(ground: Ground) -> None:
@@ -643,7 +643,7 @@ def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(
     )
 
 
-# --- loaders, answers and states ------------------------------------------------------
+# Loaders, answers and states.
 
 
 LAZY = nn.Sequential(nn.Linear(64, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 10))

@@ -53,7 +53,7 @@ def call(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
 
 
-# --- help and usage -------------------------------------------------------------------
+# Help and usage.
 def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
     result = call()
     assert result.exit_code == 0
@@ -147,7 +147,7 @@ def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- list and inspect -----------------------------------------------------------------
+# List and inspect.
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_inspect_takes_strategy_and_clients_by_set_too_and_warns() -> None:
     assert "warning: strategy 'silobn' needs BatchNorm" in warned.output
 
 
-# --- partition ------------------------------------------------------------------------
+# Partition.
 
 
 def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_bad_usage_ends_with_2_and_a_word_of_advice(
     assert named in result.stderr
 
 
-# --- run and sweep --------------------------------------------------------------------
+# Run and sweep.
 
 
 def test_run_of_a_file(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def losing(
     return lambda client_fn: Losing(client_app(client_fn), lost, rounds)
 
 
-# --- the law --------------------------------------------------------------------------
+# The law.
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedBN, FedAdam, FixBN])
@@ -309,7 +309,7 @@ def test_under_masks_epsilon_is_not_of_whether_a_client_answers(
     assert "not whether it answers" in said
 
 
-# --- lost clients ---------------------------------------------------------------------
+# Lost clients.
 
 LOST: dict[str, tuple[dict[int, str], Collection[int]]] = {
     "nobody": ({}, ()),
@@ -607,7 +607,7 @@ def test_a_sum_that_is_of_no_use_may_be_known(
     assert [report.participants for report in made.reports][1:] == [[1, 2], [0, 1, 2]]
 
 
-# --- what the server sees -------------------------------------------------------------
+# What the server sees.
 
 
 def forms_of(state: State, weight: float, point: FixedPoint) -> Iterator[bytes]:
@@ -712,7 +712,7 @@ def test_a_client_weighs_its_numbers_by_its_own_count(
     assert strategy.reports[0].participants == [0, 2, 3]
 
 
-# --- refusals -------------------------------------------------------------------------
+# Refusals.
 
 
 class MedianMethod(Method):

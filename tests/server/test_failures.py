@@ -70,7 +70,7 @@ def untestable(result: Any) -> Any:
     return NAN, result[1], {**result[2], "loss": NAN}
 
 
-# --- losses ---------------------------------------------------------------------------
+# Losses.
 
 
 def test_losses_that_are_not_finite_are_named() -> None:
@@ -205,7 +205,7 @@ def test_a_foreign_loop_is_ended_too(
     assert caught.value.diverged_at == (1 if of_clients else 2)
 
 
-# --- replies --------------------------------------------------------------------------
+# Replies.
 
 
 def all_spoilt(*rounds: int) -> type[TorchClient]:
@@ -432,7 +432,7 @@ def test_a_resumed_run_may_have_trained_before(federate, datasets, mlp) -> None:
     assert [report.server_round for report in run.strategy.reports] == [2]
 
 
-# --- one ConfigError of all clients ---------------------------------------------------
+# One ConfigError of all clients.
 
 
 def refusing(
@@ -562,7 +562,7 @@ def test_it_does_not_end_a_run_in_which_a_client_was_tested(
     assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
 
 
-# --- loops whose end nobody tells us --------------------------------------------------
+# Loops whose end nobody tells us.
 
 
 def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClient]:  # noqa: B006

@@ -175,7 +175,7 @@ def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     assert [dict(c) for c in plain.grid.config()] == [{"server-round": 1}] * 3
 
 
-# --- arguments ------------------------------------------------------------------------
+# Arguments.
 
 
 def test_flowers_positional_arguments_are_accepted() -> None:
@@ -216,7 +216,7 @@ def test_without_parts_the_names_of_the_arrays_are_split(
     assert run.strategy.reports[0].train.up == 3 * 8 * (20 + 4 + 12 + 3)
 
 
-# --- nodes ----------------------------------------------------------------------------
+# Nodes.
 
 
 def chosen(run) -> list[list[int]]:
@@ -323,7 +323,7 @@ def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(
     )
 
 
-# --- metrics --------------------------------------------------------------------------
+# Metrics.
 
 
 def content(**metrics) -> RecordDict:

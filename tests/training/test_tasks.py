@@ -215,7 +215,7 @@ def test_every_class_of_images_counts(label: int) -> None:
     assert math.isfinite(byte.loss)
 
 
-# --- tasks with a number for each label or target -------------------------------------
+# Tasks with a number for each label or target.
 
 
 def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:

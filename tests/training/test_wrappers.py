@@ -205,7 +205,7 @@ def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) ->
         assert (state[f"module.{name}"] == array).all(), name
 
 
-# --- models of other libraries --------------------------------------------------------
+# Models of other libraries.
 
 
 def bn_names(model: nn.Module) -> set[str]:

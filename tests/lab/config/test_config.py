@@ -62,7 +62,7 @@ def through_flower(config: Config) -> dict[str, Any]:
     return dict(parse_config_args([toml_pairs(config.to_mapping())]))
 
 
-# --- one schema, everywhere -----------------------------------------------------------
+# One schema, everywhere.
 
 
 def test_every_key_is_in_the_toml_with_its_default() -> None:
@@ -198,7 +198,7 @@ def test_the_page_of_keys_has_every_key() -> None:
     assert sorted(rows) == sorted(Config.make({}).to_mapping())
 
 
-# --- what is refused ------------------------------------------------------------------
+# What is refused.
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -285,7 +285,7 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
         Config.make({**preset, "proximal-mu": 2.0}, complete=True)
 
 
-# --- conditions between keys ----------------------------------------------------------
+# Conditions between keys.
 
 
 def test_local_steps_replace_the_default_epochs() -> None:

@@ -138,7 +138,7 @@ def test_two_nodes_with_one_partition_are_refused_by_name(served) -> None:
     )
 
 
-# --- the data themselves --------------------------------------------------------------
+# The data themselves.
 
 
 def images(folder: Path, count: int, value: int) -> None:

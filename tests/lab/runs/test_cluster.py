@@ -36,7 +36,7 @@ def write_rows(path: Path) -> str:
     return f"npz:{path}"
 
 
-# --- code -----------------------------------------------------------------------------
+# Code.
 
 
 def write_net(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_modules_of_a_users_model_go_to_the_machines_and_installed_ones_do_n
     ]
 
 
-# --- refusals -------------------------------------------------------------------------
+# Refusals.
 
 
 def test_the_address_is_for_the_simulation_alone(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_second_connection_is_refused_and_the_first_one_stays(
         pass
 
 
-# --- a cluster ------------------------------------------------------------------------
+# A cluster.
 
 
 HIDDEN = ("code", "runs")

@@ -224,7 +224,7 @@ def test_each_method_names_its_cause_and_a_remedy_that_helps(
     assert np.isfinite(summary["final"]["test-loss"])
 
 
-# --- commands -------------------------------------------------------------------------
+# Commands.
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:

@@ -615,7 +615,7 @@ def test_domains_are_tested_of_data_that_have_some(quick_run) -> None:
         quick_run(strategy="fedbn", **{"eval-on": "personal-own,personal-domains"})
 
 
-# --- tasks ----------------------------------------------------------------------------
+# Tasks.
 
 
 def own_task(

@@ -109,7 +109,7 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     "test-bn": {"eval-on": "global,global-test-bn", "test-bn": "mix"},
 }
 
-# --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time ---
+# In Ray: all of them one after another in a single run of Flower, whose start takes most of the time.
 
 APP = '''
 """Serves each config of a folder in turn, and then another app; the file "current" tells the clients which."""
