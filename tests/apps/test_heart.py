@@ -16,9 +16,8 @@ from fedbn_flwr.lab.runs.run import run
 ROOT = Path(__file__).parents[2]
 FILES = ROOT.parent / "shared/data/heart_disease"
 SETTINGS = ROOT / "apps/hospitals/heart.yaml"
-# What the reader of CSV files gave at commit 6b7d0f17, with the same test patients
-# and # the same mean and deviation of each column: the test patients that are right after
-# 10 rounds, in Cleveland, Hungary, Switzerland and VA.
+# Of the reader of CSV files at commit 6b7d0f17, with the same test patients and the
+# same scales: those right after 10 rounds, in Cleveland, Hungary, Switzerland and VA.
 BY_THE_READER = {"fedavg": (79, 76, 24, 49), "fedbn": (81, 76, 24, 46)}
 TESTS = (100, 97, 41, 66)
 

@@ -224,9 +224,8 @@ def test_later_steps_are_local_and_share_one_optimizer(
     )
     start, weights = model.state_dict(), [len(d) / 15 for d in data]
     local = [copy.deepcopy(model) for _ in data]
-    # The first step: every client's gradient of its own loss, with BN's statistics #
-    # those of the union, as functions of all the inputs. p_i F_i alone reaches gamma #
-    # and beta; what reaches the hidden layer goes through every client.
+    # The first step: BN has the union's statistics, functions of all clients' inputs.
+    # Gamma and beta get p_i F_i alone; a hidden layer gets all F_j through them.
     hidden = [
         own.hidden(d.inputs.flatten(1)) for own, d in zip(local, data, strict=True)
     ]

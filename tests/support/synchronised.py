@@ -126,10 +126,8 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, bias=False)
-        self.a, self.b = (
-            nn.BatchNorm2d(4, momentum=None),
-            nn.BatchNorm2d(4, momentum=0.3, eps=1e-3),
-        )
+        self.a = nn.BatchNorm2d(4, momentum=None)
+        self.b = nn.BatchNorm2d(4, momentum=0.3, eps=1e-3)
         self.twice = nn.BatchNorm2d(4)
         self.plain = nn.BatchNorm2d(4, affine=False)
         self.frozen = nn.BatchNorm2d(4)
@@ -141,10 +139,11 @@ class Branches(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.twice(self.a(self.left(x)).relu()) + self.twice(
-            self.b(self.right(x)).tanh()
-        )
-        return self.head((self.plain(x) + self.frozen(x * x)).tanh().mean((2, 3)))
+        left = self.twice(self.a(self.left(x)).relu())
+        right = self.twice(self.b(self.right(x)).tanh())
+        x = left + right
+        x = self.plain(x) + self.frozen(x * x)
+        return self.head(x.tanh().mean((2, 3)))
 
 
 def trained(model: nn.Module) -> nn.Module:
@@ -155,7 +154,6 @@ def trained(model: nn.Module) -> nn.Module:
             for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
                 if value.is_floating_point():
                     low = -1.0 if name in {"bias", "running_mean"} else 0.5
-                    value.data.copy_(
-                        torch.empty_like(value).uniform_(low, 1.5, generator=g)
-                    )
+                    drawn = torch.empty_like(value).uniform_(low, 1.5, generator=g)
+                    value.data.copy_(drawn)
     return model.double()

@@ -94,11 +94,10 @@ def federated(
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
+    # the first cause: a broken barrier is what the others saw of it
+    failures.sort(key=lambda e: isinstance(e, threading.BrokenBarrierError))
     if failures:
-        raise next(
-            (e for e in failures if not isinstance(e, threading.BrokenBarrierError)),
-            failures[0],
-        )
+        raise failures[0]
     return average([m.state_dict() for m in models], weights)
 
 
@@ -138,12 +137,10 @@ def weighted_centralised(
     """One step on the loss sum p_i mean_i(loss): examples of client i have weight p_i /
     b_i, also in BatchNorm.
     """
-    q = torch.cat(
-        [
-            x.new_full((len(x),), w / sum(weights) / len(x))
-            for w, (x, _) in zip(weights, batches, strict=True)
-        ]
-    )
+    shares = []
+    for w, (x, _) in zip(weights, batches, strict=True):
+        shares.append(x.new_full((len(x),), w / sum(weights) / len(x)))
+    q = torch.cat(shares)
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -159,14 +156,12 @@ def client_batches(
 ) -> list[Batch]:
     """Float64 batches of clients that differ in offset and scale."""
     g = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(size, *shape, generator=g, dtype=torch.float64) * (1 + 0.3 * i)
-            + 0.5 * i,
-            torch.randint(classes, (size,), generator=g),
-        )
-        for i, size in enumerate(sizes)
-    ]
+    batches = []
+    for i, size in enumerate(sizes):
+        noise = torch.randn(size, *shape, generator=g, dtype=torch.float64)
+        target = torch.randint(classes, (size,), generator=g)
+        batches.append((noise * (1 + 0.3 * i) + 0.5 * i, target))
+    return batches
 
 
 @pytest.fixture(scope="session")
