@@ -97,11 +97,10 @@ def _check_task(config: Fields, data: RunData) -> None:
     info = data.info
     # It raises where the model takes no such example.
     _ = data.shape
-    possible = (info.task.name, *info.tasks)
-    if config.task and config.task not in possible:
+    if config.task and config.task != info.task.name:
         raise ConfigError(
             f"task={config.task}: the labels of dataset={config.dataset} are for"
-            f" {', '.join(possible)}. Leave task out, or use data of your own that have"
+            f" {info.task.name}. Leave task out, or use data of your own that have"
             " such labels."
         )
     # Of a user's own model it is not known.

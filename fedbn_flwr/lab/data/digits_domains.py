@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbn_flwr.lab.data.domains import merged
-from fedbn_flwr.lab.data.readers import Loaded, embedded_digits
+from fedbn_flwr.lab.data.readers import Loaded, read_digits
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.seeds import numpy_generator
@@ -78,7 +78,7 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
 
     There are 1,438 training images in all, and 359 test images in each domain.
     """
-    train, test = embedded_digits()
+    train, test, _ = read_digits(folder, shape)
     every_digit = torch.arange(len(test))
     parts = {}
     chosen = _split_over_domains(train.targets)

@@ -32,7 +32,7 @@ def partition_picture(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    classes = list(names) or [str(label) for label in range(counts.shape[1])]
+    classes = names or _numbers(counts)
     figure = Figure(figsize=(min(16.0, 4 + 0.2 * len(counts)), 4), layout="constrained")
     axis = figure.subplots()
     few = len(classes) <= _MOST_COLUMNS
@@ -66,7 +66,7 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     """
     import pandas as pd
 
-    classes = list(names) or [str(label) for label in range(counts.shape[1])]
+    classes = names or _numbers(counts)
     table = pd.DataFrame(counts, columns=classes).rename_axis("client")
     table.loc["all"] = table.sum()
     # A line of more columns would be wider than a terminal.
@@ -76,3 +76,7 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     else:
         shown = table.assign(all=table.sum(axis=1))
     return str(shown.reset_index().to_string(index=False))
+
+
+def _numbers(counts: Indices) -> list[str]:
+    return [str(label) for label in range(counts.shape[1])]

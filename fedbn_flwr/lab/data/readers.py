@@ -31,7 +31,6 @@ __all__ = [
     "Loaded",
     "Reader",
     "as_samples",
-    "embedded_digits",
     "is_there",
     "read_digits",
     "read_idx",
@@ -77,16 +76,12 @@ _DIGITS_TEST_SHARE = 0.2
 
 
 def read_digits(folder: Path, shape: Shape) -> Loaded:
-    """Return ``embedded_digits``; no file is in the folder."""
-    del folder, shape  # all readers have the same signature
-    return Loaded(*embedded_digits())
-
-
-def embedded_digits() -> tuple[Samples, Samples]:
     """Return scikit-learn's 1,797 digits, 8x8 grey; 20 % of each class are for tests.
 
     The file is the one that ``sklearn.datasets.load_digits`` reads.
     """
+    # All readers have the same signature.
+    del folder, shape
     # Found without importing scikit-learn, which takes as long as the whole run of a
     # small model.
     spec = find_spec("sklearn")
@@ -105,7 +100,8 @@ def embedded_digits() -> tuple[Samples, Samples]:
         count = round(_DIGITS_TEST_SHARE * len(members))
         in_test[rng.permutation(members)[:count]] = True
     targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
-    return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
+    train = Samples(inputs[~test], targets[~test])
+    return Loaded(train, Samples(inputs[test], targets[test]))
 
 
 def read_idx(class_name: str) -> Reader:

@@ -47,8 +47,7 @@ class DatasetInfo:
         grouped: the samples have groups (domains, cities), for the splits that need
             them.
         task: the learning task.
-        tasks: names of other tasks that the same labels can be for; the config key
-            ``task`` chooses one.
+
         input_shape: shape of an example that is no image, such as (features,); () for
             images.
         class_names: names of the classes, () = numbers.
@@ -68,7 +67,7 @@ class DatasetInfo:
     aspect: int = 1
     grouped: bool = False
     task: Task = CLASSIFICATION
-    tasks: tuple[str, ...] = ()
+
     input_shape: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()

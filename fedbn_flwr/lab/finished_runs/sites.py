@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,31 +132,35 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
 test_site.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's
 
 
-def interval(site: SiteTest) -> tuple[float | None, float | None, float | None]:
-    """Return the main metric of a site and the ends of its interval, or None."""
+class Interval(NamedTuple):
+    """A metric, or a difference of two, and the ends of its interval; None = undefined."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def interval(site: SiteTest) -> Interval:
+    """Return the main metric of a site."""
     return _bootstrap(site.metric, len(site.groups))
 
 
-def difference(
-    one: SiteTest, other: SiteTest
-) -> tuple[float | None, float | None, float | None]:
-    """Return the metric minus that of another model, and the ends of its interval."""
+def difference(one: SiteTest, other: SiteTest) -> Interval:
+    """Return the metric of a model minus that of another one on the same examples."""
     # Each draw is used for both: the examples that are hard for both cancel out.
     return _bootstrap(
         lambda groups: one.metric(groups) - other.metric(groups), len(one.groups)
     )
 
 
-def _bootstrap(
-    metric: Callable[[Indices], float], num_groups: int
-) -> tuple[float | None, float | None, float | None]:
+def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> Interval:
     if not num_groups:
-        return None, None, None
+        return Interval()
     everyone = np.arange(num_groups)
     value = metric(everyone)
     # One group drawn again and again is that group.
     if not np.isfinite(value) or num_groups == 1:
-        return _or_none(value), None, None
+        return Interval(_or_none(value))
     # SciPy takes long to import, and only this table needs it.
     from scipy import stats
 
@@ -173,7 +177,7 @@ def _bootstrap(
         ends = found.confidence_interval
     # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is no
     # interval.
-    return value, _or_none(ends.low), _or_none(ends.high)
+    return Interval(value, _or_none(ends.low), _or_none(ends.high))
 
 
 def _or_none(value: float) -> float | None:
@@ -201,9 +205,8 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
         others = _tests(against, data_of(run_config(run)).task.score)
     rows = []
     for name, site in tested.items():
-        value, low, high = interval(site)
         row = {"site": name, "examples": len(site.targets), "groups": len(site.groups)}
-        row |= {"value": value, "low": low, "high": high}
+        row |= interval(site)._asdict()
         if against:
             if name not in others or not site.has_examples_of(others[name]):
                 raise ConfigError(
@@ -211,8 +214,12 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
                     " of clients or split (partition, seed, test-share) are others."
                     " Compare runs on one split."
                 )
-            names = ("difference", "difference-low", "difference-high")
-            row |= dict(zip(names, difference(site, others[name]), strict=True))
+            found = difference(site, others[name])
+            row |= {
+                "difference": found.value,
+                "difference-low": found.low,
+                "difference-high": found.high,
+            }
         rows.append(row)
     return rows
 
