@@ -160,7 +160,9 @@ class PartitionedData:
         if partition_id >= len(self.test):
             return None
         groups = self.test_view(partition_id).groups
-        numbers = [] if groups is None else torch.unique(groups).tolist()
+        if groups is None:
+            return None
+        numbers = torch.unique(groups).tolist()
         return self.dataset.group_names[numbers[0]] if len(numbers) == 1 else None
 
 

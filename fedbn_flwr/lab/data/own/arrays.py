@@ -179,9 +179,7 @@ def _classes(request: OwnData, y: Any) -> _Targets:
     if count == 2:
         allowed.append("binary")
     task = chosen_task(request, "classification", allowed)
-    # One output for two classes: the log odds of the second one.
-    num_outputs = 1 if task.name == "binary" else count
-    return _Targets(torch.from_numpy(y), task, num_outputs)
+    return _Targets(torch.from_numpy(y), task, task.outputs(count))
 
 
 def _several(request: OwnData, y: Any) -> _Targets:

@@ -87,7 +87,7 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
     task = chosen_task(request, "", tuple(TASKS))
     return DatasetInfo(
         request.name,
-        num_classes=1 if task.name == "binary" else request.num_classes or 1,
+        num_classes=task.outputs(request.num_classes),
         channels=3,
         size=request.image_size,
         summary="own data of the nodes",

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,19 +74,19 @@ def read_folder(request: OwnData) -> Records:
     task = chosen_task(request, "classification", allowed)
     # The first image stands for all: image-size says another height.
     _, height, _ = pixels(str(paths[0])).shape
-    # Folders without clients have the client "" of ``_place``.
-    clients, client_names = numbered([place.client for place in of_files])
-    has_clients = client_names != ("",)
+    given: dict[str, Any] = {}
+    if of_files[0].client:
+        clients = [place.client for place in of_files]
+        given["clients"], given["client_names"] = numbered(clients)
     return Records(
         inputs=paths,
         targets=torch.tensor([classes.index(place.label) for place in of_files]),
         task=task,
-        num_classes=1 if task.name == "binary" else len(classes),
+        num_classes=task.outputs(len(classes)),
         class_names=tuple(classes),
         height=height,
-        clients=clients if has_clients else None,
-        client_names=client_names if has_clients else (),
         tests=_tests(request, [place.part for place in of_files]),
+        **given,
     )
 
 
