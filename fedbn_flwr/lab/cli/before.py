@@ -175,6 +175,7 @@ def _costs(inspection: Inspection) -> Iterator[str]:
             f" {cost.megabytes:.4f} MB of floats: {cost.down:,} bytes down, {cost.up:,}"
             f" up; counters {cost.counters_down:,} down, {cost.counters_up:,} up"
         )
+    # a length that the run finds makes the sum unknown
     if all(phase.rounds is not None for phase in inspection.phases):
         total = inspection.total()
         yield (

@@ -59,6 +59,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with the user's home for ``~`` in paths."""
+        # paths alone: "~" in another text means itself
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
@@ -105,6 +106,7 @@ _WIDE = 1000  # characters of a table in a file or a pipe, at most
 
 def _version(asked: bool) -> None:
     if asked:
+        # It asks the installed packages, which other commands need not.
         from fedbn_flwr.messages.versions import as_text, own_versions
 
         say(as_text(own_versions()))
@@ -184,6 +186,7 @@ def _terminate(*_: object) -> None:
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
     """Let SIGTERM end a command as Ctrl-C does; both say what is saved."""
+    # Raised in the main thread, as KeyboardInterrupt is: every ``finally`` is done.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -254,6 +257,7 @@ def progress(
     terminal.
     """
     scores = Scores(score)
+    # in a file or a pipe, lines that stay
     if not complaints.is_terminal:
         yield lambda line: say(
             f"round {line['round']}/{total}: {scores.after(line)}", on=complaints

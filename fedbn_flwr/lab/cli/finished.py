@@ -57,6 +57,7 @@ def evaluate(
     """Evaluate the model of a run on any data, or with an interval at each of its own
     sites.
     """
+    # what is asked for, before torch is imported
     with exit_codes():
         overrides = read_overrides(set_ or [])
         refuse_no_run(run)
@@ -91,6 +92,7 @@ def evaluate(
                 " --dataset."
             )
         else:
+            # other data, all examples together
             data = {**overrides, "dataset": dataset}
             what, rows = evaluate_run(run, data, bn, out, state_dir)
             say(f"model: {what}")

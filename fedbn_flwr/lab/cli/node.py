@@ -50,6 +50,7 @@ def check_node(
 
     with exit_codes():
         quiet_flower()
+        # The settings are not checked yet: the page shows what is wrong with them, too.
         settings = merged(read_settings(config, set_ or []))
         from fedbn_flwr.lab.node_check import Connection, check_node
 

@@ -74,6 +74,7 @@ def sweep(
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
+    # a file that cannot be read is told before torch is imported
     with exit_codes():
         read_yaml(study, "study")
         read_overrides(set_ or [])
@@ -85,6 +86,7 @@ def sweep(
 
     with exit_codes():
         quiet_flower()
+        # the runs that are asked for, in as many processes as pay
         grid = load_study(study, set_ or [])
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)

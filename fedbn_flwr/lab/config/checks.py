@@ -25,6 +25,7 @@ F = TypeVar("F", bound=Fields)
 
 ROLES = ("local-part", "client-hooks", "server-step")
 """The keys that add methods to the strategy."""
+# The keys that the reference, which has no clients, cannot use.
 _OF_A_FEDERATION = (
     *(
         "fraction-train",
@@ -142,24 +143,20 @@ def _of_tests(config: Fields) -> Iterator[Problem]:
 
 def _of_privacy(config: Fields) -> Iterator[Problem]:
     """Yield what is wrong with the keys of the protections together."""
-    centralized = config.strategy == CENTRALIZED
-    if config.dp != "off" and centralized:
-        yield Problem(
-            "conflict", "dp", f"dp={config.dp}: strategy=centralized has no clients"
-        )
-    if config.masked_sums and centralized:
-        yield Problem(
-            "conflict",
-            "masked-sums",
-            "masked-sums=true: strategy=centralized has no clients",
-        )
+    # they protect clients
+    if config.strategy == CENTRALIZED:
+        text = "strategy=centralized has no clients"
+        if config.dp != "off":
+            yield Problem("conflict", "dp", f"dp={config.dp}: {text}")
+        if config.masked_sums:
+            yield Problem("conflict", "masked-sums", f"masked-sums=true: {text}")
     if config.masked_sums and config.num_clients == 1:
         text = (
             "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over"
             " one client is its update"
         )
         yield Problem("conflict", "masked-sums", text)
-    if (config.dp != "off" or config.masked_sums) and config.norm == "batch-renorm":
+    if config.protected and config.norm == "batch-renorm":
         text = (
             "norm=batch-renorm warms up by counting batches, and with privacy a counter"
             " counts rounds"
@@ -167,6 +164,8 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
         yield Problem("conflict", "norm", text)
     if config.dp == "off":
         return
+    # With noise neither whether a round has a result nor which one is the best may
+    # depend on the clients' data.
     if config.min_replies > 1:
         text = (
             f"min-replies={config.min_replies}: a round with noise has a result whoever"
@@ -198,6 +197,7 @@ def has_no_effect(config: Fields) -> dict[str, str]:
         elif method != CENTRALIZED:
             misspelt = True
 
+    # a key with its default counts as not set
     for key, value in values_of(config).items():
         if value == defaults[key]:
             continue

@@ -444,6 +444,8 @@ class Files(Group):
     )
 
 
+# A type checker sees the fields of all methods; in a process they are made from what the
+# methods declare, so that no key is written twice.
 if TYPE_CHECKING:
 
     class SettingsOfMethods(Params, DPSettings, MaskSettings):

@@ -69,6 +69,7 @@ class RunMethod:
             # A value that stands for "the method's own default" is left to the method.
             if name not in stands_for_own or value != stands_for_own[name]:
                 given[setting] = value
+        # each test once; one of adapted BN adds the plain one
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
         return kind(**given)
 

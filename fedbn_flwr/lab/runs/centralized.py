@@ -164,6 +164,7 @@ class _Reference:
         if self._start.after:
             line = self._recorder.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
+        # a run that is killed in round 1 can be continued, too
         if not self._start.saved:
             self._save(0, False)
         first = (self._start.after or 0) + 1

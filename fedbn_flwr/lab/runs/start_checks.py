@@ -98,6 +98,7 @@ def check(config: Config) -> Checked:
 
 def _problems_here(config: Config) -> Iterator[str]:
     """Yield why the run cannot start here: device, packages, files and folders."""
+    # the device, and packages of extras
     try:
         pick_device(config.device)
     except ConfigError as error:
@@ -107,32 +108,38 @@ def _problems_here(config: Config) -> Iterator[str]:
             "tensorboard=true needs the package tensorboard, which is not installed; "
             f"{install_extra('tensorboard')}, or leave the key out"
         )
-    if config.data_dir and not Path(config.data_dir).is_absolute():
+
+    # the data: Flower starts nodes and servers in folders of its own
+    data_dir = Path(config.data_dir)
+    if config.data_dir and not data_dir.is_absolute():
         yield (
             f"data-dir={config.data_dir!r} is relative, and nodes run in other folders."
             " Write the absolute path (seen from the folder of this process:"
-            f" {str(Path(config.data_dir).absolute())!r})."
+            f" {str(data_dir.absolute())!r})."
         )
-    elif config.data_dir and not Path(config.data_dir).is_dir():
+    elif config.data_dir and not data_dir.is_dir():
         yield (
             f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one"
             " with the data."
         )
-    if config.init.endswith(FILES) and not Path(config.init).is_absolute():
+
+    # the initial weights
+    init = Path(config.init)
+    if config.init.endswith(FILES) and not init.is_absolute():
         yield (
             f"init={config.init!r} is relative, and the server may run in another"
             " folder. Write the absolute path (seen from the folder of this process:"
-            f" {str(Path(config.init).absolute())!r})."
+            f" {str(init.absolute())!r})."
         )
-    if config.state_dir == STATE_IN_OUT and not config.out:
-        yield (
-            f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set it"
-            " to an absolute path"
-        )
-    elif (
-        config.state_dir not in ("", STATE_IN_OUT)
-        and not Path(config.state_dir).is_absolute()
-    ):
+
+    # what clients keep
+    if config.state_dir == STATE_IN_OUT:
+        if not config.out:
+            yield (
+                f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set"
+                " it to an absolute path"
+            )
+    elif config.state_dir and not Path(config.state_dir).is_absolute():
         yield (
             f"state-dir={config.state_dir!r} is relative, and nodes run in other"
             " folders. Write it in full."
@@ -272,6 +279,7 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     what = f"for a batch of inputs {tuple(examples.shape)}"
     if model.training:
         what = f"in train mode {what}"
+    # Dropout and the like draw here without moving the process's generators.
     try:
         with torch.no_grad(), seeded_on_cpu(0):
             outputs = model(examples)
