@@ -1,14 +1,19 @@
 """How the exchanges of a synchronised step travel between the clients of a round.
 
-A client calls ``reduce(tag, tensor)`` of a ``Reducer``. The answer comes from a barrier
-in this process, over gRPC, or from a log of earlier answers. In reading order:
+``transports`` has the mapping ``TRANSPORTS``: a new transport is a file here and a line
+there. A client calls ``reduce(tag, tensor)`` of a ``Reducer``. The answer comes from a
+barrier in this process, over gRPC, or from a log of earlier answers. In reading order:
 
 - ``through_user_code``: ``Reducer``, and how it gets past a user's training code.
-- ``barrier``: collects a tensor from each client, and answers all; the first transport.
-- ``channel_frame``: a call to a barrier on another machine, and its reply, as bytes.
-- ``channel_server``: the port at which such calls come in; the second transport.
-- ``grpc_channel``: the client's end of it, and a client's choice of its reducer.
-- ``replay``: a step by messages, run again with the answers so far; the third one.
+- ``transports``: the transports by name, and a client's choice of its reducer.
+- ``step``: what they share: ``Transport``, limits, a step's result.
+- ``barrier``: collects a tensor from each client, and answers all.
+- ``step_by_barrier``: a step whose clients meet there, as in one process.
+- ``step_by_channel``: "channel", a step whose clients reach the barrier by gRPC;
+  ``channel_frame``: a call and its reply as bytes; ``channel_server``: the port;
+  ``grpc_channel``: the client's end.
+- ``step_by_messages``: "messages", a step by Flower's messages; ``replay``: the
+  client's step, run again with the answers so far.
 - ``polling_grid``: messages through Flower's Grid without its pauses.
 """
 

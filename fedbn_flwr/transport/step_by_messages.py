@@ -70,99 +70,85 @@ class ByMessages(Transport):
         ``limits.reply_timeout``. If no client finishes, the replies are the clients'
         errors.
         """
-        return _step(grid, messages, members, limits, self._without_query)
-
-
-def _step(
-    grid: Grid,
-    messages: Sequence[Message],
-    members: Mapping[int, Member],
-    limits: Limits,
-    without_query: set[int],
-) -> StepResult:
-    post = _Post(
-        grid,
-        {message.metadata.dst_node_id: message for message in messages},
-        limits,
-        without_query,
-    )
-    left = dict(members)
-    dropped: dict[int, str] = {}
-    failed: list[Message] = []
-    traffic = Traffic()
-    attempt, answer = 0, ArrayRecord()
-    while len(left) >= limits.min_members:
-        config: dict[str, Any] = {
-            ATTEMPT: attempt,
-            UNION: sum(member.batch_size for member in left.values()),
-        }
-        replies = post.exchange(list(left), answer, config)
-        sent, done, lost = _sort(left, replies, limits)
-        failed += [
-            replies[node_id]
-            for node_id in lost
-            if node_id in replies and replies[node_id].has_error()
-        ]
-        # those lost now have sent all their exchanges, if there were any
-        if done and not sent:
-            included = list(left if answer else done)
-            silent = [i for i in included if i not in replies or replies[i].has_error()]
-            dropped |= {
-                node_id: reason
-                for node_id, reason in lost.items()
-                if node_id not in silent
+        post = _Post(grid, messages, limits, self._without_query)
+        left = dict(members)
+        dropped: dict[int, str] = {}
+        failed: list[Message] = []
+        traffic = Traffic()
+        attempt, answer = 0, ArrayRecord()
+        while len(left) >= limits.min_members:
+            config: dict[str, Any] = {
+                ATTEMPT: attempt,
+                UNION: sum(member.batch_size for member in left.values()),
             }
-            return StepResult(
-                [*post.train(done, config), *failed], traffic, included, dropped
-            )
-        if not lost:
-            (tag, _), *_ = sent.values()
-            try:
-                total = limits.answer(
-                    tag, [sent[i][1] for i in left], [left[i].weight for i in left]
-                )
-            except FedBNError as error:  # all clients sent the same unusable tensor
-                lost = dict.fromkeys(left, f"sent what cannot be combined: {error}")
-        if lost:
-            dropped |= lost
-            left = {
-                node_id: member
-                for node_id, member in left.items()
-                if node_id not in lost
-            }
-            attempt, answer = attempt + 1, ArrayRecord()
-            continue
-        answer = to_record({tag: total})
-        traffic.exchanges += 1
-        traffic.count_down(exchange_bytes(tag, total))
-        for _, tensor in sent.values():
-            traffic.count_up(exchange_bytes(tag, tensor))
-    return StepResult(failed, traffic, (), dropped)
+            replies = post.exchange(list(left), answer, config)
+            sent, done, lost = _sort(left, replies, limits)
+            for node_id in lost:
+                if node_id in replies and replies[node_id].has_error():
+                    failed.append(replies[node_id])
+
+            # Nobody has sent a further tensor: the step is finished.
+            if done and not sent:
+                # Who is lost now has sent all its exchanges, if there were any: its
+                # batch stays in the step, and it is not dropped if it only fell silent.
+                included = list(left if answer else done)
+                for node_id, reason in lost.items():
+                    reply = replies.get(node_id)
+                    fell_silent = reply is None or reply.has_error()
+                    if node_id not in included or not fell_silent:
+                        dropped[node_id] = reason
+                trained = post.train(done, config)
+                return StepResult([*trained, *failed], traffic, included, dropped)
+
+            # An exchange: all have sent the same, and get the answer in the next turn.
+            if not lost:
+                (tag, _), *_ = sent.values()
+                local = [sent[node_id][1] for node_id in left]
+                weights = [member.weight for member in left.values()]
+                try:
+                    total = limits.answer(tag, local, weights)
+                except FedBNError as error:  # all have sent the same unusable tensor
+                    why = f"sent what cannot be combined: {error}"
+                    lost = dict.fromkeys(left, why)
+                else:
+                    answer = to_record({tag: total})
+                    traffic.exchanges += 1
+                    traffic.count_down(exchange_bytes(tag, total))
+                    for tensor in local:
+                        traffic.count_up(exchange_bytes(tag, tensor))
+
+            # The batch of a lost client is in the answers so far: begin anew without it.
+            if lost:
+                dropped |= lost
+                for node_id in lost:
+                    del left[node_id]
+                attempt, answer = attempt + 1, ArrayRecord()
+        return StepResult(failed, traffic, (), dropped)
 
 
 class _Post:
-    """Sends the messages of a step that travels in messages.
+    """Sends the messages of one step.
 
     Args:
         grid: the nodes.
-        first: the training message of each node.
+        messages: the training message of each node.
         limits: the limits of a wait.
-        without_query: ids of nodes whose app has no function for such queries; gets those
-            that are found here.
+        without_query: ids of nodes whose app has no function for such queries; gets
+            those that are found here.
     """
 
     def __init__(
         self,
         grid: Grid,
-        first: Mapping[int, Message],
+        messages: Sequence[Message],
         limits: Limits,
         without_query: set[int],
     ) -> None:
         self._grid = grid
-        self._first = first
+        self._first = {message.metadata.dst_node_id: message for message in messages}
         self._limits = limits
         self._without_query = without_query
-        self._begun: set[int] = set()
+        self._begun: set[int] = set()  # nodes that have the model
 
     def exchange(
         self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]
@@ -172,7 +158,9 @@ class _Post:
         """
         replies = self._send(nodes, answer, config)
         lacking = [
-            i for i, reply in replies.items() if lacks_function(reply, EXCHANGE_QUERY)
+            node_id
+            for node_id, reply in replies.items()
+            if lacks_function(reply, EXCHANGE_QUERY)
         ]
         if lacking:
             logger.warning(
@@ -181,6 +169,7 @@ class _Post:
                 " @app.query('exchange') above @app.train().",
                 len(lacking),
             )
+            # Flower has refused the query before the app saw it, and the model with it.
             self._without_query.update(lacking)
             self._begun.difference_update(lacking)
             replies |= self._send(lacking, answer, config)
@@ -196,47 +185,40 @@ class _Post:
                 model already.
             config: the config of the last exchange.
         """
-        models = [
-            reply for node_id, reply in done.items() if node_id in self._without_query
-        ]
-        messages = [
-            self._message(i, None, config) for i in done if i not in self._without_query
-        ]
+        models, messages = [], []
+        for node_id, reply in done.items():
+            if node_id in self._without_query:
+                models.append(reply)
+            else:
+                messages.append(self._message(node_id, None, config))
         timeout = self._limits.reply_timeout
-        return [
-            *models,
-            *send_until(
-                self._grid, messages, lambda _, seconds: seconds > timeout
-            ).values(),
-        ]
+        replies = send_until(self._grid, messages, lambda _, seconds: seconds > timeout)
+        return [*models, *replies.values()]
 
     def _send(
         self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]
     ) -> dict[int, Message]:
         messages = [self._message(node_id, answer, config) for node_id in nodes]
         self._begun.update(nodes)
-        return send_until(
-            self._grid,
-            messages,
-            self._patience(all(i not in self._without_query for i in nodes)),
-        )
+        queries = self._without_query.isdisjoint(nodes)
+        return send_until(self._grid, messages, self._patience(queries))
 
     def _message(
         self, node_id: int, answer: ArrayRecord | None, config: Mapping[str, Any]
     ) -> Message:
         """Return the message with an answer, or the training message if there is none."""
         by_query = answer is not None and node_id not in self._without_query
-        message = with_config(
-            self._first[node_id], {**config, STEP_ONLY: True} if by_query else config
-        )
+        entries = {**config, STEP_ONLY: True} if by_query else config
+        message = with_config(self._first[node_id], entries)
+        # The client has kept the model and what travels beside it.
         if node_id in self._begun:
             for key in of_kind(message.content, ArrayRecord):
                 message.content[key] = ArrayRecord()
         if answer is not None:
             message.content[EXCHANGE] = answer
-        return (
-            Message(message.content, node_id, EXCHANGE_QUERY) if by_query else message
-        )
+        if by_query:
+            return Message(message.content, node_id, EXCHANGE_QUERY)
+        return message
 
     def _patience(self, queries: bool) -> Enough:
         """Return the rule that ends a wait: ``exchange_timeout`` after the first
@@ -245,18 +227,18 @@ class _Post:
         If all messages are ``queries``, a reply without a tensor comes from a client
         that has finished the step: the others should follow at once.
         """
-        since: list[float] = []
         limits = self._limits
+        first: float | None = None  # seconds until the first tensor
 
         def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-            if not since and any(
-                reply.has_content() and (queries or _tensors_of(reply))
-                for reply in replies.values()
-            ):
-                since.append(seconds)
-            return seconds > (
-                since[0] + limits.exchange_timeout if since else limits.reply_timeout
-            )
+            nonlocal first
+            if first is None:
+                for reply in replies.values():
+                    if reply.has_content() and (queries or _tensors_of(reply)):
+                        first = seconds
+            if first is None:
+                return seconds > limits.reply_timeout
+            return seconds > first + limits.exchange_timeout
 
         return enough
 
@@ -283,16 +265,13 @@ def _sort(
                 sent[node_id] = _read(_tensors_of(reply))
             except ReplyError as error:
                 lost[node_id] = error.reason
-    limit = (
-        f"within {limits.exchange_timeout:g} s of the first"
-        if sent
-        else f"within {limits.reply_timeout:g} s"
-    )
-    lost |= {
-        node_id: f"did not answer an exchange {limit}"
-        for node_id in left
-        if node_id not in replies
-    }
+    limit = f"within {limits.reply_timeout:g} s"
+    if sent:
+        limit = f"within {limits.exchange_timeout:g} s of the first"
+    for node_id in left:
+        if node_id not in replies:
+            lost[node_id] = f"did not answer an exchange {limit}"
+    # Clients that call other layers than most, or have finished before them.
     odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
     sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
     done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}

@@ -1,7 +1,8 @@
 """The transports of a synchronised step by their names in ``fedtan-transport``.
 
-A new one is a file here with a class of ``Transport``, and a line in ``TRANSPORTS``.
-In one process clients meet at a barrier whatever the setting is (``step_by_barrier``).
+A new one is a file here with a class of ``Transport``, a line in ``TRANSPORTS``, and
+its name in the setting, which a test compares. In one process clients meet at a barrier
+whatever the setting is (``step_by_barrier``).
 """
 
 from __future__ import annotations

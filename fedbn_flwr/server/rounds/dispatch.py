@@ -180,6 +180,7 @@ def _in_words(strange: Sequence[Message]) -> str:
     """
     if not strange:
         return ""
+    # As errors of the SuperLink, whose sender is the SuperLink, not the lost node.
     texts = dict.fromkeys(
         error_text(message) if message.has_error() else "no error"
         for message in strange
@@ -238,4 +239,5 @@ def raise_shared_test_error(run: Run, sent: Sent, refused: Refused) -> None:
     It is if it was tested before, or has trained and has not failed now.
     """
     failed = {node.label for node, _, _ in refused}
-    raise_shared_error(run, sent, refused, run.tested or bool(run.trained - failed))
+    works = run.tested or bool(run.trained - failed)
+    raise_shared_error(run, sent, refused, works)

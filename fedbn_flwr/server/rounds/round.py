@@ -37,12 +37,7 @@ from fedbn_flwr.server.rounds.training import (
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.runs.run import Run
 
-__all__ = [
-    "Played",
-    "close_round",
-    "play_tests",
-    "play_training",
-]
+__all__ = ["Played", "close_round", "play_tests", "play_training"]
 
 Played = Generator[Any, Any, None]
 
@@ -53,6 +48,7 @@ def play_training(
     """Train for a round: yield the messages, get the replies, yield the new model and
     the metrics (or None).
     """
+    # Who trains, by which hooks of the methods, and what a reply must hold then.
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, run.travels)
@@ -60,22 +56,27 @@ def play_training(
     terms = terms_of(run, facts, asks)
     sent = address_training(run, facts, nodes, arrays, config, asks)
 
-    # they travel
+    # They travel; a protection may first exchange messages of its own, as for masks.
     messages = yield run.protection.open_round(
         facts, run.report, sent.pairs, grid, run.timeout
     )
 
-    # a synchronised step has reported those it lost
+    # Read them, each as soon as all before it are there. The report names already whom
+    # a synchronised step has lost.
     received = in_order(run, sent, messages, run.report.rejected)
     ahead = sum_ahead(run, facts, sent, messages)
-    # as they arrive, if they do so one by one
     usable, refused = read_training(run, sent, received, terms, ahead)
     replies = release(run, terms, usable)
+
+    # Held entries come back before the methods fold, so that these see them; entries of
+    # the clients, which are in no reply, after it.
     model = None
     if replies:
         model = facts.hold(average_replies(run, replies, ahead))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
+
+    # What the clients keep counts where their replies did, if rounds are undone.
     note_kept(run, usable, refused, used=bool(replies))
     trained = None if model is None else to_record(model)
     yield trained, training_metrics(run, replies, model, usable)
@@ -90,6 +91,7 @@ def play_tests(
     run.arrays = arrays
     sent = NOTHING
     if run.tests_after(number):
+        # Before the model goes out: its test is with these statistics.
         if run.tests_need_statistics:
             reestimate_before_tests(run, arrays, grid)
         sent = address_tests(run, number, arrays, config, grid)

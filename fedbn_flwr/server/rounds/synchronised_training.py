@@ -66,8 +66,11 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
         member = members.get(message.metadata.dst_node_id)
         if member is not None:
             own.append(with_config(message, {FIRST_BATCH: member.batch_size}))
+    # A protection may need all members to the end: masks of a lost one would stay.
     limits = Limits(
-        link.timeout, max(link.timeout, run.timeout), run.methods.params.min_replies
+        exchange_timeout=link.timeout,
+        reply_timeout=max(link.timeout, run.timeout),
+        min_members=run.methods.params.min_replies,
     )
     limits = run.protection.limits(limits, members)
     if isinstance(grid, BarrierGrid):
@@ -80,12 +83,11 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
 
 
 def _lost(step: StepResult) -> dict[int, str]:
-    """Return node id to the reason of the clients that the step lost, and whether their
-    batch is in it.
-    """
+    """Return node id to the reason why the step lost a client, and what became of it."""
     trained = {
         reply.metadata.src_node_id for reply in step.replies if reply.has_content()
     }
+    # A member's batch is in the answers that the others have: nothing takes it out.
     silent = [node_id for node_id in step.members if node_id not in trained]
     reasons = dict.fromkeys(silent, _AFTER_THE_STEP) | dict(step.dropped)
     lost = {}
@@ -123,6 +125,8 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
             f"strategy {name!r} synchronises with the weights of {NUM_EXAMPLES!r}, and"
             f" weighted_by_key={key!r} averages by others: leave it out"
         )
+    # Weight and batch size come from the answer to the query: an exchange is combined
+    # before any reply.
     nodes = [run.nodes.node(message.metadata.dst_node_id) for message in messages]
     members = {
         node.node_id: Member(node.num_examples, node.batch_size, str(node))

@@ -1,5 +1,4 @@
-"""The testing half of a round, in the order of ``server.rounds.round``: address, read,
-average; and the model that is tested.
+"""The testing half of a round: address, read, average; and the model that is tested.
 
 That model, which a run also returns, is the global one, completed by BN entries that it
 does not have: averages of BN parts that stay with the clients
@@ -39,15 +38,14 @@ __all__ = [
     "completing_entries",
     "read_tests",
     "test_metrics",
-]
-__all__ += [
     "tested_by_server",
+    "warn_of_affine_elsewhere",
     "warn_of_initial_values",
     "warn_of_nothing_shared",
+    "warn_of_own_aggregation",
     "warn_of_own_start",
+    "with_statistics",
 ]
-__all__ += ["warn_of_affine_elsewhere", "warn_of_own_aggregation"]
-__all__ += ["with_statistics"]
 
 logger = logging.getLogger("flwr")
 
@@ -61,12 +59,11 @@ def address_tests(
     options = run.options
     if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
         return NOTHING
-    at_least = max(options.min_available_nodes, options.min_evaluate_nodes)
-    present = [node for node in run.nodes.present(grid, at_least) if not node.unusable]
-    count = max(
-        share_of(options.fraction_evaluate, len(present)), options.min_evaluate_nodes
-    )
-    nodes = run.nodes.sample(present, count, "evaluate", number)
+    least = options.min_evaluate_nodes
+    present = run.nodes.present(grid, max(options.min_available_nodes, least))
+    able = [node for node in present if not node.unusable]
+    count = max(share_of(options.fraction_evaluate, len(able)), least)
+    nodes = run.nodes.sample(able, count, "evaluate", number)
     entries = {**config, **run.message_config(number).write()}
     # A client without BN parts of its own is tested with the averaged ones, and with
     # the initial ones before these.
@@ -85,10 +82,11 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     def read(node: Node, message: Message) -> dict[str, float]:
         return read_metrics(message, count_key)
 
+    # A client without test data is no failure, and has nothing to average.
     received = [
-        pair
-        for pair in in_order(run, sent, replies)
-        if not tested_nothing(pair[1], count_key)
+        (node, message)
+        for node, message in in_order(run, sent, replies)
+        if not tested_nothing(message, count_key)
     ]
     usable, refused = read_replies(received, read, run.report, "evaluation")
     # A client that lost its own part needs the whole state again.
@@ -120,7 +118,9 @@ def completing_entries(run: Run, test: str) -> State:
     """
     if test == SHARED_BN and SHARED_BN in run.methods.tests:
         return run.kept.shared.average(run.parts, run.methods.params.variance)
-    return run.reestimated if test == RECALIBRATED else {}
+    if test == RECALIBRATED:
+        return run.reestimated
+    return {}
 
 
 def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
@@ -132,7 +132,9 @@ def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
 
 def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:
     """Return the model with re-estimated statistics, if every test uses them."""
-    return _replaced(arrays, run.reestimated) if run.methods.reestimates else arrays
+    if not run.methods.reestimates:  # only the test "recalibrated" sees them
+        return arrays
+    return _replaced(arrays, run.reestimated)
 
 
 def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
@@ -184,7 +186,10 @@ def warn_of_initial_values(run: Run) -> None:
     stay = run.local_entries
     if SHARED_BN in run.methods.tests or not stay:
         return
+    # Where the clients keep all of the model, there is none to complete.
     average = "eval_on='averaged-bn' puts the average of the clients' values there; "
+    if Part.REST in run.methods.local:
+        average = ""
     logger.warning(
         "strategy %r keeps %d entries of the model with its clients (%r, ...): in"
         " evaluate_fn and in the final arrays they have their initial values, which are"
@@ -192,7 +197,7 @@ def warn_of_initial_values(run: Run) -> None:
         run.methods.name,
         len(stay),
         stay[0],
-        "" if Part.REST in run.methods.local else average,
+        average,
     )
 
 
@@ -239,4 +244,6 @@ def warn_of_nothing_shared(run: Run) -> None:
 
 def _replaced(arrays: ArrayRecord, entries: State) -> ArrayRecord:
     """Return the record with ``entries`` replaced."""
-    return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays
+    if not entries:
+        return arrays
+    return ArrayRecord({**arrays, **to_record(entries)})

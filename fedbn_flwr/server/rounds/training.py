@@ -74,14 +74,14 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
 def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
     """Return the nodes of a round: drawn anew, or those of the cohort that trains for
     several rounds.
-
-    A cohort keeps its size where a node is lost: else a node of it would leave, too.
     """
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
         count = max(share_of(fraction, len(able)), least)
         return run.nodes.sample(able, count, "train", number)
+    # Its size does not shrink with a lost node: else a further node would leave it, and
+    # sums over changing clients tell of single ones.
     run.most_able = max(run.most_able, len(able))
     count = max(share_of(fraction, run.most_able), least)
     return run.nodes.cohort(able, count, (number - 1) // rounds)
@@ -216,8 +216,7 @@ def read_training(
     terms: Terms,
     ahead: SumAhead | None = None,
 ) -> tuple[Usable, Refused]:
-    """Return the usable replies, in the order of partition ids, and the refused ones;
-    report both.
+    """Return the usable replies and the refused ones, in order; report both.
 
     ``ahead`` gets each usable one as soon as it is read.
 
@@ -266,6 +265,7 @@ def _refuse_useless_apps(
     """Raise the error of apps that do not work, if none does: every further round would
     fail in the same way.
     """
+    # Of a single app it may be its node: it is refused, and the round goes on.
     lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
     if lacking and not any_usable:
         raise lacking[0]
