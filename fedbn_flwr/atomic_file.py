@@ -1,4 +1,4 @@
-"""Files that are complete or absent, whenever the process that writes them is killed."""
+"""Files that are complete or absent, whenever the process that writes is killed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ __all__ = ["remove_leftovers", "write_atomically"]
 
 
 def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
-    """Write a file in one step: write a temporary file in the same folder, sync it,
-    rename it, and sync the folder.
+    """Write a file in one step.
 
     The temporary file is locked while it is written, so that ``remove_leftovers``
     leaves it alone.
@@ -22,6 +21,7 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> Non
         content: the whole content.
         mode: the permissions, before the umask.
     """
+    # A temporary file in the same folder: a rename replaces within a file system only.
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -29,10 +29,12 @@ def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> Non
         with os.fdopen(_open_locked(temporary, mode), "wb") as file:
             file.write(data)
             file.flush()
+            # before the rename, or a loss of power may leave the name of an empty file
             os.fsync(file.fileno())
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    # the name, too, must be on the disk
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -46,15 +48,14 @@ def _open_locked(path: Path, mode: int) -> int:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
+        # without a name, it was removed as a leftover before it was locked
         if os.fstat(handle).st_nlink:
             return handle
-        os.close(handle)  # it was removed as a leftover before it was locked
+        os.close(handle)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote; a file
-    that is locked stays.
-    """
+    """Remove the temporary files of processes that were killed; a locked one stays."""
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):  # it is locked, gone, or the file system has no locks
             handle = os.open(path, os.O_WRONLY)

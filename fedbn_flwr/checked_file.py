@@ -1,5 +1,4 @@
-"""Files that are complete or absent: written in one step, and checked with their own
-SHA-256 when they are read.
+"""Files that are written in one step, and checked by their SHA-256 when they are read.
 
 A checked file is a safetensors file. Its metadata are ``about``, a JSON tree with the
 names of the arrays, and ``sha256`` of this text and all arrays.
@@ -35,19 +34,16 @@ _ARRAY = "__array__"
 
 
 def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
-    """Return a safetensors file whose bytes depend on the content alone: ``save`` puts
-    the metadata in random order.
-    """
-    data = save(
-        {name: np.asarray(array, order="C") for name, array in arrays.items()},
-        metadata=dict(metadata),
-    )
+    """Return a safetensors file whose bytes depend on the content alone."""
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    data = save(in_order, metadata=dict(metadata))
+    # ``save`` puts the metadata in random order: the header is written anew, behind its
+    # length of 8 bytes.
     start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header = {
-        "__metadata__": dict(sorted(metadata.items())),
-        **{k: v for k, v in header.items() if k in arrays},
-    }
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    for name, place in json.loads(data[8:start]).items():
+        if name in arrays:
+            header[name] = place
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text + data[start:]
@@ -61,17 +57,12 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
     """
     arrays: dict[str, Array] = {}
     about = json.dumps(_take_out(content, "", arrays))
-    content_sha256 = _sha256(about, arrays)
-    write_atomically(
-        path,
-        encode_safetensors(arrays, {"about": about, "sha256": content_sha256}),
-        mode=0o600,
-    )
+    metadata = {"about": about, "sha256": _sha256(about, arrays)}
+    write_atomically(path, encode_safetensors(arrays, metadata), mode=0o600)
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the tree of a checked file; arrays and their order are bit for bit the
-    same, tuples become lists.
+    """Return the tree of a checked file, with the same bits; tuples become lists.
 
     Raises:
         StateError: the file is incomplete, was edited, or is not a checked file.
@@ -81,9 +72,9 @@ def read_checked(path: Path) -> dict[str, Any]:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about, expected = metadata["about"], metadata["sha256"]
-        tree = json.loads(about)
+        # The file has its arrays by size; their hash is that of the tree's order.
         in_order: dict[str, Array] = {}
-        content: dict[str, Any] = _put_back(tree, arrays, in_order)
+        content: dict[str, Any] = _put_back(json.loads(about), arrays, in_order)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise StateError(
             f"{path} cannot be read ({type(error).__name__}: {error})"
@@ -105,31 +96,25 @@ def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     # np.float64 is a float, and JSON keeps its bits
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    # Each array has the path to its place in the tree as its name.
+    prefix = f"{name}/" if name else ""
     if isinstance(value, Mapping):
-        return {
-            key: _take_out(item, f"{name}/{key}" if name else str(key), arrays)
-            for key, item in value.items()
-        }
+        items = value.items()
+        return {key: _take_out(item, f"{prefix}{key}", arrays) for key, item in items}
     if isinstance(value, (list, tuple)):
-        return [
-            _take_out(item, f"{name}/{index}", arrays)
-            for index, item in enumerate(value)
-        ]
+        numbered = enumerate(value)
+        return [_take_out(item, f"{name}/{at}", arrays) for at, item in numbered]
     arrays[name] = np.asarray(value)
     return {_ARRAY: name}
 
 
 def _put_back(value: Any, arrays: State, in_order: dict[str, Array]) -> Any:
-    """Return the tree with its arrays; put them into ``in_order``, in the order of
-    ``_take_out``.
-    """
+    """Return the tree with its arrays; put them into ``in_order`` as ``_take_out``."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             in_order[value[_ARRAY]] = arrays[value[_ARRAY]]
             return in_order[value[_ARRAY]]
         return {key: _put_back(item, arrays, in_order) for key, item in value.items()}
-    return (
-        [_put_back(item, arrays, in_order) for item in value]
-        if isinstance(value, list)
-        else value
-    )
+    if isinstance(value, list):
+        return [_put_back(item, arrays, in_order) for item in value]
+    return value

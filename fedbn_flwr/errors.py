@@ -1,5 +1,4 @@
-"""Errors of the package: each message names its subject, the value, the allowed values,
-and the remedy.
+"""Errors of the package: a message names subject, value, allowed values and remedy.
 
 Each class has a ``code``, an instance may have a finer one. Code and tests decide by
 class and code, never by the words of a message. Flower sends a client's error as text
@@ -51,9 +50,7 @@ NOT_FINITE = "not-finite"
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
-"""The code of an error of a node's data whose text is about the run's config, and has
-nothing of the data.
-"""
+"""The code of an error of a node's data whose text has nothing of the data."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
 MOD_RAISED = "mod-raised"
@@ -95,18 +92,18 @@ class FedBNError(Exception):
 
     def __init__(self, text: object = "", *, code: str | None = None) -> None:
         super().__init__(text)
-        if finer := code or code_of(str(text)):
+        # A client's error comes back as text: its code is in it.
+        finer = code or code_of(str(text))
+        if finer:
             self.code = finer
 
     @property
     def reason(self) -> str:
         """The text with the code, if it is one on which the server acts."""
         text = str(self)
-        return (
-            coded(self.code, text)
-            if self.code in _IN_TEXT and code_of(text) is None
-            else text
-        )
+        if self.code in _IN_TEXT and code_of(text) is None:
+            return coded(self.code, text)
+        return text
 
 
 class ConfigError(FedBNError, ValueError):
@@ -116,9 +113,7 @@ class ConfigError(FedBNError, ValueError):
 
 
 class NotResumableError(ConfigError):
-    """The folder of a run has no checkpoint with which the run could continue; it can
-    only begin anew.
-    """
+    """A run has no checkpoint with which it could continue; it can only begin anew."""
 
     code = "not-resumable"
 
@@ -154,9 +149,7 @@ class ReplyError(FedBNError, ValueError):
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client part; if this is so on all clients, the
-    run ends with this error.
-    """
+    """A client's app lacks the method's client part; if all do, the run ends."""
 
     code = "client-part"
 
@@ -168,7 +161,7 @@ class PackingError(FedBNError, ValueError):
 
 
 class MaskingError(FedBNError, ValueError):
-    """A client refuses a step of a masked sum, or the masks of a sum cannot be removed."""
+    """A client refuses a step of a masked sum, or masks cannot be removed."""
 
     code = "masking"
 
@@ -218,12 +211,12 @@ class DivergedError(RunFailedError):
 
 
 class NamedConfigErrors(ContextDecorator):
-    """Let the text of a ConfigError of the block say that it is one: Flower sends a
-    client's error as text only.
+    """Let the text of a ConfigError of the block say that it is one.
 
-    It is also a decorator. It is a class because Ray must pickle it with the app, and
-    cannot pickle a generator.
+    Flower sends a client's error as text only. It is also a decorator.
     """
+
+    # A class, as Ray must pickle it with the app, and cannot pickle a generator.
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -242,49 +235,43 @@ def coded(code: str, text: str) -> str:
 
 
 def split_code(reason: str) -> tuple[str | None, str]:
-    """Return the code in the text of an error, None without one, and the text without
-    it.
-    """
+    """Return the code in the text of an error, if any, and the text without it."""
     return code_of(reason), _CODE.sub("", reason, count=1)
 
 
 def code_of(reason: str) -> str | None:
-    """Return the code in the text of an error, such as the reason of an error reply;
-    None without one.
-    """
-    return match[1] if (match := _CODE.search(reason)) else None
+    """Return the code in the text of an error; None without one."""
+    # Anywhere in it: Flower puts words of its own in front of a client's text.
+    match = _CODE.search(reason)
+    return match[1] if match else None
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
-    """Raise the ConfigError that all clients raised, if so: it would come again in
-    every round.
+    """Raise the ConfigError that all clients raised, if so.
 
     Args:
         reasons: the reasons of the error replies.
         num_asked: number of clients that were asked.
     """
+    # It would come again in every round. One client's error may be its own.
     texts = {_text_of_config_error(reason) for reason in reasons}
     if len(reasons) != num_asked or len(texts) != 1:
         return
-    if text := texts.pop():
-        who = (
-            f"All {num_asked} clients that were"
-            if num_asked > 1
-            else "The client that was"
-        )
+    text = texts.pop()
+    if text:
+        who = "The client that was"
+        if num_asked > 1:
+            who = f"All {num_asked} clients that were"
         raise ConfigError(f"{text}\n({who} asked raised this error.)")
 
 
 def _text_of_config_error(reason: str) -> str:
-    """Return the text of the ConfigError in a reason of Flower's; "" if it has another
-    cause.
-    """
+    """Return the text of the ConfigError in a reason of Flower's; "" if it is none."""
     _, *texts = _CONFIG_ERROR.split(reason)
-    return (
-        texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>")
-        if texts
-        else ""
-    )
+    if not texts:
+        return ""
+    # without what Flower and Python write behind it
+    return texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>")
 
 
 def install_extra(extra: str) -> str:
@@ -294,8 +281,7 @@ def install_extra(extra: str) -> str:
 
 @contextmanager
 def needs_package(package: str, what: str) -> Iterator[None]:
-    """Name the package, and what needs it, where an import in the block does not find
-    it.
+    """Name the package, and what needs it, if an import in the block fails.
 
     Raises:
         ConfigError: it is not installed.
@@ -310,16 +296,14 @@ def needs_package(package: str, what: str) -> Iterator[None]:
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name, with the nearest allowed name as a
-    suggestion.
-    """
+    """Return the error for an unknown name, which suggests the nearest allowed one."""
     names = sorted(allowed)
-    near = [
-        name
-        for name in difflib.get_close_matches(str(value), names, n=2)
-        if name != value
-    ]
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = ""
+    for name in difflib.get_close_matches(str(value), names, n=2):
+        # a name of another kind may be spelled like an allowed one
+        if name != value:
+            hint = f" Did you mean {name!r}?"
+            break
     return ConfigError(
         f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.",
         code="unknown-name",

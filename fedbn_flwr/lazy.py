@@ -1,7 +1,6 @@
-"""Names of a package whose modules are imported when they are used (PEP 562): a process
-pays for what it needs.
+"""Names of a package whose modules are imported when they are used (PEP 562).
 
-::
+A process pays for what it needs::
 
     if TYPE_CHECKING:
         from package.module import name

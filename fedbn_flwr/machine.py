@@ -1,6 +1,4 @@
-"""What this process may use of its machine, what the machine can do, and what memory
-and threads the process takes.
-"""
+"""What this process may use of its machine, and what the machine can do."""
 
 from __future__ import annotations
 
@@ -31,14 +29,11 @@ _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy; a batch system or a container
-    may leave it a part of them.
-    """
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    """Return how many cores this process may keep busy."""
+    # A batch system pins it to some of them, a container gives it a share of the time.
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     for limit in _limits("cpu.max"):
         quota, _, period = limit.partition(" ")
         cores = min(cores, max(1, int(quota) // int(period)))
@@ -46,23 +41,16 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may have, in bytes: the machine's, or that of
-    its container.
-    """
-    return min(
-        [
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            *map(int, _limits("memory.max")),
-        ]
-    )
+    """Return the bytes that this process may have: the machine's or its container's."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *map(int, _limits("memory.max"))])
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device has instructions for bfloat16; without them it is
-    emulated, several times slower.
+    """Return whether a device has instructions for bfloat16.
 
-    On a CPU torch's convolutions and matrix products then take loops of their own in
-    place of oneDNN's kernels.
+    Without them it is emulated, several times slower. On a CPU torch's convolutions and
+    matrix products then take loops of their own in place of oneDNN's kernels.
     """
     import torch  # the command line, which also begins here, answers without it
 
@@ -92,14 +80,13 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Let the block fork this process, beside its threads; the fork calls
-    ``begin_fork`` first.
-    """
+    """Let the block fork this process; the fork calls ``begin_fork`` first."""
+    # No collection in the fork until then, see there.
     collects = gc.isenabled()
-    gc.disable()  # the fork, too, until it has begun
+    gc.disable()
     try:
         with warnings.catch_warnings():
-            # of forks beside threads
+            # of forks beside threads, which our forks do not use
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
@@ -130,23 +117,25 @@ def keep_freed_memory() -> None:
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
         mallopt(_ARENA_MAX, 1)
         mallopt(_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _limits(name: str) -> Iterator[str]:
-    """Yield a limit of this process's control group and of those above it (version 2),
-    where there is one.
-    """
+    """Yield a limit of this process's control group (version 2) and of those above."""
+    # The line of version 2 is "0::/path/of/the/group"; other systems have none.
     try:
-        group_line = next(
-            line for line in _OWN.read_text().splitlines() if line.startswith("0::")
-        )
-    except (OSError, StopIteration):
+        lines = _OWN.read_text().splitlines()
+    except OSError:
         return
-    group = _GROUPS / group_line.removeprefix("0::").strip("/")
+    paths = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
+    if not paths:
+        return
+    group = _GROUPS / paths[0].strip("/")
+    # The smallest limit counts, at whatever height it is.
     for folder in (group, *group.parents):
         try:
             limit = (folder / name).read_text().strip()

@@ -1,6 +1,4 @@
-"""The client part for other people's apps, by the names that they import:
-``from fedbn_flwr.mods import local_bn``.
-"""
+"""The client part for other people's apps: ``from fedbn_flwr.mods import local_bn``."""
 
 from __future__ import annotations
 
@@ -19,5 +17,5 @@ __all__ = [
     "clipped_update",
     "local_bn",
     "masked_update",
+    "packed",
 ]
-__all__ += ["packed"]

@@ -16,17 +16,14 @@ __all__ = ["derive_seed", "numpy_generator", "torch_generator"]
 
 
 def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
-    """Return the 63-bit seed of the stream ``purpose``/``keys``, a SHA-256 of the
-    names, equal on every machine.
-    """
+    """Return the 63-bit seed of the stream ``purpose``/``keys``."""
+    # A hash of the names that is the same on every machine; Python's ``hash`` is not.
     name = "/".join([str(int(seed)), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def torch_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
-    """Return a CPU ``torch.Generator`` for the stream; draws on the CPU are the same
-    for every device.
-    """
+    """Return a CPU ``torch.Generator`` for the stream, whose draws fit every device."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *keys))
 
 

@@ -1,6 +1,4 @@
-"""Files of runs and studies that several modules know: their names, and reading JSON,
-whose errors name the file.
-"""
+"""Files of runs and studies that several modules know: names, and reading them."""
 
 from __future__ import annotations
 
@@ -20,8 +18,6 @@ __all__ = [
     "NewLines",
     "ledger_of",
     "lost_lines",
-]
-__all__ += [
     "numbers_of",
     "read_json",
     "read_metrics",
@@ -40,9 +36,7 @@ COUNTED = (
     "counter-bytes-down",
     "counter-bytes-up",
 )
-"""The keys of a line of ``metrics.jsonl`` that a ledger sums; those of tests begin with
-``evaluation-``.
-"""
+"""The keys of ``metrics.jsonl`` that a ledger sums; of tests with ``evaluation-``."""
 
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 
@@ -78,12 +72,13 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         StateError: the file is damaged.
     """
-    return _mapping(path.read_bytes(), str(path)) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return _mapping(path.read_bytes(), str(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``; an incomplete last line of a killed
-    process is left out.
+    """Return the lines of a ``metrics.jsonl``, without an incomplete last one.
 
     Raises:
         StateError: another line is damaged.
@@ -92,25 +87,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the sums of traffic and examples of lines of ``metrics.jsonl``, of
-    training and of tests.
-    """
+    """Return the sums of traffic and examples, of training and of tests."""
     totals: Counter[str] = Counter()
     for line in lines:
-        totals.update(
-            {
-                key: value
-                for key, value in line.items()
-                if key.removeprefix("evaluation-") in COUNTED
-            }
-        )
+        for key, value in line.items():
+            if key.removeprefix("evaluation-") in COUNTED:
+                totals[key] += value
     return dict(totals)
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of ``metrics.jsonl``, domains as ``metric/domain``;
-    without clients and lists.
-    """
+    """Return the numbers of a line; those of a domain as ``metric/domain``."""
     values = {**line}
     for metric, of_domains in line.get("domains", {}).items():
         for domain, value in of_domains.items():
@@ -124,9 +111,7 @@ def _is_number(value: Any) -> bool:
 
 
 def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is left out of a finished run whose ``metrics.jsonl`` has lost lines;
-    "" if it has all of them.
-    """
+    """Return what is left out of a run that has lost lines; "" if it has all."""
     if len(lines) == summary["rounds"]:
         return ""
     return (
@@ -136,8 +121,7 @@ def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
 
 
 class NewLines:
-    """The lines that a ``metrics.jsonl`` gets while its run goes on; each is read once,
-    however long the file is.
+    """The lines that a ``metrics.jsonl`` gets while its run goes on, each read once.
 
     Args:
         path: the file; it may be absent yet.
@@ -148,8 +132,7 @@ class NewLines:
         self._lines, self._bytes, self._inode = 0, 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call; a file that a resume has cut
-        back goes on from its new end.
+        """Return the complete lines since the last call.
 
         Raises:
             StateError: a line is damaged.
@@ -160,25 +143,24 @@ class NewLines:
         except FileNotFoundError:
             self._lines, self._bytes, self._inode = 0, 0, 0
             return []
+        passed = 0
         with file:
-            status, passed = os.fstat(file.fileno()), 0
-            # another file has taken its place
+            # Another file has taken its place: a resume has cut it back. It is read
+            # from its beginning, and the lines that were read before are passed over.
+            status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._bytes:
-                self._inode, self._bytes, passed, self._lines = (
-                    status.st_ino,
-                    0,
-                    self._lines,
-                    0,
-                )
+                passed = self._lines
+                self._inode = status.st_ino
+                self._bytes = self._lines = 0
             file.seek(self._bytes)
             lines = [line for line in file if line.endswith(b"\n")]
         first = self._lines + passed + 1
         self._bytes += sum(map(len, lines))
         self._lines += len(lines)
-        return [
-            _mapping(line, f"{self._path}, line {at},")
-            for at, line in enumerate(lines[passed:], first)
-        ]
+        found = []
+        for at, line in enumerate(lines[passed:], first):
+            found.append(_mapping(line, f"{self._path}, line {at},"))
+        return found
 
 
 def _mapping(text: bytes, where: str) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""What a federation over a network needs: certificates and keys, and
-``docker-compose.yml`` for its nodes.
+"""What a federation over a network needs.
+
+- ``certificates``: keys, certificates and secrets, a folder for each role.
+- ``certs``: the command of ``make certs``.
+- ``compose_nodes``: ``docker-compose.yml`` for another number of nodes.
 """
 
 from __future__ import annotations

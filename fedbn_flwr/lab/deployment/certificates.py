@@ -1,15 +1,15 @@
-"""Certificates, keys and secrets of a federation: one folder per role, with only the
-files that the role needs.
+"""Certificates, keys and secrets of a federation: a folder with those of each role.
 
-======================  =========================================================================================
-``ca/``                 ``ca.key`` signs all certificates and has no other use: do not copy it to the machines
-``superlink/``          ``server.crt``, ``server.key``, ``superexec.secret``
-``serverapp/``          ``superexec.secret``
-``channel/``            ``server.crt``, ``server.key`` of FedTAN's channel (``fedtan-tls-dir``)
-``cli/``                ``node-N.pub``, to register the nodes
-``node-N/``             ``node.key`` (the node's identity), ``server.crt``, ``server.key``, ``superexec.secret``
-``clientapp-N/``        ``superexec.secret``
-======================  =========================================================================================
+======================
+=========================================================================================
+``ca/``                 ``ca.key`` signs all certificates and has no other use: do not
+copy it to the machines ``superlink/``          ``server.crt``, ``server.key``,
+``superexec.secret`` ``serverapp/``          ``superexec.secret`` ``channel/``
+``server.crt``, ``server.key`` of FedTAN's channel (``fedtan-tls-dir``) ``cli/``
+``node-N.pub``, to register the nodes ``node-N/``             ``node.key`` (the node's
+identity), ``server.crt``, ``server.key``, ``superexec.secret`` ``clientapp-N/``
+``superexec.secret`` ======================
+=========================================================================================
 
 Each folder except ``ca/`` also has ``ca.crt``, which verifies the certificates of the
 others. A SuperExec and its SuperLink or SuperNode have the same secret. All keys are
@@ -50,8 +50,7 @@ Key = ec.EllipticCurvePrivateKey
 def make_certificates(
     folder: Path, num_nodes: int, hosts: Sequence[str] = (), days: int = 365
 ) -> None:
-    """Write the CA, server certificates, node keys and SuperExec secrets of a
-    federation.
+    """Write the CA, server certificates, node keys and SuperExec secrets.
 
     Args:
         folder: new or empty; existing files are never overwritten.
@@ -73,11 +72,15 @@ def make_certificates(
     authority = _Authority(days)
     _write(folder / "ca/ca.key", _private(authority.key))
     _write(folder / "ca/ca.crt", authority.certificate)
+
+    # The server. Its SuperExec proves with a secret that it belongs to the SuperLink.
     superlink = secrets.token_bytes(_SECRET_BYTES)
     _role(folder / "superlink", authority, superlink, ["superlink", *hosts])
     _role(folder / "serverapp", authority, superlink)
     _role(folder / "channel", authority, None, [_CHANNEL_HOST, *hosts])
     _role(folder / "cli", authority, None)
+
+    # The nodes. The server gets their public keys alone, by which it registers them.
     for number in range(1, num_nodes + 1):
         secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
         _role(folder / f"node-{number}", authority, secret, [f"supernode-{number}"])
@@ -94,6 +97,8 @@ class _Authority:
         self.key = _new_key()
         self._until = datetime.timedelta(days=days)
         self._name = _name("fedbn-flwr federation CA")
+        # All of them must be named. This key signs certificates, and none of them may
+        # sign others: path_length=0.
         usage = x509.KeyUsage(
             digital_signature=False,
             content_commitment=False,
@@ -152,9 +157,7 @@ class _Authority:
 def _role(
     folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
 ) -> None:
-    """Write the files of a role: the CA's certificate, its secret, and a server
-    certificate if it has names.
-    """
+    """Write the files of a role: the CA's certificate, and what else it has."""
     _write(folder / "ca.crt", authority.certificate)
     if secret is not None:
         _write(folder / "superexec.secret", secret)
@@ -184,13 +187,10 @@ def _alternative(name: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a new file; other users can read it only if it is public, and they have no
-    access to the folder.
-    """
+    """Write a new file, secret unless it is a certificate or a public key."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    public = path.suffix in (".crt", ".pub")
-    handle = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if public else 0o600
-    )
+    mode = 0o644 if path.suffix in (".crt", ".pub") else 0o600
+    # With its mode from the beginning, and never over another file.
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(handle, "wb") as file:
         file.write(content)

@@ -21,8 +21,7 @@ _ORDINARY = 1000  # the containers' user where root makes the keys; it needs no 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the CA, server certificates, node keys and SuperExec secrets, and write
-    ``.env``.
+    """Make the keys and certificates, and write ``.env``.
 
     Raises:
         SystemExit: the folder is not empty, or a number is out of range; nothing is
@@ -50,20 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="variables for docker-compose.yml",
     )
     given = parser.parse_args(arguments)
+    hosts = [host for host in given.hosts.split(",") if host]
     try:
-        make_certificates(
-            given.folder,
-            given.nodes,
-            [host for host in given.hosts.split(",") if host],
-            given.days,
-        )
+        make_certificates(given.folder, given.nodes, hosts, given.days)
     except FedBNError as error:
         parser.exit(1, f"{error}\n")
+
+    # The containers run as the user whose the keys are, or could not read them.
     user, group = _give_to_containers(given.folder)
-    added = add_variables(
-        given.env,
-        {"FEDBN_UID": str(user), "FEDBN_GID": str(group), "COMPOSE_PROFILES": "cpu"},
-    )
+    variables = {"FEDBN_UID": str(user), "FEDBN_GID": str(group)}
+    variables["COMPOSE_PROFILES"] = "cpu"
+    added = add_variables(given.env, variables)
     print(
         f"{given.folder}: a folder for each role. Keep {given.folder}/ca secret; the"
         " nodes need node-N and clientapp-N."
@@ -72,33 +68,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
-    """Add the variables that an ``.env`` file lacks, and return their names; its own
-    lines stay.
-    """
+    """Add the variables that an ``.env`` file lacks, and return their names."""
     text = path.read_text() if path.is_file() else ""
-    present = {
-        line.partition("=")[0].removeprefix("export ").strip()
-        for line in text.splitlines()
-    }
-    added = {name: value for name, value in variables.items() if name not in present}
+    present = set()
+    for line in text.splitlines():
+        present.add(line.partition("=")[0].removeprefix("export ").strip())
+    # Its own lines stay, also a last one without an end.
+    if text and not text.endswith("\n"):
+        text += "\n"
+    added = []
+    for name, value in variables.items():
+        if name not in present:
+            added.append(name)
+            text += f"{name}={value}\n"
     if added:
-        end = "" if not text or text.endswith("\n") else "\n"
-        write_atomically(
-            path,
-            text + end + "".join(f"{name}={value}\n" for name, value in added.items()),
-        )
-    return list(added)
+        write_atomically(path, text)
+    return added
 
 
 def _give_to_containers(folder: Path) -> tuple[int, int]:
-    """Return the user and the group that the containers run as: those of the keys, and
-    never root's.
-
-    The keys that root makes become an ordinary user's, all but the CA's.
-    """
+    """Return the user and the group of the keys, which the containers run as."""
     user, group = os.getuid(), os.getgid()
     if user:
         return user, group
+    # Never as root: its keys become an ordinary user's, all but the CA's.
     for role in folder.iterdir():
         if role.name != "ca":
             for path in (role, *role.iterdir()):

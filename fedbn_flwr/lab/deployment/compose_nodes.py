@@ -1,5 +1,4 @@
-"""``docker-compose.yml`` and its overrides for another number of nodes:
-``make compose NODES=5``.
+"""``docker-compose.yml`` and its overrides for more nodes: ``make compose NODES=5``.
 
 Node 1's part of the files is repeated.
 """
@@ -40,47 +39,37 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     """
     if num_nodes < 2:
         raise ConfigError(f"num_nodes={num_nodes}: a federation needs 2 nodes or more")
-    compose, docker, numbers = (
-        root / "docker-compose.yml",
-        root / "docker",
-        range(1, num_nodes + 1),
-    )
+    compose, docker = root / "docker-compose.yml", root / "docker"
+    numbers = range(1, num_nodes + 1)
 
-    services, volumes = _split(compose, _VOLUMES)
+    # Services: what is above node 1's, then a copy of node 1's for each node.
+    services, rest = _split(compose, _VOLUMES)
     above, nodes = _split(compose, _FIRST, services)
     first, _ = _split(compose, _SECOND, _FIRST + nodes)
-    lines = volumes.splitlines(keepends=True)
-    end = next(
-        (
-            i
-            for i, line in enumerate(lines)
-            if line.strip() and not line.startswith(" ")
-        ),
-        len(lines),
-    )
-    kept = [
-        line
-        for line in lines[:end]
-        if line.strip() and not re.search(r"-\d+-state:$", line)
-    ]
-    states = [f"  supernode-{n}-state:\n  clientapp-{n}-state:\n" for n in numbers]
-    networks = [f"  node-{n}: {{ internal: true }}\n" for n in numbers]
-    below = re.sub(
-        r"(?m)^  node-\d+:.*\n", "", "".join(["\n" * (end < len(lines)), *lines[end:]])
-    )
-    below = below.replace(_NETWORKS, _NETWORKS + "".join(networks))
     copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
-    files = {
-        compose: (
-            above
-            + "\n\n".join(copies)
-            + "\n"
-            + _VOLUMES
-            + "".join([*kept, *states])
-            + below
-        )
-    }
 
+    # Volumes: those of no node, which a user may have added, then the nodes'. They end
+    # where the next section begins, in the first column.
+    next_section = re.search(r"(?m)^[^ \n]", rest)
+    end = next_section.start() if next_section else len(rest)
+    volumes = ""
+    for line in rest[:end].splitlines(keepends=True):
+        if line.strip() and not re.search(r"-\d+-state:$", line):
+            volumes += line
+    for n in numbers:
+        volumes += f"  supernode-{n}-state:\n  clientapp-{n}-state:\n"
+
+    # Networks: one for each node, in which it reaches nobody else.
+    networks = "".join(f"  node-{n}: {{ internal: true }}\n" for n in numbers)
+    below = re.sub(r"(?m)^  node-\d+:.*\n", "", rest[end:])
+    below = below.replace(_NETWORKS, _NETWORKS + networks)
+    if below:
+        below = "\n" + below
+    whole = above + "\n\n".join(copies) + "\n" + _VOLUMES + volumes + below
+    files = {compose: whole}
+
+    # Overrides: the server's machine leaves out all nodes but the last, and each
+    # node's machine all but its own.
     here, _ = _split(docker / "machine-server.yml", _FIRST)
     here = re.sub(r"(?<=ServerApp and node )\d+", str(num_nodes), here)
     files[docker / "machine-server.yml"] = here + _elsewhere(numbers[:-1])
@@ -92,25 +81,20 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
 
 
 def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
-    """Write ``files_for_nodes``, remove the overrides of further nodes, and return a
-    line for each changed file.
+    """Write ``files_for_nodes``; return a line for each changed file.
 
-    What was changed by hand in the parts of nodes 2 and up is lost; what was changed in
-    node 1's part all nodes get.
+    Overrides of further nodes are removed. What was changed by hand in the parts of
+    nodes 2 and up is lost; what was changed in node 1's part all nodes get.
 
     Raises:
         ConfigError: as ``files_for_nodes``; nothing is written then.
     """
     files = files_for_nodes(root, num_nodes)
-    changed = {
-        path: text
-        for path, text in files.items()
-        if not path.is_file() or path.read_text() != text
-    }
     lines = []
-    for path, text in changed.items():
-        write_atomically(path, text)
-        lines.append(f"written: {path}")
+    for path, text in files.items():
+        if not path.is_file() or path.read_text() != text:
+            write_atomically(path, text)
+            lines.append(f"written: {path}")
     for path in sorted((root / "docker").glob("machine-node-*.yml")):
         if re.fullmatch(r"machine-node-\d+\.yml", path.name) and path not in files:
             path.unlink()
@@ -138,12 +122,12 @@ def _elsewhere(numbers: Iterable[int]) -> str:
 
 def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
     """Return what is before and after a line in a file, or in ``text`` of it."""
-    try:
-        before, has_mark, after = (
-            path.read_text() if text is None else text
-        ).partition(mark)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if text is None:
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    before, has_mark, after = text.partition(mark)
     if not has_mark:
         raise ConfigError(
             f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout"

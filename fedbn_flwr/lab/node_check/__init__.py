@@ -1,5 +1,9 @@
-"""``fedbn-flwr check-node``: what a site finds out before it joins a federation;
-nothing of it is sent.
+"""``fedbn-flwr check-node``: what a site finds out before it joins; nothing is sent.
+
+- ``check``: the steps: config, data, a short round, the way to the server.
+- ``trial``: the short round, a federation of this node alone.
+- ``connection``: the way to the server.
+- ``page``: what was found, as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check of a node: its config, its data, a short round, and its way to the server."""
+"""The check of a node: config, data, a short round, and the way to the server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ __all__ = ["check_node"]
 def check_node(
     settings: Mapping[str, Any], node_config: str, connection: Connection
 ) -> Page:
-    """Return the page of a node. Nothing of its data, its model or its counts leaves
-    the process.
+    """Return the page of a node.
+
+    Nothing of its data, its model or its counts leaves the process.
 
     Args:
         settings: those of the run.
@@ -39,21 +40,22 @@ def check_node(
 
 def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]:
     """Yield what is found about the settings, the data and a round."""
+    # Each step needs what the one before has made, and its fault ends the check.
     try:
         config = Config.make(settings)
     except FedBNError as error:
         yield Finding("fault", "config", str(error))
         return
-    yield Finding(
-        "ok",
-        "config",
+    run = (
         f"{config.title}, dataset={config.dataset}, model={config.model},"
-        f" norm={config.norm}",
+        f" norm={config.norm}"
     )
+    yield Finding("ok", "config", run)
+
+    # The client is made as a node makes it, with its guard.
     try:
-        context = Context(
-            1, 1, node_config_of(node_config), RecordDict(), config.to_mapping()
-        )
+        node = node_config_of(node_config)
+        context = Context(1, 1, node, RecordDict(), config.to_mapping())
         check_run(context)
         with _warnings() as logged:
             client = client_fn(context)
@@ -69,6 +71,8 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
     yield Finding("ok", "data", f"{report}\n{fits}")
     for line in dict.fromkeys(logged):
         yield Finding("warning", "data", line)
+
+    # Examples, and one step on them.
     yield from _of_examples(client, config)
     if len(client.data.train):
         yield _of_round(config, context.node_config)
@@ -83,8 +87,9 @@ def _warnings() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger, handler = logging.getLogger("flwr"), Gather(logging.WARNING)
-    before, logger.handlers = logger.handlers, [handler]
+    logger = logging.getLogger("flwr")
+    before = logger.handlers
+    logger.handlers = [Gather(logging.WARNING)]
     try:
         yield lines
     finally:
@@ -94,11 +99,8 @@ def _warnings() -> Iterator[list[str]]:
 def _of_examples(client: TorchClient, config: Config) -> Iterator[Finding]:
     """Yield whether there are training and test examples."""
     if not len(client.data.train):
-        yield Finding(
-            "fault",
-            "data",
-            "there is no training example. Give this node data, or leave it out.",
-        )
+        text = "there is no training example. Give this node data, or leave it out."
+        yield Finding("fault", "data", text)
     if not len(client.data.tests.get("own", ())):
         needed = any(name.startswith("personal") for name in method_of(config).tests)
         text = (
@@ -114,29 +116,19 @@ def _of_round(config: Config, node: Mapping[str, Any]) -> Finding:
         with _warnings():  # of the server's side
             try_rounds(config, node)
     except OSError as error:
-        return Finding(
-            "fault",
-            "training",
-            f"{error}. Make room in state-dir, or name another one.",
-        )
+        text = f"{error}. Make room in state-dir, or name another one."
+        return Finding("fault", "training", text)
     except Exception as error:  # of the user's model, or of the method
         return Finding("fault", "training", _plain(error))
-    left_out = [
-        key
-        for key, on in (
-            ("masked-sums", config.masked_sums),
-            (f"dp={config.dp}", config.dp != "off"),
-        )
-        if on
-    ]
-    alone = (
-        f" Left out, since they need other clients: {', '.join(left_out)}."
-        if left_out
-        else ""
-    )
-    return Finding(
-        "ok", "training", f"one step of each part of a round was done here.{alone}"
-    )
+    text = "one step of each part of a round was done here."
+    left_out = []
+    if config.masked_sums:
+        left_out.append("masked-sums")
+    if config.dp != "off":
+        left_out.append(f"dp={config.dp}")
+    if left_out:
+        text += f" Left out, since they need other clients: {', '.join(left_out)}."
+    return Finding("ok", "training", text)
 
 
 def _plain(error: Exception) -> str:

@@ -1,5 +1,6 @@
-"""The way to the server: address, certificate and the node's key. Nothing but one
-activation of the key is sent.
+"""The way to the server: address, certificate and the node's key.
+
+Nothing but one activation of the key is sent.
 """
 
 from __future__ import annotations
@@ -39,31 +40,29 @@ class Connection:
 
 def check_connection(connection: Connection) -> Iterator[Finding]:
     """Yield what is found about the way to the server, as far as it goes."""
-    if not connection.address:
-        yield Finding(
-            "not tried",
-            "address",
-            "no server was named: add --superlink HOST:PORT to try the way to it.",
-        )
+    # Is there an address, and does somebody answer there?
+    address = connection.address
+    if not address:
+        text = "no server was named: add --superlink HOST:PORT to try the way to it."
+        yield Finding("not tried", "address", text)
         return
-    host, _, port = connection.address.rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        yield Finding(
-            "fault", "address", f"--superlink={connection.address!r} is not HOST:PORT."
-        )
+        yield Finding("fault", "address", f"--superlink={address!r} is not HOST:PORT.")
         return
     place = (host.strip("[]"), int(port))
     try:
         socket.create_connection(place, timeout=_SECONDS).close()
     except (OSError, OverflowError) as error:
-        advice = "Check the name and the port, that the server runs, and the firewall."
-        yield Finding(
-            "fault",
-            "address",
-            f"{connection.address} cannot be reached: {error}. {advice}",
+        text = (
+            f"{address} cannot be reached: {error}. Check the name and the port, that"
+            " the server runs, and the firewall."
         )
+        yield Finding("fault", "address", text)
         return
-    yield Finding("ok", "address", f"{connection.address} answers.")
+    yield Finding("ok", "address", f"{address} answers.")
+
+    # The key goes only to a server that is the right one.
     trusted = _certificate(connection, place)
     yield trusted
     if trusted.level != "fault":
@@ -72,37 +71,28 @@ def check_connection(connection: Connection) -> Iterator[Finding]:
 
 def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
     """Return whether the server's certificate is signed by the CA that the node has."""
+    # What the node trusts.
     path = connection.root_certificates
     if connection.insecure:
-        return Finding(
-            "warning",
-            "certificate",
-            "--insecure: anybody on the way can read and change what is sent.",
-        )
+        text = "--insecure: anybody on the way can read and change what is sent."
+        return Finding("warning", "certificate", text)
     if path is None:
-        return Finding(
-            "fault",
-            "certificate",
-            "name the server's CA: --root-certificates FILE (or --insecure).",
-        )
+        text = "name the server's CA: --root-certificates FILE (or --insecure)."
+        return Finding("fault", "certificate", text)
     try:
         context = ssl.create_default_context(cadata=path.read_text())
     except (OSError, ValueError, ssl.SSLError) as error:
-        return Finding(
-            "fault",
-            "certificate",
-            f"{str(path)!r} cannot be read as certificates in PEM: {error}.",
-        )
+        text = f"{str(path)!r} cannot be read as certificates in PEM: {error}."
+        return Finding("fault", "certificate", text)
+
+    # What the server shows: it is read in TLS's handshake, before anything is sent.
     try:
         with (
             socket.create_connection(place, timeout=_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=place[0]),
         ):
-            return Finding(
-                "ok",
-                "certificate",
-                f"that of {connection.address} is signed by {path.name}.",
-            )
+            text = f"that of {connection.address} is signed by {path.name}."
+            return Finding("ok", "certificate", text)
     except ssl.SSLCertVerificationError as error:
         text = (
             f"is refused: {error.verify_message}. Use this server's ca.crt, and a name"
@@ -110,58 +100,47 @@ def _certificate(connection: Connection, place: tuple[str, int]) -> Finding:
         )
     except OSError as error:
         text = f"cannot be read: {error}. Check the port"
-    return Finding(
-        "fault", "certificate", f"the certificate of {connection.address} {text}."
-    )
+    text = f"the certificate of {connection.address} {text}."
+    return Finding("fault", "certificate", text)
 
 
 def _key(connection: Connection) -> Finding:
     """Return what the one activation of the key finds."""
+    # The file.
     if connection.key is None:
-        return Finding(
-            "not tried",
-            "key",
-            "no key was named: add --key FILE where the server asks for one.",
-        )
+        text = "no key was named: add --key FILE where the server asks for one."
+        return Finding("not tried", "key", text)
     try:
         key = private_key(connection.key.read_bytes())
     except (OSError, ValueError) as error:
-        needed = (
-            "Needed is the private key of the registered pair, an OpenSSH file on P-384"
+        text = (
+            f"{str(connection.key)!r} cannot be read as a node's key: {error}. Needed"
+            " is the private key of the registered pair, an OpenSSH file on P-384"
             " without a password."
         )
-        return Finding(
-            "fault",
-            "key",
-            f"{str(connection.key)!r} cannot be read as a node's key: {error}."
-            f" {needed}",
-        )
-    path = None if connection.insecure else connection.root_certificates
+        return Finding("fault", "key", text)
+
+    # The server's answer, of which Flower has one for two causes.
+    certificates = None
+    if connection.root_certificates and not connection.insecure:
+        certificates = connection.root_certificates.read_bytes()
     try:
-        try_key(connection.address, path.read_bytes() if path else None, key)
+        try_key(connection.address, certificates, key)
     except RefusedKey as error:
         if error.code != REFUSED:
             return Finding("fault", "key", f"the server refuses this node: {error}")
-        causes = (
-            "it is not registered there, or a SuperNode is online with it; Flower's"
-            " answer is the same"
+        text = (
+            "the server refuses it: it is not registered there, or a SuperNode is"
+            " online with it; Flower's answer is the same. On the server: flwr"
+            " supernode list, and flwr supernode register KEY.pub. A killed SuperNode's"
+            " key is refused for about 44 s."
         )
-        remedy = (
-            "On the server: flwr supernode list, and flwr supernode register KEY.pub"
-        )
-        late = "A killed SuperNode's key is refused for about 44 s"
-        return Finding(
-            "fault", "key", f"the server refuses it: {causes}. {remedy}. {late}."
-        )
+        return Finding("fault", "key", text)
     except (httpx.HTTPError, ValueError) as error:
-        return Finding(
-            "fault",
-            "key",
-            f"{connection.address} does not answer as a SuperLink: {error}.",
-        )
-    return Finding(
-        "ok",
-        "key",
+        text = f"{connection.address} does not answer as a SuperLink: {error}."
+        return Finding("fault", "key", text)
+    text = (
         "the server knows it: it was activated once, and the activation was ended at"
-        " once.",
+        " once."
     )
+    return Finding("ok", "key", text)

@@ -43,16 +43,16 @@ class Page:
         """Return the page as text."""
         lines = []
         for finding in self.findings:
+            # A text's first line is wrapped; the others may be a table.
             head = f"{finding.level:<9}  {finding.code:<11}  "
+            indent = " " * len(head)
             first, *others = finding.text.split("\n")
-            lines += textwrap.wrap(
-                first, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
-            ) or [head]
-            lines += [" " * len(head) + other for other in others]
-        faults = len(self.faults)
-        verdict = (
-            f"This node cannot take part: {faults} fault(s)."
-            if faults
-            else "No fault was found."
-        )
+            wrapped = textwrap.wrap(
+                first, _WIDTH, initial_indent=head, subsequent_indent=indent
+            )
+            lines += wrapped or [head]
+            lines += [indent + other for other in others]
+        verdict = "No fault was found."
+        if self.faults:
+            verdict = f"This node cannot take part: {len(self.faults)} fault(s)."
         return "\n".join([*lines, "", verdict])

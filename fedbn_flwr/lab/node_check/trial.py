@@ -1,6 +1,4 @@
-"""One step of each part of a round on the node's own data: a federation of this node
-alone, in this process.
-"""
+"""One step of each part of a round: a federation of this node alone."""
 
 from __future__ import annotations
 
@@ -46,16 +44,17 @@ _ALONE: dict[str, Scalar] = {
 
 
 def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
-    """Play two rounds of one local step with this node alone; what it keeps goes to a
-    folder in its ``state-dir``.
+    """Play two rounds of one local step with this node alone.
 
-    Masks and the server's noise, which need other clients, are left out.
+    What it keeps goes to a folder in its ``state-dir``. Masks and the server's noise,
+    which need other clients, are left out.
 
     Raises:
         FedBNError: a round failed.
         OSError: nothing can be written to the ``state-dir``.
     """
-    alone, state = _alone(config), node.get(STATE_DIR)
+    alone = _alone(config)
+    state = node.get(STATE_DIR)
     if state:
         Path(state).mkdir(parents=True, exist_ok=True)
     with (
@@ -73,33 +72,29 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
 
 
 def _alone(config: Config) -> Config:
-    """Return the settings of the short rounds: those of the run, where they do not need
-    other clients.
-    """
+    """Return the settings of the short rounds: the run's, without other clients."""
+    # A method with two phases has one round of each.
     changes = dict(_ALONE)
-    own = (
-        method_of(config).strategy.Params.model_fields
-        if config.strategy != CENTRALIZED
-        else {}
-    )
-    changes |= {
-        key.replace("_", "-"): 1 for key in ("freeze_at", "fedtan_rounds") if key in own
-    }
+    if config.strategy != CENTRALIZED:
+        own = method_of(config).strategy.Params.model_fields
+        for key in ("freeze_at", "fedtan_rounds"):
+            if key in own:
+                changes[key.replace("_", "-")] = 1
+
+    # A function is asked for the same data: it may have told the task and the classes.
     if data_of(config).by_function:
         info = data_of(config).info
-        changes |= {"task": info.task.name}
-        changes |= (
-            {"num-classes": info.num_classes} if info.task.outputs(2) == 2 else {}
-        )
+        changes["task"] = info.task.name
+        if info.task.outputs(2) == 2:
+            changes["num-classes"] = info.num_classes
+
+    # What the run leaves at its default may follow from a change.
     defaults = {
         field.alias or name: field.default
         for name, field in Config.model_fields.items()
     }
-    of_run = {
-        key: value
-        for key, value in config.to_mapping().items()
-        if value != defaults[key]
-    }
-    return Config.make_of_shared(
-        {key: v for key, v in of_run.items() if key not in changes}, changes
-    )[0]
+    of_run = {}
+    for key, value in config.to_mapping().items():
+        if key not in changes and value != defaults[key]:
+            of_run[key] = value
+    return Config.make_of_shared(of_run, changes)[0]

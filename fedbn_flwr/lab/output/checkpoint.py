@@ -1,7 +1,7 @@
-"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with everything
-that an exact resume needs.
+"""Checkpoints of the server: the last two, each with all that an exact resume needs.
 
-With early stopping, those of the rounds whose state may be the run's result stay, too.
+They are in ``OUT/checkpoint``. With early stopping, those of the rounds whose state may
+be the run's result stay, too.
 
 A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the
 run, with which clients find their kept state in the state folder. Every random draw has
@@ -98,14 +98,14 @@ class Checkpoints:
         It is before round 1, every ``checkpoint-every`` rounds, 20 seconds after the
         one before, and after the last and the best round.
         """
-        every, best = (
-            self._config.checkpoint_every,
-            stopping.best(server_round) if stopping else None,
-        )
-        long = time.monotonic() - self._saved_at >= _LONG
-        return every > 0 and (
-            server_round % every == 0 or long or last or best == server_round
-        )
+        every = self._config.checkpoint_every
+        if every == 0:
+            return False
+        if last or server_round % every == 0:
+            return True
+        if time.monotonic() - self._saved_at >= _LONG:
+            return True
+        return stopping is not None and stopping.best(server_round) == server_round
 
     def save(
         self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None
@@ -115,22 +115,25 @@ class Checkpoints:
         Raises:
             EngineError: the folder cannot be written; earlier checkpoints stay.
         """
-        about = {
+        content = {
             **self._owner,
             "code": code_sha256(self._config.model),
             "config": self._config.to_mapping(),
             "versions": versions(),
+            **vars(checkpoint),
         }
         try:
             self.folder.mkdir(exist_ok=True, mode=0o700)
             remove_leftovers(self.folder)
-            write_checked(
-                self._path(checkpoint.server_round), {**about, **vars(checkpoint)}
-            )
+            write_checked(self._path(checkpoint.server_round), content)
+            # After the new one is whole. A run that is resumed from the older of the
+            # two goes on from another best round.
             last = self.rounds[-_KEPT:]
-            best = [stopping.best(at) for at in last] if stopping else []
+            needed: set[int | None] = {*last}
+            if stopping:
+                needed.update(map(stopping.best, last))
             for at in self.rounds:
-                if at not in (*last, *best):
+                if at not in needed:
                     self._path(at).unlink()
             self._saved_at = time.monotonic()
         except OSError as error:
@@ -167,8 +170,9 @@ class Checkpoints:
         return None
 
     def to_resume(self) -> Checkpoint | None:
-        """Return the checkpoint that the folder's run goes on from; None if it was
-        stopped before its first one.
+        """Return the checkpoint that the folder's run goes on from.
+
+        None: it was stopped before its first one.
 
         Raises:
             ConfigError: the config asks for fewer rounds than the run has.
@@ -177,9 +181,9 @@ class Checkpoints:
         """
         out = self.folder.parent
         RunFolder.refuse_shorter(out, self._config.num_server_rounds)
-        for line in schedule_changes(
-            self._config, int(RunFolder.settings(out).get("num-server-rounds", 0))
-        ):
+        # A longer run decays its rate later, and would not have begun like this one.
+        before = int(RunFolder.settings(out).get("num-server-rounds", 0))
+        for line in schedule_changes(self._config, before):
             logger.warning("%s", line)
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):
@@ -215,15 +219,17 @@ class Checkpoints:
         """
         path = self._path(server_round)
         content = read_checked(path)
+        # The form first: what another version wrote may have other keys.
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(
                 f"{path} is a checkpoint of another version of fedbn-flwr. Continue the"
                 " run with that version, or start a new one."
             )
-        saved = Config.make(content["config"])
-        if changed := changed_settings(
-            saved.to_mapping(), self._config.to_mapping(), _FREE
-        ):
+
+        # The same run: settings, model, the user's code, the round.
+        saved = Config.make(content["config"]).to_mapping()
+        changed = changed_settings(saved, self._config.to_mapping(), _FREE)
+        if changed:
             raise ConfigError(
                 f"{path} belongs to a run with other settings: {changed}. A resume may"
                 f" only change {', '.join(sorted(_FREE - {'out', 'resume'}))}; for"
@@ -234,7 +240,8 @@ class Checkpoints:
                 f"{path} belongs to another model: its names, layer types or shapes"
                 " changed"
             )
-        if changed := code_changed(self._config.model, content.get("code", "")):
+        changed = code_changed(self._config.model, content.get("code", ""))
+        if changed:
             raise StateError(f"{path}: {changed}")
         if content["server_round"] != server_round:
             raise StateError(f"{path} holds round {content['server_round']}")
@@ -242,6 +249,8 @@ class Checkpoints:
             raise ConfigError(
                 f"{path} is past num-server-rounds={self._config.num_server_rounds}"
             )
+
+        # Other versions go on, with other bits at worst.
         here, other = versions(), []
         for package, version in content["versions"].items():
             if here.get(package) != version:
@@ -251,14 +260,12 @@ class Checkpoints:
                 "the checkpoint was written with %s: the last bits may differ",
                 "; ".join(other),
             )
-        return Checkpoint(
-            **{key: content[key] for key in Checkpoint.__dataclass_fields__}
-        )
+        entries = {key: content[key] for key in Checkpoint.__dataclass_fields__}
+        return Checkpoint(**entries)
 
     def set_aside_after(self, server_round: int) -> None:
-        """Rename checkpoints after the round of a resume: they were refused, and must
-        not count among the last two.
-        """
+        """Rename checkpoints after the round of a resume."""
+        # They were refused, and must not count among the last two.
         for later in self.rounds:
             if later > server_round:
                 self._path(later).rename(self._path(later).with_suffix(".refused"))
@@ -275,31 +282,28 @@ def _rounds(folder: Path) -> list[int]:
 
 
 def after_interrupt(out: Path, options: str = "") -> str:
-    """Return what the folder of an interrupted run holds, and the command that goes on;
-    "" if nothing was written.
+    """Return what an interrupted run has left, and the command that goes on.
+
+    "": nothing was written.
 
     Args:
         out: the run's folder.
         options: further options of the command.
     """
-    lines, begun_with = (
-        read_metrics(out / "metrics.jsonl"),
-        RunFolder.settings(out).get("num-server-rounds"),
-    )
+    lines = read_metrics(out / "metrics.jsonl")
+    begun_with = RunFolder.settings(out).get("num-server-rounds")
     if begun_with is None:
         return ""
+    results = "no results"
+    if lines:
+        results = f"the results of round {lines[-1]['round']} of {begun_with}"
     rounds = _rounds(out / "checkpoint")
-    results = (
-        f"the results of round {lines[-1]['round']} of {begun_with}"
-        if lines
-        else "no results"
-    )
-    point = f"a checkpoint of round {rounds[-1]}" if rounds else "no checkpoint"
-    go_on = (
-        f"Go on from there: fedbn-flwr run --out {shlex.quote(str(out))}{options}"
-        " --resume"
-    )
-    if not rounds:
+    if rounds:
+        point = f"a checkpoint of round {rounds[-1]}"
+        command = f"fedbn-flwr run --out {shlex.quote(str(out))}{options} --resume"
+        go_on = f"Go on from there: {command}"
+    else:
+        point = "no checkpoint"
         go_on = "It cannot be continued: start a new run in another folder."
     return f"Saved in {out}: {results}, and {point}.\n{go_on}"
 
@@ -322,8 +326,7 @@ class StartingPoint:
 
 
 def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
-    """Return where the run in a folder starts; with ``resume`` it goes on if it has
-    begun.
+    """Return where the run in a folder starts; with ``resume`` it may go on.
 
     Raises:
         ConfigError: the config asks for fewer rounds than the run has.

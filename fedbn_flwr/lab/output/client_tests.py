@@ -1,6 +1,4 @@
-"""The tests of clients: means over those that train, and the tests of those that never
-train.
-"""
+"""The tests of clients: means over those that train, tests of those that never do."""
 
 from __future__ import annotations
 
@@ -33,44 +31,39 @@ __all__ = ["HeldOut", "client_means", "client_means_by_domain", "tested_at_clien
 
 
 def client_means(report: RoundReport, task: Task) -> dict[str, float]:
-    """Return each metric of the clients' tests: its plain mean over the clients
-    (arXiv:2301.02982, 6.2.1) and another.
+    """Return each metric of the clients' tests as two means over the clients.
 
-    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test
-    examples. A client whose test set does not define the metric is left out; if there
-    is one, ``NAME-clients`` is the number of the others.
+    ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), ``NAME-weighted`` the mean
+    weighted by the clients' test examples. A client whose test set does not define the
+    metric is left out; if there is one, ``NAME-clients`` is the number of the others.
     """
     line: dict[str, float] = {}
-    for name, what in itertools.product(
-        ("own", "global", VALIDATION),
-        dict.fromkeys(("accuracy", "loss", *task.metrics)),
-    ):
-        key, values, weights, undefined = (
-            f"personal-{name}-{what}",
-            list[float](),
-            list[float](),
-            False,
-        )
-        for metrics in report.evaluations.values():
-            value, count = (
-                metrics.get(f"{name}-{what}"),
-                metrics.get(f"{name}-{NUM_EXAMPLES}", 0),
-            )
+    tests = ("own", "global", VALIDATION)
+    metrics = dict.fromkeys(("accuracy", "loss", *task.metrics))
+    for name, what in itertools.product(tests, metrics):
+        # The values of the clients that have the metric, and their test examples.
+        key = f"personal-{name}-{what}"
+        values: list[float] = []
+        weights: list[float] = []
+        undefined = False
+        for of_client in report.evaluations.values():
+            value = of_client.get(f"{name}-{what}")
+            count = of_client.get(f"{name}-{NUM_EXAMPLES}", 0)
             if value is None or count <= 0:
                 continue
             # With a loss that is not finite, NaN says that the model diverged.
-            if math.isnan(value) and math.isfinite(metrics.get(f"{name}-loss", 0.0)):
+            if math.isnan(value) and math.isfinite(of_client.get(f"{name}-loss", 0.0)):
                 undefined = True
             else:
                 values.append(value)
                 weights.append(count)
+
         if undefined:
             line[key + CLIENTS] = len(values)
         if values:
             line[key] = _mean(values)
-            line[f"{key}-weighted"] = sum(map(operator.mul, values, weights)) / sum(
-                weights
-            )
+            total = sum(map(operator.mul, values, weights))
+            line[f"{key}-weighted"] = total / sum(weights)
         elif undefined:
             line[key] = math.nan
     return line
@@ -83,31 +76,28 @@ def _mean(values: Sequence[float]) -> float:
 def client_means_by_domain(
     report: RoundReport, domain_of: Callable[[int], str | None], task: Task
 ) -> dict[str, dict[str, float]]:
-    """Return the plain mean, over the clients of each domain, of each metric on their
-    own test data.
-    """
+    """Return each metric of the clients' own tests, as a plain mean by domain."""
     tests: dict[str, list[Mapping[str, Any]]] = {}
     for client, metrics in report.evaluations.items():
-        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (
-            domain := domain_of(int(client))
-        ):
+        domain = domain_of(int(client))
+        if domain and metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0:
             tests.setdefault(domain, []).append(metrics)
+    if not tests:
+        return {}
     means: dict[str, dict[str, float]] = {}
-    for name in task.metrics if tests else ():
+    for name in task.metrics:
         by_domain = means[f"personal-own-{name}"] = {}
         for domain, of_clients in tests.items():
             values = [metrics[f"own-{name}"] for metrics in of_clients]
-            by_domain[domain] = _mean(
-                [value for value in values if not math.isnan(value)] or values
-            )
+            defined = [value for value in values if not math.isnan(value)]
+            by_domain[domain] = _mean(defined or values)
     return means
 
 
 def tested_at_clients(
     model: nn.Module, data: PartitionedData, tests: Sequence[str], task: Task
 ) -> dict[str, dict[str, Any]]:
-    """Return the tests of one model where the clients are, by partition id and with the
-    names that a client replies.
+    """Return the tests of one model at each client, as a client replies them.
 
     Args:
         model: the model, which stays as it is.
@@ -115,24 +105,21 @@ def tested_at_clients(
         tests: the names of the test sets.
         task: the learning task.
     """
-    shared = {
-        "global": data.test_view(),
-        **{domain_test(name): view for name, view in data.domain_views().items()},
-    }
-    of_all = {
-        name: _named(name, model, shared[name], task)
-        for name in tests
-        if name in shared
-    }
-    tested = {}
+    # Test sets that all clients have are tested once.
+    shared = {"global": data.test_view()}
+    for domain, view in data.domain_views().items():
+        shared[domain_test(domain)] = view
+    of_all: dict[str, dict[str, Any]] = {}
+    for name in tests:
+        if name in shared:
+            of_all[name] = _named(name, model, shared[name], task)
+
+    tested: dict[str, dict[str, Any]] = {}
     for client in range(len(data.train)):
         own = {"own": data.test_view(client), VALIDATION: data.validation_view(client)}
-        results = [
-            of_all.get(name) or _named(name, model, own[name], task) for name in tests
-        ]
-        tested[str(client)] = dict(
-            itertools.chain.from_iterable(result.items() for result in results)
-        )
+        results = tested[str(client)] = {}
+        for name in tests:
+            results |= of_all.get(name) or _named(name, model, own[name], task)
     return tested
 
 
@@ -142,8 +129,7 @@ def _named(name: str, model: nn.Module, view: Subset, task: Task) -> dict[str, A
 
 
 class HeldOut:
-    """The tests of the clients that never train: how a federation's model works for
-    somebody new.
+    """The tests of the clients that never train: how a model works for somebody new.
 
     Each is tested after every tested round: with the global BN (``global``), or the
     average of the clients' BN parts where these stay with the clients (``averaged``);
@@ -160,7 +146,8 @@ class HeldOut:
     def __init__(
         self, data: PartitionedData, task: Task, mode: TestBNMode = ""
     ) -> None:
-        self._task, self._mode = task, mode
+        self._task = task
+        self._mode = mode
         self._clients = {
             name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)
         }
@@ -177,8 +164,7 @@ class HeldOut:
     def test(
         self, model: nn.Module, state: State, strategy: Strategy | None
     ) -> dict[str, Any]:
-        """Return ``held-out`` (the tests of each client by name) and the plain mean
-        over the clients of each metric.
+        """Return the tests of each client by name, and means over the clients.
 
         Args:
             model: gets other entries and keeps the last ones.
@@ -187,45 +173,37 @@ class HeldOut:
         """
         entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
         which = "averaged" if entries else "global"
+        task = self._task
         results: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
+            # As the model is; with statistics of its test inputs; then, last, as this
+            # changes the model, with statistics of its training inputs.
             load_state(model, tensors({**state, **entries}))
-            metrics: dict[str, Any] = {
-                NUM_EXAMPLES: len(tests),
-                **self._tested(model, tests, which),
-            }
+            metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests)}
+            metrics |= evaluate(model, tests, task=task).named(f"{which}-")
             if self._mode:
-                metrics |= evaluate_adapted(model, tests, self._mode, self._task).named(
-                    f"{TEST_BN.strip('-')}-"
-                )
-            moments = reestimate_statistics(
-                model, inputs, batch_size=self._task.test_batch
-            )
+                adapted = evaluate_adapted(model, tests, self._mode, task)
+                metrics |= adapted.named(f"{TEST_BN.strip('-')}-")
+            moments = reestimate_statistics(model, inputs, batch_size=task.test_batch)
             if moments:
                 load_statistics(model, moments)
-                metrics |= self._tested(model, tests, "adapted")
+                metrics |= evaluate(model, tests, task=task).named("adapted-")
             results[name] = metrics
         return {HELD_OUT: results, **_means(results)}
 
-    def _tested(self, model: nn.Module, tests: Any, which: str) -> dict[str, float]:
-        return evaluate(model, tests, task=self._task).named(f"{which}-")
-
 
 def _means(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the plain mean over the clients of each metric that is defined, and the
-    number of clients if not all.
-    """
+    """Return each metric's plain mean over the clients that define it."""
     values: dict[str, list[float]] = {}
     for metrics in results.values():
         for name, value in metrics.items():
-            if name != NUM_EXAMPLES:
-                defined = values.setdefault(name, [])
-                if not math.isnan(value):
-                    defined.append(value)
+            values.setdefault(name, []).append(value)
+    values.pop(NUM_EXAMPLES, None)
     means: dict[str, float] = {}
-    for name, defined in values.items():
+    for name, of_clients in values.items():
+        defined = [value for value in of_clients if not math.isnan(value)]
         if defined:
-            means[f"{HELD_OUT}-{name}"] = sum(defined) / len(defined)
+            means[f"{HELD_OUT}-{name}"] = _mean(defined)
         if len(defined) < len(results):
             means[f"{HELD_OUT}-{name}{CLIENTS}"] = len(defined)
     return means

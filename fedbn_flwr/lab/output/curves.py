@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,27 +20,30 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
         lines: those of ``metrics.jsonl``.
         score: the metric beside the loss.
     """
+    # Figures without pyplot, which would ask for a screen; here, as matplotlib takes
+    # half a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    keys = dict.fromkeys(key for line in lines for key in line)
-    panels = [score, "loss", *(EPSILON for key in keys if key == EPSILON)]
+    keys = dict.fromkeys(itertools.chain.from_iterable(lines))
+    panels = [score, "loss"]
+    if EPSILON in keys:
+        panels.append(EPSILON)
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
     frozen = [line["round"] for line in lines if line.get("phase") == "frozen"]
     for axis, label in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        # Every test of the panel's metric; a test need not be in every round.
         for key in keys:
-            points = [
-                (line["round"], line[key])
-                for line in lines
-                if line.get(key) is not None
-            ]
-            if not points or not (
-                key == label or (key.startswith(_TESTS) and key.endswith(f"-{label}"))
-            ):
+            is_test = key.startswith(_TESTS) and key.endswith(f"-{label}")
+            measured = [line for line in lines if line.get(key) is not None]
+            if not measured or not (key == label or is_test):
                 continue
+            rounds = [line["round"] for line in measured]
+            values = [line[key] for line in measured]
             style = "--" if key.startswith("train") else "-"
-            axis.plot(*zip(*points, strict=True), style, label=key, linewidth=1.3)
+            axis.plot(rounds, values, style, label=key, linewidth=1.3)
+        # where BatchNorm is frozen from
         if frozen:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set(xlabel="server round", ylabel=label)

@@ -61,31 +61,23 @@ PLACES = frozenset(
         "fedtan-tls-dir",
     }
 )
-"""Keys that do not change a run's results: places of files, timeouts, and how often to
-save.
-"""
+"""Keys that change no result: places of files, timeouts, and how often to save."""
 
 
 def changed_settings(
     saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]
 ) -> str:
-    """Return the keys with other values, except those in ``free``, as
-    ``KEY=VALUE, now VALUE; ...``; "" if none.
-    """
-    changed = [
-        key
-        for key in sorted({*saved, *now} - {*free})
-        if saved.get(key) != now.get(key)
-    ]
-    return "; ".join(
-        f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed
-    )
+    """Return the keys with other values, except ``free``: ``KEY=1, now 2; ...``."""
+    changed = []
+    for key in sorted({*saved, *now} - {*free}):
+        if saved.get(key) != now.get(key):
+            changed.append(f"{key}={saved.get(key)!r}, now {now.get(key)!r}")
+    return "; ".join(changed)
 
 
 @contextmanager
 def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
-    """Make and lock the folder of a run or a study, so that no other process, such as
-    that of a killed command, writes.
+    """Make and lock the folder of a run or a study, against any other process.
 
     Raises:
         ConfigError: another process has the lock, or the folder cannot be made.
@@ -95,6 +87,8 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
+    # The system frees the lock when this process ends, in whatever way. A command that
+    # was killed may have left a process that still writes.
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,9 +104,8 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process writes to the folder of a run or a study; the lock is
-    taken for this moment.
-    """
+    """Return whether a process writes to the folder of a run or a study."""
+    # by taking the lock for this moment
     try:
         with lock_folder(path):
             return False
@@ -122,8 +115,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def writing(path: Path, then: str) -> Iterator[None]:
-    """Raise EngineError if a file of a folder cannot be written, for example on a full
-    disk.
+    """Raise EngineError if a file of a folder cannot be written, as on a full disk.
 
     Args:
         path: the folder.
@@ -139,13 +131,12 @@ def writing(path: Path, then: str) -> Iterator[None]:
 
 
 class RunFolder:
-    """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``,
-    ``model.safetensors``, ``curves.png``.
+    """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
-    ``clients/`` has what each client kept of the model, if the clients share the disk;
-    ``statistics.jsonl`` is there where the server sees statistics, and
-    ``privacy.jsonl`` with ``dp``. The rounds go to TensorBoard, too, if the config says
-    so.
+    ``model.safetensors`` and ``curves.png`` are there at the end. ``clients/`` has what
+    each client kept of the model, if the clients share the disk; ``statistics.jsonl``
+    is there where the server sees statistics, and ``privacy.jsonl`` with ``dp``. The
+    rounds go to TensorBoard, too, if the config says so.
 
     Used in a ``with`` statement, which closes the event file of TensorBoard.
 
@@ -160,7 +151,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
-        self.path, self._score = path, data_of(config).task.score
+        self.path = path
+        self._score = data_of(config).task.score
         if after is None:
             self.refuse_used(path)
         settings = config.model_copy(update={"resume": False}).to_mapping()
@@ -170,13 +162,12 @@ class RunFolder:
                 self._cut_back(after)
                 # a run that goes on is not finished
                 (path / "summary.json").unlink(missing_ok=True)
-            write_atomically(
-                path / "config.yaml", yaml.safe_dump(settings, sort_keys=False)
-            )
-            lines = read_metrics(path / "metrics.jsonl")
-            self._tensorboard = (
-                TensorBoardLog(path, lines) if config.tensorboard else None
-            )
+            content = yaml.safe_dump(settings, sort_keys=False)
+            write_atomically(path / "config.yaml", content)
+            self._tensorboard: TensorBoardLog | None = None
+            if config.tensorboard:
+                lines = read_metrics(path / "metrics.jsonl")
+                self._tensorboard = TensorBoardLog(path, lines)
         except OSError as error:
             raise ConfigError(
                 f"out={str(path)!r} cannot be written: {error}"
@@ -191,7 +182,7 @@ class RunFolder:
 
     @staticmethod
     def refuse_used(path: Path) -> None:
-        """Raise ConfigError if the folder is not empty: results are never overwritten."""
+        """Raise ConfigError if the folder is not empty."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(
                 f"out={str(path)!r} is in use; results are never overwritten. Choose"
@@ -200,8 +191,7 @@ class RunFolder:
 
     @staticmethod
     def begun(path: Path) -> bool:
-        """Return whether a run began in the folder; remove incomplete files of a killed
-        process.
+        """Return whether a run began in the folder, without a killed one's leftovers.
 
         Raises:
             ConfigError: the folder holds other files.
@@ -221,9 +211,7 @@ class RunFolder:
 
     @staticmethod
     def refuse_shorter(path: Path, num_rounds: int) -> None:
-        """Raise ConfigError if the folder's run has more rounds than ``num_rounds``:
-        they would be removed.
-        """
+        """Raise ConfigError if the folder's run has more rounds than ``num_rounds``."""
         begun_with = int(RunFolder.settings(path).get("num-server-rounds", 0))
         if num_rounds < begun_with:
             raise ConfigError(
@@ -233,9 +221,8 @@ class RunFolder:
             )
 
     def _cut_back(self, after: int) -> None:
-        """Remove the rounds after ``after`` from ``metrics.jsonl`` and
-        ``statistics.jsonl``: they are repeated.
-        """
+        """Remove the rounds after ``after`` from the files of lines."""
+        # they are repeated
         metrics = self.path / "metrics.jsonl"
         lines = read_metrics(metrics)[:after]
         if [line["round"] for line in lines] != list(range(1, after + 1)):
@@ -244,15 +231,14 @@ class RunFolder:
                 " a new run."
             )
         for path in (metrics, self.path / STATISTICS_FILE):
-            if path.exists():  # also if its only line is incomplete
-                kept = [line for line in read_metrics(path) if line["round"] <= after]
-                write_atomically(
-                    path, "".join(json.dumps(line) + "\n" for line in kept)
-                )
+            # also if its only line is incomplete, and the next one would follow it
+            if path.exists():
+                lines = [line for line in read_metrics(path) if line["round"] <= after]
+                kept = "".join(json.dumps(line) + "\n" for line in lines)
+                write_atomically(path, kept)
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it
-        to TensorBoard.
+        """Append one round to ``metrics.jsonl``, and give it to TensorBoard.
 
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an
@@ -264,14 +250,13 @@ class RunFolder:
                 self._tensorboard.add_round(line)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file of the folder, in one write with fsync. Raises as
-        ``add_round``.
-        """
+        """Append a line to a file of the folder; it raises as ``add_round``."""
+        # In one write with fsync: a kill leaves no line in two parts, and a loss of
+        # power no round that a checkpoint already has.
         data = (json.dumps(line) + "\n").encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         with self._writing():
-            handle = os.open(
-                self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-            )
+            handle = os.open(self.path / name, flags, 0o644)
             try:
                 if os.write(handle, data) < len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -280,9 +265,8 @@ class RunFolder:
                 os.close(handle)
 
     def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
-        """Write the entries of the model that clients kept, readable for their owner
-        only; return the clients.
-        """
+        """Write the entries of the model that clients kept; return the clients."""
+        # readable for their owner only: they may tell of a client's data
         clients = []
         with self._writing():
             for client, entries in kept:
@@ -295,23 +279,21 @@ class RunFolder:
 
     def save(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file of the folder."""
+        text = json.dumps(_clean(content), indent=2)
         with self._writing():
-            write_atomically(
-                self.path / name, json.dumps(_clean(content), indent=2) + "\n"
-            )
+            write_atomically(self.path / name, text + "\n")
 
     def finish(
         self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
     ) -> None:
-        """Write the model (with ``about`` as metadata), the curves and, last, the
-        summary.
-        """
+        """Write the model, with ``about`` as metadata, the curves and the summary."""
+        # Here, as a run that is refused does without matplotlib.
         from fedbn_flwr.lab.output.curves import draw_curves
 
+        # The summary last: with it a run counts as finished.
         with self._writing():
-            write_atomically(
-                self.path / "model.safetensors", encode_safetensors(state, about)
-            )
+            model = encode_safetensors(state, about)
+            write_atomically(self.path / "model.safetensors", model)
             lines = read_metrics(self.path / "metrics.jsonl")
             write_atomically(self.path / "curves.png", draw_curves(lines, self._score))
         self.save("summary.json", summary)

@@ -29,32 +29,21 @@ logger = logging.getLogger("flwr")
 # tests of the global model with some BN entries replaced
 _COMPLETED = (SHARED_BN, RECALIBRATED)
 _ON_TRAINING_DATA = "global-train"
+_OTHERS = (*_COMPLETED, _ON_TRAINING_DATA, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")
 GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
-GLOBAL_TESTS |= {
-    name: f"test-{name}"
-    for name in (
-        *_COMPLETED,
-        _ON_TRAINING_DATA,
-        f"global{TEST_BN}",
-        f"{SHARED_BN}{TEST_BN}",
-    )
-}
+GLOBAL_TESTS |= {name: f"test-{name}" for name in _OTHERS}
 """Each test of the global model, and the prefix of its metrics."""
 
 
 def headlines(config: Config) -> list[str]:
-    """Return the key of the main score of each test in ``eval-on``; the first one is
-    the run's main metric.
-    """
+    """Return the key of the main score of each test; the first is the run's metric."""
     score = data_of(config).task.score
-    return [
-        f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in method_of(config).tests
-    ]
+    tests = method_of(config).tests
+    return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in tests]
 
 
 class GlobalTests:
-    """The tests of ``eval-on`` with the global model, on the whole test set and each
-    domain's.
+    """The tests of ``eval-on`` with the global model, on all test data and by domain.
 
     ``global-train`` is on the training examples of all clients instead, as they are,
     without augmentation. The first test of ``eval-on`` is done on the validation
@@ -76,16 +65,23 @@ class GlobalTests:
         domains: Mapping[str, Subset],
         strategy: Strategy | None,
     ) -> None:
-        self._config, self._model, self._strategy = config, model, strategy
-        self._task, self._domains = data_of(config).test_task, domains
-        self._test = (data.test_view() if data else None) or None
-        self._validation = data.validation_view() if data else None
-        self._train = data.train_view() if data else None
-        self._names = [name for name in method_of(config).tests if name in GLOBAL_TESTS]
-        self._first = method_of(config).tests[0]
-        untrained = [
-            name for name in method_of(config).tests if name.startswith("global")
-        ]
+        self._config = config
+        self._model = model
+        self._strategy = strategy
+        self._task = data_of(config).test_task
+        self._domains = domains
+        # None where there are no such examples
+        self._test = self._validation = self._train = None
+        if data:
+            self._test = data.test_view() or None
+            self._validation = data.validation_view()
+            self._train = data.train_view()
+        tests = method_of(config).tests
+        self._names = [name for name in tests if name in GLOBAL_TESTS]
+        self._first = tests[0]
+
+        # Entries that stay with the clients are never trained at the server.
+        untrained = [name for name in tests if name.startswith("global")]
         if strategy and untrained and strategy.local:
             logger.warning(
                 "eval-on=%s tests the model of the server, and strategy %r keeps %s"
@@ -98,8 +94,7 @@ class GlobalTests:
             )
 
     def try_batches(self) -> None:
-        """Refuse now, before the first round, tests in which a batch is too small for
-        its own statistics.
+        """Refuse now tests in which a batch is too small for its own statistics.
 
         Raises:
             NormLayerError: a layer gets one value per channel.
@@ -125,17 +120,18 @@ class GlobalTests:
         if self._test is None:
             return tested, domains
         for name in self._names:
+            # The entries of this test: BatchNorm's average, or re-estimated statistics.
             completed = name.removesuffix(TEST_BN)
-            entries = (
-                completing_entries(self._strategy.run, completed)
-                if self._strategy
-                else {}
-            )
+            entries: State = {}
+            if self._strategy:
+                entries = completing_entries(self._strategy.run, completed)
+            # no statistics were re-estimated or shared; the log gives the reason
             if completed in _COMPLETED and not entries:
-                # no statistics were re-estimated or shared; the log gives the reason
                 continue
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
+
+            # Its examples.
             prefix = GLOBAL_TESTS[name] + "-"
             test = functools.partial(
                 evaluate_adapted, self._model, mode=self._mode(name), task=self._task

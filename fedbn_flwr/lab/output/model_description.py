@@ -30,8 +30,7 @@ _BYTES = 255.0
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model and its inputs, which become (x / scale - mean) / std, per channel or
-    feature.
+    """A model and its inputs, which become (x / scale - mean) / std by channel.
 
     Attributes:
         build: the arguments of ``build_model``.
@@ -60,26 +59,28 @@ class ModelDescription:
 
     @classmethod
     def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
-        """Return that of a run; ``data`` None = its data are not here, only the
-        description of the data set is.
-        """
+        """Return that of a run; ``data`` None = only their description is here."""
         shape, info = data_of(config).shape, data_of(config).info
-        mean, std = (data.mean, data.std) if data else (info.mean, info.std)
-        if not data and mean and shape[0] != info.channels:
-            mean, std = (
-                v * 3 if shape[0] == 3 else (sum(v) / len(v),) for v in (mean, std)
-            )
-        as_bytes = data.test.as_bytes if data else not info.input_shape
+        if data:
+            mean, std, as_bytes = data.mean, data.std, data.test.as_bytes
+        else:
+            mean, std, as_bytes = info.mean, info.std, not info.input_shape
+            # The model takes other channels than the data set has: gray as colours, or
+            # colours as gray.
+            if mean and shape[0] == 3 != info.channels:
+                mean, std = mean * 3, std * 3
+            elif mean and shape[0] != info.channels:
+                mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
         return cls(
-            build_options(config),
-            data_of(config).task.name,
-            info.num_classes,
-            shape,
-            mean,
-            std,
-            _BYTES if as_bytes else 1.0,
-            info.class_names,
-            code_sha256(config.model),
+            build=build_options(config),
+            task=data_of(config).task.name,
+            num_classes=info.num_classes,
+            shape=shape,
+            mean=mean,
+            std=std,
+            scale=_BYTES if as_bytes else 1.0,
+            classes=info.class_names,
+            code=code_sha256(config.model),
         )
 
     @classmethod
@@ -95,11 +96,9 @@ class ModelDescription:
                 " version wrote it."
             )
         values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
-        values |= {
-            key: tuple(value)
-            for key, value in values.items()
-            if isinstance(value, list)
-        }
+        for key, value in values.items():
+            if isinstance(value, list):
+                values[key] = tuple(value)
         return cls(**values)
 
     @property
@@ -108,9 +107,7 @@ class ModelDescription:
         return self.scale == _BYTES
 
     def code_changed(self) -> str:
-        """Return a sentence if the file of the user's model is not that of the run;
-        else "".
-        """
+        """Return a sentence if the file of the user's model has changed; else ""."""
         return code_changed(str(self.build["name"]), self.code)
 
     def to_json(self) -> str:

@@ -35,6 +35,7 @@ def report_data(
         logger.warning("%s", line)
     if not is_own(config.dataset):
         return
+    # Own data have no name that says what they are: another run can compare.
     logger.info("%s", data_text(data, config))
     of_data = {
         "dataset": config.dataset,
@@ -45,9 +46,8 @@ def report_data(
 
 
 def log_feature_norm(model: nn.Module) -> None:
-    """Log which layer gets features of a fixed length: the user knows whether it is the
-    classifier.
-    """
+    """Log which layer gets features of a fixed length."""
+    # It is found by its place; the user knows whether it is the classifier.
     for path, module in model.named_modules():
         if isinstance(module, NormalisedLinear):
             logger.info(
@@ -58,8 +58,9 @@ def log_feature_norm(model: nn.Module) -> None:
 
 
 def log_initial(report: InitReport | None) -> None:
-    """Log what the initial weights hold: as a warning if some of them, or of the
-    model's entries, found no partner.
-    """
-    if report is not None:
-        logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
+    """Log what the initial weights hold."""
+    if report is None:
+        return
+    # a warning if some of them, or of the model's entries, found no partner
+    level = logging.INFO if report.complete else logging.WARNING
+    logger.log(level, "%s", report)

@@ -1,6 +1,4 @@
-"""The table by site at the end of a run: each client's test examples with the model
-that the run has for it.
-"""
+"""The table by site at the end of a run: each client's tests, with its own model."""
 
 from __future__ import annotations
 
@@ -29,20 +27,17 @@ __all__ = ["HELD_OUT", "site_names", "table_of_run"]
 HELD_OUT = "held-out"
 """The key of a row whose site took no part in the training."""
 
+# With more clients a row for each says little, and to test them all may cost more than
+# the run.
 _MOST_SITES = 50
-"""With more clients a row for each says little, and to test them all may cost more than
-the run.
-"""
 
 
 def site_names(data: PartitionedData) -> list[str]:
-    """Return the name of each client: its group, if it has one of its own, else
-    "client" and its number.
-    """
-    return [
-        f"client {name}" if name == str(at) else name
-        for at, name in enumerate(client_names(data))
-    ]
+    """Return the name of each client: its group of its own, else "client N"."""
+    names = []
+    for at, name in enumerate(client_names(data)):
+        names.append(f"client {name}" if name == str(at) else name)
+    return names
 
 
 def table_of_run(
@@ -52,12 +47,12 @@ def table_of_run(
     strategy: Strategy | None,
     state: State,
 ) -> list[dict[str, Any]]:
-    """Return a row for each site of a finished run, with its main metric; none where
-    that cannot be measured.
+    """Return a row for each site of a finished run, with its main metric.
 
-    That is where the data are not here, there are more than 50 clients, single clients
-    are protected, clients' own models are not on this disk, or the main test has
-    statistics of its inputs. The clients that were held out are the last rows.
+    There are none where it cannot be measured: where the data are not here, there are
+    more than 50 clients, single clients are protected, clients' own models are not on
+    this disk, or the main test has statistics of its inputs. The clients that were held
+    out are the last rows.
 
     Args:
         config: the settings.
@@ -66,16 +61,16 @@ def table_of_run(
         strategy: None for the centralized reference.
         state: the final global state.
     """
+    # Nothing to measure, nothing that may be told, or too much work.
     test = method_of(config).tests[0]
-    if (
-        data is None
-        or config.protected
-        or test.endswith(TEST_BN)
-        or not sum(map(len, data.test))
-    ):
+    if data is None or config.protected or test.endswith(TEST_BN):
+        return []
+    if not any(map(len, data.test)):
         return []
     if len(data.test) + len(data.held_out) > _MOST_SITES:
         return []
+
+    # A client's model: the global one, what completes it, and what the client keeps.
     own: Mapping[str, State] = {}
     shared: State = completing_entries(strategy.run, test) if strategy else {}
     if strategy and strategy.local and test.startswith("personal"):
@@ -88,12 +83,11 @@ def table_of_run(
 
     def add(name: str, view: Subset, held_out: bool) -> None:
         value = evaluate(model, view, task=task).named()[task.score]
-        row = {
-            "site": name,
-            "examples": len(view),
-            "value": value if math.isfinite(value) else None,
-        }
-        rows.append({**row, HELD_OUT: True} if held_out else row)
+        row: dict[str, Any] = {"site": name, "examples": len(view)}
+        row["value"] = value if math.isfinite(value) else None
+        if held_out:
+            row[HELD_OUT] = True
+        rows.append(row)
 
     for client, name in enumerate(site_names(data)):
         load_state(model, tensors({**state, **shared, **own.get(str(client), {})}))

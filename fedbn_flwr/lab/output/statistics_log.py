@@ -1,5 +1,4 @@
-"""``statistics.jsonl``: how far the statistics of the clients' batches are from the
-global ones (FixBN, Fig. 3 a).
+"""``statistics.jsonl``: clients' statistics beside the global ones (FixBN, Fig. 3).
 
 The server writes a line in rounds 1, 10, 20, ..., 90, 100, 200, ... and in the last,
 where it sees the statistics of each client. ::
@@ -10,15 +9,19 @@ where it sees the statistics of each client. ::
         "clients": {"l1": [9.2, 8.7], "mean": [0.31, 0.28], "variance": [0.4, 0.38]}}}}
 
 ``clients``
-    partition ids of the replies that were used, the first 64; the lists below have a value for each, in this order.
+    partition ids of the replies that were used, the first 64; the lists below have a
+    value for each, in this order.
 ``layers``
-    by path, every BatchNorm layer whose running statistics are sent. "" is a model that is a layer itself.
+    by path, every BatchNorm layer whose running statistics are sent. "" is a model that
+    is a layer itself.
 ``change``
-    distance of the global statistics after the round from those before it (Fig. 3 a, "global").
+    distance of the global statistics after the round from those before it (Fig. 3 a,
+    "global").
 ``layers.*.clients``
-    distance of each client's local batch statistics from the global ones that it got (Fig. 3 a, "local"); null where
-    the layer did not track in this round (FixBN after T*). The three distances are those of ``doctor.by_batch``; the
-    figure is the sum of ``l1`` over the layers.
+    distance of each client's local batch statistics from the global ones that it got
+    (Fig. 3 a, "local"); null where the layer did not track in this round (FixBN after
+    T*). The three distances are those of ``doctor.by_batch``; the figure is the sum of
+    ``l1`` over the layers.
 
 Numbers have six significant digits; null is a number that is not finite. Each line is
 computed from its round alone, so a resumed run has the same lines as one that was never
@@ -49,54 +52,53 @@ Tensors = Mapping[str, Tensor]
 
 
 class StatisticsLog:
-    """A strategy's ``on_replies``: it makes the line of a round, which ``write`` writes
-    at the round's end.
-    """
+    """A strategy's ``on_replies``: it makes a round's line, which ``write`` writes."""
 
     def __init__(
         self, folder: RunFolder, rounds: int, model: nn.Module, strategy: Strategy
     ) -> None:
-        self._folder, self._rounds, self._strategy = folder, rounds, strategy
-        layers = layers_of(model, every_path=True)
-        self._layers = {
-            path: layer
-            for path, layer in layers.items()
-            if layer.running_mean is not None
-        }
+        self._folder = folder
+        self._rounds = rounds
+        self._strategy = strategy
+        self._layers: dict[str, _BatchNorm] = {}
+        for path, layer in layers_of(model, every_path=True).items():
+            if layer.running_mean is not None:
+                self._layers[path] = layer
         self._line: dict[str, Any] | None = None
 
     def is_due(self, server_round: int) -> bool:
-        """Return whether the round has a line: often at first, when much changes; so
-        lines cost 1 % of a run.
-        """
-        every = 1 if server_round == 1 else max(10, 10 ** (len(str(server_round)) - 1))
-        return server_round % every == 0 or server_round == self._rounds
+        """Return whether the round has a line."""
+        if server_round in (1, self._rounds):
+            return True
+        # Often at first, when much changes; so lines cost 1 % of a run.
+        every: int = max(10, 10 ** (len(str(server_round)) - 1))
+        return server_round % every == 0
 
     def __call__(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
-        """Make the line of a round, given its replies and the global state before and
-        after it.
-        """
+        """Make the line of a round, of its replies and the state before and after."""
         if not self.is_due(server_round):
             return
-        run, replies = self._strategy.run, replies[:_CLIENTS]
-        names = {*run.parts.select([Part.STATISTICS, Part.COUNTERS])}
-        sent, then, *states = (
-            tensors({name: state[name] for name in names if name in state})
-            for state in (before, after, *(reply.state for reply in replies))
-        )
+        run = self._strategy.run
+        replies = replies[:_CLIENTS]
+        names = run.parts.select([Part.STATISTICS, Part.COUNTERS])
+
+        def statistics_of(state: State) -> Tensors:
+            return tensors({name: state[name] for name in names if name in state})
+
+        sent, then = statistics_of(before), statistics_of(after)
+        states = [statistics_of(reply.state) for reply in replies]
         layers = {}
         for path, layer in self._layers.items():
             if all(entry_name(path, "running_mean") in state for state in states):
                 layers[path] = _distances(path, layer, sent, then, states)
         # none where the model has no BatchNorm, or the method sends no statistics
         if layers:
-            clients = [reply.node.label for reply in replies]
             self._line = {
                 "round": server_round,
                 "phase": run.report.phase,
-                "clients": clients,
+                "clients": [reply.node.label for reply in replies],
                 "layers": layers,
             }
 
@@ -114,24 +116,30 @@ def _distances(
     after: Tensors,
     states: Sequence[Tensors],
 ) -> Any:
-    def statistics(state: Tensors) -> Statistics:
-        values = (
-            state[entry_name(path, leaf)].double()
-            for leaf in ("running_mean", "running_var")
-        )
-        return Statistics(*values)
+    """Return what a line says of a layer: "change" and "clients"."""
 
-    counter, reference = entry_name(path, "num_batches_tracked"), statistics(before)
+    def statistics(state: Tensors) -> Statistics:
+        mean = state[entry_name(path, "running_mean")]
+        variance = state[entry_name(path, "running_var")]
+        return Statistics(mean.double(), variance.double())
+
+    # What each client's batches had, which its running statistics tell; None for a
+    # layer that saw no batch.
+    reference = statistics(before)
+    counter = entry_name(path, "num_batches_tracked")
     local: list[Distance | None] = []
     for state in states:
         w = weight(layer.momentum, before.get(counter), state.get(counter))
-        own = local_statistics(reference, statistics(state), w) if w > 0 else None
-        local.append(None if own is None else distance(own, reference, layer.eps))
+        if w > 0:
+            own = local_statistics(reference, statistics(state), w)
+            local.append(distance(own, reference, layer.eps))
+        else:
+            local.append(None)
+
     change = distance(statistics(after), reference, layer.eps)
-    of_clients = {
-        name: [d and _shown(getattr(d, name)) for d in local]
-        for name in Distance._fields
-    }
+    of_clients = {}
+    for name in Distance._fields:
+        of_clients[name] = [d and _shown(getattr(d, name)) for d in local]
     return {
         "change": {name: _shown(value) for name, value in change._asdict().items()},
         "clients": of_clients,
@@ -141,11 +149,11 @@ def _distances(
 def weight(
     momentum: float | None, before: Tensor | None, after: Tensor | None
 ) -> float:
-    """Return w, the share of a round's batches in the running statistics after it; 1 if
-    the layer does not count.
+    """Return w, the share of a round's batches in the running statistics after it.
 
-    A step does S <- (1 - rho) S + rho S_batch, so after E steps w = 1 - (1 - rho)^E.
-    Without momentum S is the average of all n + E batches, and w = E / (n + E).
+    It is 1 if the layer does not count. A step does S <- (1 - rho) S + rho S_batch, so
+    after E steps w = 1 - (1 - rho)^E. Without momentum S is the average of all n + E
+    batches, and w = E / (n + E).
 
     Args:
         momentum: rho; None = cumulative average.
@@ -161,17 +169,15 @@ def weight(
 
 
 def local_statistics(before: Statistics, after: Statistics, w: float) -> Statistics:
-    """Return the average of a client's batch statistics, S + (S' - S) / w; the variance
-    is the unbiased one.
+    """Return the average of a client's batch statistics, S + (S' - S) / w.
 
     S is what the client got, S' what it sent back. With one step these are the
     statistics of the batch (FixBN's S_m,B), with more steps an average over the batches
-    that gives later ones more weight. The variance is at least 0.
+    that gives later ones more weight. The variance is the unbiased one, at least 0.
     """
     mean = before.mean + (after.mean - before.mean) / w
-    return Statistics(
-        mean, (before.variance + (after.variance - before.variance) / w).clamp(min=0)
-    )
+    variance = before.variance + (after.variance - before.variance) / w
+    return Statistics(mean, variance.clamp(min=0))
 
 
 def _shown(value: float) -> float | None:

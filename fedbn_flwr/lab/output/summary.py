@@ -1,4 +1,4 @@
-"""What a summary says beside its numbers: what the saved model holds, and the versions."""
+"""What a summary says beside its numbers: the saved model's content, and versions."""
 
 from __future__ import annotations
 
@@ -29,48 +29,42 @@ __all__ = [
 ]
 
 HELD_OUT = "held-out"
-"""The key of the tests of held-out clients in a line of ``metrics.jsonl``, and the
-prefix of the means over them.
-"""
+"""The key of held-out clients' tests in ``metrics.jsonl``, and the prefix of means."""
 
 CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
 
 
 def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
-    """Return the content of each part of ``model.safetensors``: its metadata, and
-    ``model`` of the summary.
-    """
+    """Return the content of each part of ``model.safetensors``, for its metadata."""
     about = {part.value: "global" for part in Part}
-    if strategy:
-        averaged = completing_entries(strategy.run, SHARED_BN)
-        kept = {part for part in strategy.local if strategy.run.parts.select([part])}
-        about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
-        if strategy.methods.reestimates and strategy.run.reestimated:
-            about[Part.STATISTICS.value] = (
-                "re-estimated from the clients' data under these weights"
-            )
-            if about[Part.COUNTERS.value] == ABSENT:
-                # a model with statistics is whole with them
-                about[Part.COUNTERS.value] = "initial values"
+    if strategy is None:
+        return about
+    # What clients keep is not in the file, but for an average of it.
+    averaged = completing_entries(strategy.run, SHARED_BN)
+    kept = {part for part in strategy.local if strategy.run.parts.select([part])}
+    about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
+    if strategy.methods.reestimates and strategy.run.reestimated:
+        about[Part.STATISTICS.value] = (
+            "re-estimated from the clients' data under these weights"
+        )
+        # a model with statistics is whole with them
+        if about[Part.COUNTERS.value] == ABSENT:
+            about[Part.COUNTERS.value] = "initial values"
     return about
 
 
 def kept_by_clients(
     config: Config, strategy: Strategy, model: State
 ) -> Iterator[tuple[str, State]]:
-    """Yield (client, entries) of each client whose part lies on this disk, as the run
-    left it.
-    """
+    """Yield (client, entries) of each client whose part lies on this disk."""
     if not strategy.local or strategy.continuity is None or not config.state_dir:
         return
-    fingerprint = strategy.run.parts.fingerprint(
-        {name: array.shape for name, array in model.items()}
-    )
-    root = (
-        state_in_out(config)
-        if config.state_dir == STATE_IN_OUT
-        else Path(config.state_dir)
-    )
+    shapes = {name: array.shape for name, array in model.items()}
+    fingerprint = strategy.run.parts.fingerprint(shapes)
+    root = Path(config.state_dir)
+    if config.state_dir == STATE_IN_OUT:
+        root = state_in_out(config)
+    # By the hash that the server saw last: a folder may have other rounds, too.
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
@@ -106,8 +100,9 @@ def versions(*more: str) -> dict[str, str]:
 
 @functools.cache
 def commit_of(package: Path) -> str:
-    """Return "+g" and the commit of a package that git tracks, ".changed" if its files
-    differ from it; "" elsewhere.
+    """Return "+g" and the commit of a package that git tracks; "" elsewhere.
+
+    With ".changed" if its files differ from it.
     """
 
     def git(*arguments: str) -> str:
@@ -119,10 +114,8 @@ def commit_of(package: Path) -> str:
     try:
         # the folder may lie in a repository of something else
         git("ls-files", "--error-unmatch", "__init__.py")
-        commit, changed = (
-            git("rev-parse", "--short=7", "HEAD"),
-            git("status", "--porcelain", "--", "."),
-        )
+        commit = git("rev-parse", "--short=7", "HEAD")
+        changed = git("status", "--porcelain", "--", ".")
     except (OSError, subprocess.SubprocessError):
         return ""
-    return f"+g{commit}" + ".changed" * bool(changed)
+    return f"+g{commit}.changed" if changed else f"+g{commit}"

@@ -12,8 +12,7 @@ __all__ = ["TensorBoardLog"]
 
 
 class TensorBoardLog:
-    """Writes the numbers of each round to a file that ``tensorboard --logdir`` can read
-    during the run.
+    """Writes the numbers of each round to a file for ``tensorboard --logdir``.
 
     Args:
         folder: the run's folder; the file is in its folder ``tensorboard``.
@@ -23,6 +22,7 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        # An extra of the package: a run without ``tensorboard`` does without it.
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard"
