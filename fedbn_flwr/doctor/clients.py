@@ -149,6 +149,7 @@ def _read_loader(
         distinct = list(dict.fromkeys(chain(*epoch)))
         loader = _drawn(loader, distinct, max_examples, max(1, largest))
 
+    # Of a loader that cannot be drawn from, the first batches until there are enough.
     inputs, targets = [], []
     count, first_only = 0, False
     for batch in loader:

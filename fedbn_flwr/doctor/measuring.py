@@ -123,6 +123,7 @@ class Measuring:
     def _between_clients(self) -> None:
         """Measure how clients differ: first the odd ones, then the others together."""
         m = self._m
+        # Held layers normalise by fixed statistics, whatever the clients have.
         seen = groups_of(self._model, self._clients, self._generator)
         layers = {
             path: rows for path, rows in seen.layers.items() if path not in m.held
@@ -145,6 +146,7 @@ class Measuring:
         m.rest = [m.names[k] for k in rest]
         m.apart = [name for name in m.names if name not in m.rest]
 
+        # The others together: in their classes, and in what BatchNorm sees.
         if counts is None:
             self.lacking.append("label skew: the targets are not one class an example.")
         else:

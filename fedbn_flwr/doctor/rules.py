@@ -94,10 +94,8 @@ def name_filter(m: Measured) -> Finding | None:
 
 
 def tested_by_batch(m: Measured) -> Finding | None:
-    """Tests that normalise by the test batch, for one of three reasons.
-
-    Layers in train mode hide the others: they change the statistics as well.
-    """
+    """Tests that normalise by the test batch, for one of three reasons."""
+    # Layers in train mode go first: they move the running statistics as well.
     layers = m.training_layers or m.untracked
     tries = remedies.TRAIN_MODE
     if m.training_layers:

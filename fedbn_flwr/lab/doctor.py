@@ -93,6 +93,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     load_state(model, state)
     training, local = training_of(config, run), _local_parts(config)
 
+    # Measure on the run's data; without them its state still tells something.
     clients, tests = list[ClientData](), list[ClientData]()
     try:
         clients, tests = _examples_of(config, max_examples, notes)
@@ -209,6 +210,7 @@ def _mismatch_of_clients(
         # A mean over one example has no standard error.
         if test.name not in kept or len(test) < 2:
             continue
+        # The shared entries are the run's, the others what the client kept.
         own = copied(model)
         load_state(own, {**own.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):

@@ -102,6 +102,7 @@ def use_feature_norm(
         NormLayerError: the model has no linear classifier, or one that is changed
             already, or its last linear layer has another number of outputs.
     """
+    # The classifier is the last one that was registered.
     path, head = "", None
     for at, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -120,6 +121,7 @@ def use_feature_norm(
             " the classifier. Register the classifier last, use a model with a linear"
             " classifier, or leave feature-norm out."
         )
+    # Its class is changed: a subclass would lose what it does.
     if type(head) is not nn.Linear:
         raise NormLayerError(
             f"feature-norm: the last linear layer of {name}, '{path}', is a"

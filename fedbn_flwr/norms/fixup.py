@@ -236,6 +236,7 @@ def _refuse_others(
     for k, place in enumerate(outside):
         if k > 0 or id(place.layer) not in after_conv:
             strays.append(shown_path(place.path))
+    # The first reason is enough: without blocks all norms are strays.
     if not blocks:
         problem = (
             "it has no block of convolutions conv1, conv2, ..., each followed by its"

@@ -97,6 +97,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
         ReplyError: There are no tensors, shapes or dtypes are wrong or differ, or the
             weights do not fit.
     """
+    # Clients send anything: only tensors that are alike, one each, can be averaged.
     kind = tag.partition("/")[0]
     if kind not in _KINDS:
         raise unknown_name("exchange", kind, _KINDS)
@@ -118,6 +119,7 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
             f"exchange {tag!r} needs {len(tensors)} positive, finite weights; got"
             f" {list(weights)}."
         )
+    # In float64 and in the given order: all clients get the same bits in every run.
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
