@@ -102,14 +102,14 @@ def diagnose(
             " they come in an order, by class say, clients seem to differ that do not:"
             " shuffle them."
         )
-    # The batch size of training counts, not that of the loaders for this look. A client
-    # whose examples were all read trains with at most as many in a batch.
-    size = training.batch_size
-    if size:
-        clients = [
-            replace(c, batch_size=size if len(c) >= max_examples else min(size, len(c)))
-            for c in clients
-        ]
+    # The batch size of training counts, not that of the loaders for this look.
+    if training.batch_size:
+        for k, client in enumerate(clients):
+            size = training.batch_size
+            # All of its examples were read, and it has no larger batch than these.
+            if len(client) < max_examples:
+                size = min(size, len(client))
+            clients[k] = replace(client, batch_size=size)
     return diagnose_clients(
         model,
         clients,

@@ -57,7 +57,8 @@ __all__ = ["MaskedRound"]
 
 logger = logging.getLogger("flwr")
 
-_QUERY = "config"  # the record of a query
+# The record of a query.
+_QUERY = "config"
 _LACKS_MOD = (
     "its app does not answer the queries of masked sums. Make `masked_update` of"
     " fedbn_flwr.mods the app's first mod."
@@ -154,7 +155,7 @@ class MaskedRound:
         sent = self._lose_failed(self._ask("shares", configs, _by_number))
         senders = []
         for number, shares in sent.items():
-            # Without a share for each other one, those could not be unmasked together.
+            # With a share less, its masks might have to stay in the sum.
             if shares.keys() != {*numbers} - {number}:
                 self.lose(
                     number,
