@@ -185,16 +185,16 @@ def _register(kind: type[Kind]) -> None:
     makers = _makers()
     for hook, make in kind.client_hooks.items():
         other = makers.get(hook, kind)
-        # nor the former class
-        if other.client_hooks[hook] is not make and place not in map(
-            _place, other.__mro__
-        ):
+        # A notebook cell that is run again makes the class, and its makers, anew.
+        same_class = place in map(_place, other.__mro__)
+        if other.client_hooks[hook] is not make and not same_class:
             raise ConfigError(
                 f"client hook {hook!r} of strategy {kind.name!r} ({place}) has the name"
                 f" of another one, of strategy {other.name!r} ({_place(other)}). Give"
                 " it another name."
             )
-    _REGISTERED[:] = [*(other for other in _REGISTERED if _place(other) != place), kind]
+    others = [other for other in _REGISTERED if _place(other) != place]
+    _REGISTERED[:] = [*others, kind]
 
 
 def _place(kind: type) -> str:
@@ -205,12 +205,12 @@ def _makers() -> dict[str, type[Kind]]:
     """Return a method for each client hook, by the hook's name: one of the package, or
     the one registered last.
     """
-    of_package = list(METHODS.values())
-    return {
-        hook: kind
-        for kind in (*_REGISTERED, *reversed(of_package), *OPTIONS)
-        for hook in kind.client_hooks
-    }
+    # A later one replaces an earlier one: FedTAN has FedTAN-II's hooks, which came first.
+    kinds = (*_REGISTERED, *reversed(list(METHODS.values())), *OPTIONS)
+    makers: dict[str, type[Kind]] = {}
+    for kind in kinds:
+        makers |= dict.fromkeys(kind.client_hooks, kind)
+    return makers
 
 
 def combined(*strategies: StrategyClass) -> StrategyClass:
@@ -226,27 +226,25 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
             pair; or a strategy is a class that overrides more than the method, which a
             combination would leave out.
     """
-    chosen = {
-        kind: None
-        for strategy in strategies
-        for kind in strategy.combination.kinds
-        if kind is not FedAvgMethod
-    }
-    others = [
-        strategy for strategy in dict.fromkeys(strategies) if strategy is not FedAvg
-    ]
+    # FedAvg changes nothing, and a strategy that is named twice counts once.
+    others = [kind for kind in dict.fromkeys(strategies) if kind is not FedAvg]
     if len(others) < 2:
-        return next(iter(others), FedAvg)
-    if overriding := next(
-        (strategy for strategy in others if _overrides(strategy)), None
-    ):
-        raise ConfigError(
-            f"combined takes the methods of {overriding}, and leaves out what the class"
-            f" overrides: {', '.join(_overrides(overriding))}. Write a class with these"
-            " functions and `method = combined(...)`."
-        )
+        return others[0] if others else FedAvg
+    for strategy in others:
+        overridden = _overrides(strategy)
+        if overridden:
+            raise ConfigError(
+                f"combined takes the methods of {strategy}, and leaves out what the"
+                f" class overrides: {', '.join(overridden)}. Write a class with these"
+                " functions and `method = combined(...)`."
+            )
+    chosen: set[type[Kind]] = set()
+    for strategy in others:
+        chosen.update(strategy.combination.kinds)
+    chosen.discard(FedAvgMethod)
     if len(chosen) < 2:
         return others[0]
+    # In one order, so that combined(A, B) and combined(B, A) are the same object.
     return _combined(tuple(sorted(chosen, key=_rank)))
 
 
@@ -254,13 +252,10 @@ def _overrides(strategy: StrategyClass) -> list[str]:
     """Return what the user's classes of a strategy define beside its method."""
     if isinstance(strategy, Combination):
         return []
-    own = [
-        base
-        for base in strategy.__mro__
-        if issubclass(base, Strategy) and not base.__module__.startswith(_PACKAGE)
-    ]
     names: set[str] = set()
-    for base in own:
+    for base in strategy.__mro__:
+        if not issubclass(base, Strategy) or base.__module__.startswith(_PACKAGE):
+            continue
         names.update(name for name in vars(base) if not name.startswith("_"))
         # a partialmethod is ours, for the method's own defaults
         if inspect.isfunction(vars(base).get("__init__")):
@@ -276,8 +271,12 @@ def _rank(kind: type[Kind]) -> tuple[int, int, str]:
     its server step.
     """
     registry = list(METHODS.values())
-    known = [base for base in kind.__mro__ if base in registry]
-    return registry.index(known[0]) if known else 0, len(kind.__mro__), _place(kind)
+    place = 0
+    for base in reversed(kind.__mro__):
+        if base in registry:
+            place = registry.index(base)
+    # A subclass acts after its base; names settle the rest.
+    return place, len(kind.__mro__), _place(kind)
 
 
 @functools.cache
@@ -285,16 +284,18 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
     """Return the combination of methods that are in order."""
     problems = []
     for first, second in itertools.combinations(kinds, 2):
-        if why := why_not_combined(first, second):
+        why = why_not_combined(first, second)
+        if why:
             problems.append(f"{first.name} and {second.name} cannot be combined: {why}")
     if problems:
         raise ConfigError("\n".join(problems))
     params = list(dict.fromkeys(kind.Params for kind in reversed(kinds)))
-    bases = [
-        one
-        for one in params
-        if not any(other is not one and issubclass(other, one) for other in params)
-    ]
+    # Python refuses a class and its subclass as bases, in that order.
+    bases = []
+    for one in params:
+        below = [other for other in params if issubclass(other, one)]
+        if below == [one]:
+            bases.append(one)
     title = "And".join(kind.__name__.removesuffix("Method") for kind in kinds)
     return Combination(kinds, create_model(f"{title}Params", __base__=tuple(bases)))
 

@@ -160,12 +160,14 @@ class BNControlVariates(ControlVariates):
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i, (u, s) and (u_i, s_i)."""
-        mine = {name: entry for name, entry in kept.items() if name.startswith(_KEPT)}
-        super().receive(
-            sent, {name: entry for name, entry in kept.items() if name not in mine}
-        )
-        self._common = sent.get(BN_VARIATES, {})
-        self._before = {name.removeprefix(_KEPT): entry for name, entry in mine.items()}
+        self._common, self._before = sent.get(BN_VARIATES, {}), {}
+        c_i = {}
+        for name, entry in kept.items():
+            if name.startswith(_KEPT):
+                self._before[name.removeprefix(_KEPT)] = entry
+            else:
+                c_i[name] = entry
+        super().receive(sent, c_i)
 
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the BatchNorm layers that track statistics.
@@ -175,13 +177,11 @@ class BNControlVariates(ControlVariates):
                 TorchScript holds it.
         """
         self._undo = take_forward(model, self._forward)
-        corrections = {
-            layer: self._correction_of(path, layer)
-            for path, layer in layers_in_training(model).items()
-        }
-        self._corrections = {
-            layer: correction for layer, correction in corrections.items() if correction
-        }
+        self._corrections = {}
+        for path, layer in layers_in_training(model).items():
+            correction = self._correction_of(path, layer)
+            if correction is not None:
+                self._corrections[layer] = correction
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Restore the layers; compute dc_i and the moments; return the share of
@@ -198,33 +198,33 @@ class BNControlVariates(ControlVariates):
 
     def keep(self) -> Entries:
         """Return c_i+ and the moments."""
-        return {
-            **super().keep(),
-            **{_KEPT + name: entry for name, entry in self._moments.items()},
-        }
+        kept = dict(super().keep())
+        for name, entry in self._moments.items():
+            kept[_KEPT + name] = entry
+        return kept
 
     def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._sums.by_path(model)
 
     def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
         like = layer.running_mean
-        names = [entry_name(path, leaf) for leaf in ("mean", "var")]
-        kept = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
-        if like is None or not (
-            self._common.keys() >= {*names} and self._before.keys() >= {*kept}
-        ):
+        common = [entry_name(path, leaf) for leaf in ("mean", "var")]
+        own = [entry_name(path, leaf) for leaf in ("count", "mean", "m2")]
+        has_both = {*common} <= self._common.keys() and {*own} <= self._before.keys()
+        # In its first round a client has no variates of its own, and corrects nothing.
+        if like is None or not has_both:
             return None
-        u, s = (self._common[name] for name in names)
-        count, mean, m2 = (self._before[name] for name in kept)
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        u, s = (self._common[name] for name in common)
+        count, u_i, m2 = (self._before[name] for name in own)
         # The server's way from the moments to its variates: equal ones leave exact
-        # zeros.
-        change = (u - mean).to(dtype), (s - (m2.double() / count).to(s.dtype)).to(dtype)
-        any_change = any(bool(values.any()) for values in change)
-        mean_change, var_change, floor = (
-            values.to(like.device) for values in (*change, (self._floor * s).to(dtype))
-        )
-        return _Correction(mean_change, var_change, floor, any_change)
+        # zeros, and with them torch's own forward pass.
+        s_i = (m2.double() / count).to(s.dtype)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        mean, var = (u - u_i).to(dtype), (s - s_i).to(dtype)
+        floor = (self._floor * s).to(dtype)
+        corrects = bool(mean.any() or var.any())
+        device = like.device
+        return _Correction(mean.to(device), var.to(device), floor.to(device), corrects)
 
     def _forward(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         correction = self._corrections.get(layer)
@@ -233,15 +233,15 @@ class BNControlVariates(ControlVariates):
             return _BatchNorm.forward(layer, x)
         mean, var = batch_statistics(x)
         self._sums.add(layer, x, (mean, var))
+        # Under label skew v_B - s_i + s falls below zero in some channels.
         corrected = var + correction.var
         low = corrected.detach() < correction.floor
         self._low, self._seen = self._low + low.sum(), self._seen + len(low)
+        # Where nothing is corrected torch's own pass keeps SCAFFOLD's bits.
         if not correction.any and not bool(low.any()):
             return _BatchNorm.forward(layer, x)
-        mean, var = (
-            mean + correction.mean,
-            torch.where(low, correction.floor, corrected),
-        )
+        mean = mean + correction.mean
+        var = torch.where(low, correction.floor, corrected)
         _track(layer, mean.detach(), var.detach(), x.numel() // x.shape[1])
         return normalise(layer, x, mean, var)
 
@@ -256,22 +256,19 @@ def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
     A cumulative average (``momentum=None``) needs the counter: without one torch does
     not move them.
     """
-    running, counter = (
-        (layer.running_mean, layer.running_var),
-        layer.num_batches_tracked,
-    )
-    if running[0] is None or running[1] is None:
+    if layer.running_mean is None or layer.running_var is None:
         return
+    counter = layer.num_batches_tracked
     with torch.no_grad():
-        share = 0.0 if layer.momentum is None else layer.momentum
+        share = layer.momentum or 0.0
         if counter is not None:
             counter.add_(1)
-            share = 1 / float(counter) if layer.momentum is None else share
-        for old, new in (
-            (running[0], mean),
-            (running[1], var * (count / max(count - 1, 1))),
-        ):
-            old.mul_(1 - share).add_(share * new)
+            if layer.momentum is None:
+                share = 1 / float(counter)
+        layer.running_mean.mul_(1 - share).add_(share * mean)
+        # torch normalises with the biased variance and tracks the unbiased one.
+        unbiased = var * (count / max(count - 1, 1))
+        layer.running_var.mul_(1 - share).add_(share * unbiased)
 
 
 @dataclass(frozen=True)
@@ -348,15 +345,14 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         like, parts = facts.before, facts.parts
         latest = LatestBN(state.latest_variates).latest
         sent = [decode_moments(moments, like, parts) for moments, _ in latest]
-        for layer, clients, counts in by_layer(
-            parts, sent, [count for _, count in latest]
-        ):
+        examples = [count for _, count in latest]
+        for layer, clients, counts in by_layer(parts, sent, examples):
+            # s = sum_i p_i (s_i + (u_i - u)^2): the clients' spread is a part of it.
             u, s = mixture(clients, counts, spread=True)
-            dtype = np.promote_types(
-                like[layer.entries["running_mean"]].dtype, np.float32
-            )
-            for leaf, value in (("mean", u), ("var", s)):
-                entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)
+            mean = like[layer.entries["running_mean"]]
+            dtype = np.promote_types(mean.dtype, np.float32)
+            entries[entry_name(layer.path, "mean")] = u.numpy().astype(dtype)
+            entries[entry_name(layer.path, "var")] = s.numpy().astype(dtype)
         return entries
 
 

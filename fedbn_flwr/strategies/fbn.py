@@ -193,21 +193,21 @@ class GlobalStatistics(ClientHook):
         return self._sums.by_path(model)
 
     def _hold(self) -> None:
-        self._undo = (
-            [stop_tracking(self._layers)]
-            if self._warm_up
-            else [hold_eval(layer) for layer in self._layers]
-        )
+        if self._warm_up:
+            self._undo = [stop_tracking(self._layers)]
+        else:
+            self._undo = [hold_eval(layer) for layer in self._layers]
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
     def _release(self) -> None:
+        # Last in, first out: each hold restores what it has found.
         while self._undo:
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        # Not in a test in the middle of the training; the mode is the model's,
-        # because # the layers are held in eval. A reentrant checkpoint computes the first # of
-        # its two passes without gradients.
+        # Not in a test in the middle of the training. The mode is the model's, because
+        # the layers are held in eval. A reentrant checkpoint computes the first of its
+        # two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
 
@@ -242,6 +242,7 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
         self, model: nn.Module, data: Batches, batch_size: int, seed: int
     ) -> None:
         """Pass the data through the model."""
+        # The pass is one of plain BN, each batch normalised with its own statistics.
         self._release()
         try:
             super().survey(model, data, batch_size, seed)
@@ -266,11 +267,10 @@ def trimmed(moments: Sequence[Moments], share: float) -> Moments:
         return torch.stack(list(values)).sort(0).values[cut : len(values) - cut].mean(0)
 
     mean = middle([one.mean for one in moments])
+    # About the trimmed mean: a client with a false mean has a large variance there.
     var = middle([one.m2 / one.count + (one.mean - mean).square() for one in moments])
-    count = round(
-        float(middle([torch.tensor(one.count, dtype=torch.float64) for one in moments]))
-        * len(moments)
-    )
+    counts = [torch.tensor(one.count, dtype=torch.float64) for one in moments]
+    count = round(float(middle(counts)) * len(moments))
     return Moments(count, mean, count * var)
 
 

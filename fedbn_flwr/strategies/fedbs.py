@@ -122,8 +122,9 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         key = Key(self.params.loss_key, "float: F_k", "client", "server")
         why = "the clients' losses are the weights of the average"
         loss = (Beside(key, "scalar", why, required=True),)
-        return Travels("loss-weighted", weights=key, beside=loss), Travels(
-            "proximal", weights="equal", beside=loss
+        return (
+            Travels("loss-weighted", weights=key, beside=loss),
+            Travels("proximal", weights="equal", beside=loss),
         )
 
     def phase(self, state: FedBSState, number: int) -> str:
@@ -135,23 +136,26 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         """Send mu in phase 2; ask for the loss on validation data if the weights are
         these.
         """
-        asks = (
-            super().on_clients(state, facts) if state.switched_after is not None else []
-        )
+        asks: list[Ask] = []
+        if state.switched_after is not None:
+            asks += super().on_clients(state, facts)
         if self.params.loss_key == VALIDATION_LOSS:
-            asks.append(Ask("report-validation", shown=True))  # the metric shows it
+            # The metric in the reply shows that the hook was there.
+            asks.append(Ask("report-validation", shown=True))
         return asks
 
     def aggregate(
         self, state: FedBSState, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], FedBSState]:
         """Count in phase 1 the rounds in which the losses agreed."""
+        # A single loss agrees with itself.
         if state.switched_after is not None or len(replies) < 2:
             return model, state
-        spread = float(
-            np.std([reply.metrics[self.params.loss_key] for reply in replies])
-        )
-        agreed = state.agreed + 1 if spread <= self.params.fedbs_eps else 0
+        losses = [reply.metrics[self.params.loss_key] for reply in replies]
+        # One round in which they disagree begins the count anew.
+        agreed = 0
+        if float(np.std(losses)) <= self.params.fedbs_eps:
+            agreed = state.agreed + 1
         if agreed < self.params.fedbs_rounds:
             return model, FedBSState(None, agreed)
         logger.info(

@@ -136,19 +136,16 @@ class ServerStep(Method[P, ServerMoments]):
         """Step every floating entry except running statistics from its previous value."""
         # Also by name: InstanceNorm's running variances are not in BatchNorm's parts
         # and must not be stepped either.
-        averaged = {
-            *facts.parts.statistics,
-            *split_state(facts.before).statistics,
-            *facts.held,
-        }
+        averaged = {*facts.parts.statistics, *split_state(facts.before).statistics}
         moments = dict(state.moments)
         for name, mean in model.items():
-            if name in averaged or not np.issubdtype(mean.dtype, np.floating):
+            if name in averaged or name in facts.held:
+                continue
+            if not np.issubdtype(mean.dtype, np.floating):
                 continue
             x = facts.before[name].astype(np.float64)
-            step, moments[name] = self.step(
-                facts.number, mean.astype(np.float64) - x, moments.get(name, ())
-            )
+            delta = mean.astype(np.float64) - x
+            step, moments[name] = self.step(facts.number, delta, moments.get(name, ()))
             model[name] = (x + step).astype(mean.dtype)
         return model, ServerMoments(moments)
 
@@ -179,10 +176,8 @@ class FedAdagradMethod(ServerStep[A]):
         m, v = moments or (np.zeros(()), np.zeros(()))
         m = self.beta_1 * m + (1 - self.beta_1) * delta
         v = self.second_moment(v, delta**2)
-        return np.asarray(self.rate(number) * m / (np.sqrt(v) + self.params.tau)), (
-            m,
-            v,
-        )
+        step = self.rate(number) * m / (np.sqrt(v) + self.params.tau)
+        return np.asarray(step), (m, v)
 
     @property
     def beta_1(self) -> float:
@@ -220,12 +215,10 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
         """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's
         exponent.
         """
+        # Flower's exponent, where Kingma and Ba have t.
         t = number + 1
-        return float(
-            self.params.eta
-            * math.sqrt(1 - self.params.beta_2**t)
-            / (1 - self.params.beta_1**t)
-        )
+        p = self.params
+        return float(p.eta * math.sqrt(1 - p.beta_2**t) / (1 - p.beta_1**t))
 
 
 class FedYogiMethod(FedAdamMethod):

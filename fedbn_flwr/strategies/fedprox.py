@@ -62,21 +62,23 @@ class ProximalTerm(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Store the trainable parameters as received."""
-        self._received = {
-            p: p.detach().clone() for p in model.parameters() if p.requires_grad
-        }
+        self._note_trained(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
         if self.mu == 0:
             return None
-        for p in model.parameters():
-            if p.requires_grad and p not in self._received:  # it was frozen until now
-                self._received[p] = p.detach().clone()
-        squares = [
-            _real(p - start).square().sum() for p, start in self._received.items()
-        ]
+        # A parameter that was frozen until now is still as it was received.
+        self._note_trained(model)
+        squares = []
+        for parameter, received in self._received.items():
+            squares.append(_real(parameter - received).square().sum())
         return self.mu / 2 * torch.stack(squares).sum()
+
+    def _note_trained(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter not in self._received:
+                self._received[parameter] = parameter.detach().clone()
 
 
 def _real(change: Tensor) -> Tensor:

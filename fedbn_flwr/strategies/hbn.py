@@ -152,7 +152,8 @@ class HybridStatistics(SurveyedStatistics):
 
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the layers, each with its alpha."""
-        replaceable_layers(model)  # also in the warm-up, which replaces nothing
+        # In the warm-up, too, which replaces nothing: a misfit shows in round 1.
+        replaceable_layers(model)
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -177,11 +178,11 @@ class HybridStatistics(SurveyedStatistics):
         if not self._alpha or self._warm_up:
             return
         groups = optimizer.param_groups
-        # the first group may be frozen by a rate of 0
+        # The largest one: the first group may be frozen by a rate of 0.
         rate = max(group["lr"] for group in groups)
-        optimizer.add_param_group(
-            {"params": list(self._alpha.values()), "lr": rate, "weight_decay": 0.0}
-        )
+        alphas = list(self._alpha.values())
+        # Weight decay would pull alpha to 0, a share of one half.
+        optimizer.add_param_group({"params": alphas, "lr": rate, "weight_decay": 0.0})
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
 
@@ -207,7 +208,10 @@ class HybridStatistics(SurveyedStatistics):
 
     def reply(self) -> Extras:
         """Return the moments, and alpha if clients share it."""
-        return {**super().reply(), **({ALPHA: self._by_path()} if self._share else {})}
+        sent = dict(super().reply())
+        if self._share:
+            sent[ALPHA] = self._by_path()
+        return sent
 
     def keep(self) -> Entries:
         """Return alpha by layer path; after a round of the warm-up what was kept
@@ -216,23 +220,19 @@ class HybridStatistics(SurveyedStatistics):
         return self._before if self._warm_up else self._by_path()
 
     def _by_path(self) -> Entries:
-        paths = self._model.named_modules(remove_duplicate=False)
-        return {
-            entry_name(path, "alpha"): self._alpha[m].detach()
-            for path, m in paths
-            if m in self._alpha
-        }
+        entries = {}
+        # Under each path of a shared layer, as the model's own entries.
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if module in self._alpha:
+                entries[entry_name(path, "alpha")] = self._alpha[module].detach()
+        return entries
 
     def _hold(self) -> None:
+        # Once a round: after the pass of ``survey`` the layers go on with the same alpha.
         if not self._alpha:
-            first = {
-                m: path
-                for path, m in self._model.named_modules()
-                if m in set(self._layers)
-            }
-            self._alpha = {
-                layer: self._start_of(layer, first[layer]) for layer in self._layers
-            }
+            for path, layer in self._model.named_modules():
+                if layer in self._layers:
+                    self._alpha[layer] = self._start_of(layer, path)
         if self._warm_up:
             super()._hold()
         else:
@@ -240,11 +240,13 @@ class HybridStatistics(SurveyedStatistics):
 
     def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
         like: Tensor = layer.running_mean  # type: ignore[assignment]
-        zero = torch.full_like(
-            like, self.initial, dtype=torch.promote_types(like.dtype, torch.float32)
-        )
+        # A step on alpha in half precision would round to nothing.
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        start = torch.full_like(like, self.initial, dtype=dtype)
         given = self._given.get(entry_name(path, "alpha"))
-        return nn.Parameter(zero if given is None else given.to(zero).clone())
+        if given is not None:
+            start = given.to(start).clone()
+        return nn.Parameter(start)
 
     def _forget_gradients(self, *_: Any) -> None:
         """A user's loop may zero the gradients of the model, which does not know alpha."""
@@ -254,16 +256,14 @@ class HybridStatistics(SurveyedStatistics):
     def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
-        # no rows have no statistics, whose NaN would reach alpha's gradient
+        # No rows have no statistics, and their NaN would reach alpha's gradient.
         if not x.numel():
             return normalise(layer, x, old_mean, old_var)
-        share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
-        return normalise(
-            layer,
-            x,
-            share * mean + (1 - share) * old_mean,
-            share * var + (1 - share) * old_var,
-        )
+        a = torch.sigmoid(-self._alpha[layer])
+        mean, var = batch_statistics(x)
+        mixed_mean = a * mean + (1 - a) * old_mean
+        mixed_var = a * var + (1 - a) * old_var
+        return normalise(layer, x, mixed_mean, mixed_var)
 
 
 @dataclass(frozen=True)
@@ -308,10 +308,10 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
 
     def on_clients(self, state: HBNState, facts: Facts) -> list[Ask]:
         """Ask the clients to mix; send the mean of alpha if they share it."""
-        share = self.params.share_alpha
-        warms_up = bool(self.phase(state, facts.number))
-        config = {WARM_UP: warms_up, SHARE_ALPHA: share}
-        return [Ask("hybrid-statistics", config, {ALPHA: state.alpha} if share else {})]
+        warms_up = self.phase(state, facts.number) == "warm-up"
+        config = {WARM_UP: warms_up, SHARE_ALPHA: self.params.share_alpha}
+        sends = {ALPHA: state.alpha} if self.params.share_alpha else {}
+        return [Ask("hybrid-statistics", config, sends)]
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Merge by the counts of the passes."""

@@ -140,47 +140,50 @@ class ControlVariates(ClientHook):
                 f" {type(optimizer).__name__.lstrip('_')}. Use torch.optim.SGD without"
                 " momentum, or another strategy"
             )
-        if momentum := max(
-            float(group["momentum"]) for group in optimizer.param_groups
-        ):
-            raise ConfigError(
-                f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0"
-            )
-        if any(group.get("maximize") for group in optimizer.param_groups):
-            raise ConfigError(
-                "scaffold corrects plain SGD: the optimizer's maximize=True must be"
-                " False"
-            )
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                raise ConfigError(
+                    "scaffold corrects plain SGD:"
+                    f" sgd-momentum={float(group['momentum'])} must be 0"
+                )
+            if group.get("maximize"):
+                raise ConfigError(
+                    "scaffold corrects plain SGD: the optimizer's maximize=True must be"
+                    " False"
+                )
         self._optimizers.append(optimizer)
-        names = {
-            p: name for name, p in model.named_parameters() if name not in self._local
-        }
-        everywhere = model.named_parameters(remove_duplicate=False)
-        self._first_names = {name: names[p] for name, p in everywhere if p in names}
-        for parameter, name in names.items():
+        first_names = {}
+        for name, parameter in model.named_parameters():
+            if name in self._local:
+                continue
+            first_names[parameter] = name
             if parameter.requires_grad and name not in self._start:
                 self._begin_with(name, parameter)
+        # The reply has each name of a tied weight, because the server steps entries.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in first_names:
+                self._first_names[name] = first_names[parameter]
 
     def _begin_with(self, name: str, parameter: Tensor) -> None:
         """Store x and c - c_i of a parameter that trains."""
         self._start[name] = x = parameter.detach().clone()
         self._rates[name] = Counter()
-        self._correction[name] = self._of(self._server, name, x) - self._of(
-            self._own, name, x
-        )
+        c, c_i = self._of(self._server, name, x), self._of(self._own, name, x)
+        self._correction[name] = c - c_i
 
     def gradients(self, model: nn.Module) -> None:
         """Add c - c_i; note the rate of this step, which a schedule may change, and
         each group of parameters has.
         """
-        groups = [
-            group for optimizer in self._optimizers for group in optimizer.param_groups
-        ]
-        rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
+        # Read in each step: a schedule moves the rates between steps.
+        rates: dict[Tensor, float] = {}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rates |= dict.fromkeys(group["params"], float(group["lr"]))
         for name, parameter in model.named_parameters():
             if parameter.grad is None or name in self._local:
                 continue
-            # it was frozen until now, so it is still x
+            # It was frozen until now, so it is still x.
             if name not in self._start and parameter.requires_grad:
                 self._begin_with(name, parameter)
             if name in self._start:
@@ -194,30 +197,26 @@ class ControlVariates(ClientHook):
         """
         self._change = {}
         for name, parameter in model.named_parameters():
-            if name in self._start:
-                went = self._start[name] - parameter.detach()
-                # K * eta for one rate: a sum of K terms would round differently.
-                total = sum(count * rate for rate, count in self._rates[name].items())
-                change = (
-                    (1 / total) * went - self._of(self._server, name, went)
-                    if total
-                    else torch.zeros_like(went)
-                )
-                self._change[name] = change
+            if name not in self._start:
+                continue
+            went = self._start[name] - parameter.detach()
+            # K * eta for one rate: a sum of K terms would round differently.
+            total = sum(count * rate for rate, count in self._rates[name].items())
+            change = torch.zeros_like(went)
+            if total:
+                change = (1 / total) * went - self._of(self._server, name, went)
+            self._change[name] = change
         return {}
 
     def reply(self) -> Extras:
         """Return dc_i under every name of a parameter, because the server steps each
         entry.
         """
-        names = self._first_names.items()
-        return {
-            VARIATES: {
-                name: self._change[first]
-                for name, first in names
-                if first in self._change
-            }
-        }
+        changes = {}
+        for name, first in self._first_names.items():
+            if first in self._change:
+                changes[name] = self._change[first]
+        return {VARIATES: changes}
 
     def keep(self) -> Entries:
         """Return c_i+ = c_i + dc_i."""
@@ -282,22 +281,23 @@ class ScaffoldMethod(Method[P, S]):
     ) -> tuple[dict[str, Any], S]:
         """Step x and c with the unweighted means of the clients' changes."""
         variates, num_clients = _scaled(state, facts, replies)
+        # S of N clients took part.
         shares = [1 / len(replies)] * len(replies)
+        part = len(replies) / num_clients
         changes = [reply.extras[VARIATES] for reply in replies]
         for name in dict.fromkeys(name for change in changes for name in change):
-            x = facts.before[name].astype(wide_type(facts.before[name]))
-            moved = weighted_sum(
-                [reply.state[name].astype(x.dtype) - x for reply in replies], shares
-            )
-            dtype, zero = facts.before[name].dtype, np.zeros_like(facts.before[name])
-            model[name] = (x + self.params.server_learning_rate * moved).astype(dtype)
-            # dc_i is zero where the client does not train this entry.
-            step = (
-                len(replies)
-                / num_clients
-                * weighted_sum([c.get(name, zero) for c in changes], shares)
-            )
-            variates[name] = (variates.get(name, 0.0) + step).astype(dtype)
+            before = facts.before[name]
+            x = before.astype(wide_type(before))
+            # x <- x + eta_g mean(y_i - x); the average in ``model`` has other weights.
+            ways = [reply.state[name].astype(x.dtype) - x for reply in replies]
+            moved = weighted_sum(ways, shares)
+            stepped = x + self.params.server_learning_rate * moved
+            model[name] = stepped.astype(before.dtype)
+            # c <- c + S/N mean(dc_i); dc_i is 0 where a client does not train the entry.
+            zero = np.zeros_like(before)
+            change = weighted_sum([dc.get(name, zero) for dc in changes], shares)
+            c = variates.get(name, 0.0) + part * change
+            variates[name] = c.astype(before.dtype)
         return model, replace(state, variates=variates, num_clients=num_clients)
 
     def table(self) -> Sequence[Problem]:
@@ -313,12 +313,12 @@ def _scaled(
     """
     with_variate = {*facts.known, *(reply.node.label for reply in replies)}
     count = max(state.num_clients, facts.num_able, len(with_variate))
-    if not count > state.num_clients > 0:
-        return dict(state.variates), count
-    share = state.num_clients / count
-    return {
-        name: (c * share).astype(c.dtype) for name, c in state.variates.items()
-    }, count
+    variates = dict(state.variates)
+    if count > state.num_clients > 0:
+        share = state.num_clients / count
+        for name, c in variates.items():
+            variates[name] = (c * share).astype(c.dtype)
+    return variates, count
 
 
 class Scaffold(Strategy):

@@ -117,7 +117,8 @@ class Facts:
 
     def hold(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model with held entries as they were sent, bit for bit."""
-        return {**model, **{name: self.before[name] for name in self.held}}
+        held = {name: self.before[name] for name in self.held}
+        return {**model, **held}
 
     def total_rounds(self, setting: str) -> int:
         """Return the number of rounds, which a setting needs; ConfigError if Flower's
@@ -175,6 +176,7 @@ class Replies(Sequence[Reply]):
             weights = [1.0] * len(replies)
         else:
             weights = [reply.metrics[weighted_by] for reply in replies]
+            # losses that are all 0 have no shares
             if not any(weights):
                 weights = [1.0] * len(replies)
         self.weights: list[float] = weights
@@ -188,6 +190,7 @@ class Replies(Sequence[Reply]):
         averaged = {}
         for name in names:
             arrays, own_weights = [], []
+            # A client may lack an entry: a frozen layer has no momentum, say.
             for record, weight in zip(records, weights, strict=True):
                 if name in record:
                     arrays.append(record[name])
@@ -425,12 +428,14 @@ class Method(Generic[P, S]):
     def found(self, seen: RunSettings | Round) -> Iterator[Problem]:
         """Yield the problems of the table that a run, or a round, has."""
         for row in self.table():
+            # Each sees values of its own kind: a row of a round has no run to look at.
             if row.when is None or row.at != seen.at:
                 continue
             found = row.when(self, seen)
             if not found:
                 continue
             names = {"method": self, "params": self.params, "found": found}
+            # One value by the name that fits the row.
             names |= {"run": seen, "round": seen}
             yield row._replace(
                 text=row.text.format(**names),

@@ -94,7 +94,7 @@ class MomentumBuffers(ClientHook):
                 f"momentum-scope={self._scope} needs sgd-momentum above 0"
             )
         self._optimizers.append(optimizer)
-        # a tied weight has each of its names
+        # With duplicates: a tied weight has each of its names.
         parameters = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
@@ -108,32 +108,29 @@ class MomentumBuffers(ClientHook):
 
     def reply(self) -> Extras:
         """Return the buffers of shared entries if the server averages them."""
-        return {MOMENTUM: self._buffers(shared=True)} if self._scope == "global" else {}
+        if self._scope != "global":
+            return {}
+        return {MOMENTUM: self._buffers(shared=True)}
 
     def keep(self) -> Entries:
         """Return the buffers that stay with the client: all of them, or those of local
         parts.
         """
-        return self._buffers(shared=False) | (
-            self._buffers(shared=True) if self._scope == "local" else {}
-        )
+        kept = self._buffers(shared=False)
+        if self._scope == "local":
+            kept |= self._buffers(shared=True)
+        return kept
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
+        # Of two optimizers with a state of a parameter the one that steps it counts.
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)
-            states |= {
-                p: state
-                for p, state in optimizer.state.items()
-                if p in own or p not in states
-            }
-        chosen = {
-            name: p
-            for name, p in self._parameters.items()
-            if (name not in self._local) == shared
-        }
-        return {
-            name: states[p]["momentum_buffer"]
-            for name, p in chosen.items()
-            if states.get(p)
-        }
+            for parameter, state in optimizer.state.items():
+                if parameter in own or parameter not in states:
+                    states[parameter] = state
+        buffers = {}
+        for name, parameter in self._parameters.items():
+            if (name not in self._local) == shared and states.get(parameter):
+                buffers[name] = states[parameter]["momentum_buffer"]
+        return buffers

@@ -52,6 +52,6 @@ class Node:
 
     def __str__(self) -> str:
         """Return the name of the node in messages."""
-        return f"node {self.node_id}" + (
-            "" if self.partition_id is None else f" (partition {self.partition_id})"
-        )
+        if self.partition_id is None:
+            return f"node {self.node_id}"
+        return f"node {self.node_id} (partition {self.partition_id})"

@@ -50,11 +50,10 @@ class ShareBN(ClientHook):
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Copy the local parts."""
-        self._own = {
-            name: value.clone()
-            for name, value in model.state_dict().items()
-            if name in self._local
-        }
+        self._own = {}
+        for name, value in model.state_dict().items():
+            if name in self._local:
+                self._own[name] = value.clone()
         return {}
 
     def reply(self) -> Extras:
@@ -86,13 +85,12 @@ class LatestBN:
         for silent, number, entries, num_examples in self.tree:
             latest[silent, number] = entries, num_examples
         for (silent, partition_id, node_id), entries, num_examples in sent:
-            if entries:
-                # else the whole message stays
-                copies = {name: array.copy() for name, array in entries.items()}
-                latest[silent, node_id if silent else partition_id] = (
-                    copies,
-                    num_examples,
-                )
+            if not entries:
+                continue
+            # Views of the message would keep the whole message in memory.
+            copies = {name: array.copy() for name, array in entries.items()}
+            number = node_id if silent else partition_id
+            latest[silent, number] = copies, num_examples
         return LatestBN([[*order, *latest[order]] for order in sorted(latest)])
 
     @property
@@ -108,9 +106,6 @@ class LatestBN:
         """
         if not self.tree:
             return {}
-        return average(
-            [entries for entries, _ in self.latest],
-            [count for _, count in self.latest],
-            parts,
-            variance,
-        )
+        states = [entries for entries, _ in self.latest]
+        counts = [count for _, count in self.latest]
+        return average(states, counts, parts, variance)

@@ -5,7 +5,6 @@ the order of the registry.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -56,9 +55,10 @@ TOO_LARGE_STEPS = (
     " runs: a lower learning-rate, a tenth or less; for a deep model without"
     " normalisation also norm=batch."
 )
-_WORDS = {
-    Part.AFFINE: ("gamma and beta", "affine=False"),
-    Part.STATISTICS: ("running statistics", "track_running_stats=False"),
+_NEEDED = {Part.AFFINE: "gamma and beta", Part.STATISTICS: "running statistics"}
+_WITHOUT = {
+    Part.AFFINE: "affine=False",
+    Part.STATISTICS: "track_running_stats=False",
 }
 _VALUE = "value"  # in a checkpoint: a state that is no dataclass
 _NOT_BY_NAMES = (
@@ -84,10 +84,10 @@ class Methods:
         self.params: Params | Any = params
         self.tests = tests_in(params.eval_on)
         self.name = "+".join(kind.name for kind in kinds)
-        options = [kind(params) for kind in OPTIONS if kind.chosen(params)]
-        self._methods: tuple[Method[Any, Any], ...] = (
-            *options,
-            *(kind(params) for kind in kinds),
+        options = [kind for kind in OPTIONS if kind.chosen(params)]
+        # Options act first: a method sees the model that they leave.
+        self._methods: tuple[Method[Any, Any], ...] = tuple(
+            kind(params) for kind in (*options, *kinds)
         )
 
     def __iter__(self) -> Iterator[Method[Any, Any]]:
@@ -115,27 +115,28 @@ class Methods:
         """Whether BN statistics or gamma and beta are frozen during the run, and not
         from its first phase on.
         """
-        return any(
-            len(own) > 1 and own[-1].held and not own[0].held
-            for own in map(declared, self._methods)
-        )
+        for method in self._methods:
+            phases = declared(method)
+            if len(phases) > 1 and phases[-1].held and not phases[0].held:
+                return True
+        return False
 
     @property
     def reestimates(self) -> bool:
         """Whether every test and the final model use re-estimated statistics."""
+        if self.params.recalibrate:
+            return True
+        # The option of eval-on=recalibrated is for one test alone.
         own = [method for method in self._methods if method.role != "option"]
-        return bool(self.params.recalibrate) or any(
-            one.reestimates for method in own for one in declared(method)
-        )
+        return any(_reestimates(method) for method in own)
 
     @property
     def client_hooks(self) -> dict[str, Any]:
         """The factories of the client hooks by name."""
-        return {
-            name: make
-            for method in self._methods
-            for name, make in method.client_hooks.items()
-        }
+        hooks: dict[str, Any] = {}
+        for method in self._methods:
+            hooks |= method.client_hooks
+        return hooks
 
     @property
     def reported_metrics(self) -> list[str]:
@@ -155,12 +156,13 @@ class Methods:
 
     def phase(self, states: States, number: int) -> Travels:
         """Return the phase of a round: its name, and what travels in it."""
-        names, declarations = [], []
+        name, declarations = "train", []
         for method in self._methods:
-            name = method.phase(states[method.name], number)
-            names.append(name)
-            declarations += [one for one in declared(method) if one.phase in ("", name)]
-        name = next((name for name in reversed(names) if name), "train")
+            own = method.phase(states[method.name], number)
+            # A declaration without a name holds in every phase of its method.
+            declarations += [one for one in declared(method) if one.phase in ("", own)]
+            # The last method that names its phase names that of the round.
+            name = own or name
         return dataclasses.replace(together(declarations), phase=name)
 
     def on_clients(self, states: States, facts: Facts) -> list[Ask]:
@@ -202,11 +204,10 @@ class Methods:
         """Return what the summary of a run says of the methods after so many rounds, by
         key.
         """
-        return {
-            key: value
-            for method in self._methods
-            for key, value in method.outcome(states[method.name], num_rounds).items()
-        }
+        said: dict[str, Any] = {}
+        for method in self._methods:
+            said |= method.outcome(states[method.name], num_rounds)
+        return said
 
     # --- a checkpoint -----------------------------------------------------------------
 
@@ -233,18 +234,12 @@ class Methods:
         Raises:
             ConfigError: the saved states are of other methods.
         """
-        needed = {
-            f"{name}.{field}"
-            for name, state in self.saved(states).items()
-            for field in state
-        }
-        saved_fields = {
-            f"{name}.{field}" for name, state in saved.items() for field in state
-        }
-        # A state may begin as None.
-        found = saved_fields - {
-            f"{name}.{_VALUE}" for name, state in states.items() if state is None
-        }
+        needed = _fields_of(self.saved(states))
+        found = _fields_of(saved)
+        # A state without fields may begin as None, which is not saved.
+        for name, state in states.items():
+            if state is None:
+                found.discard(f"{name}.{_VALUE}")
         if needed != found:
             listed = ", ".join(sorted(found)) or "none"
             raise ConfigError(
@@ -253,12 +248,10 @@ class Methods:
             )
         after = dict(states)
         for name, fields in saved.items():
-            has_fields = dataclasses.is_dataclass(states[name])
-            after[name] = (
-                dataclasses.replace(states[name], **fields)
-                if has_fields
-                else fields[_VALUE]
-            )
+            if dataclasses.is_dataclass(states[name]):
+                after[name] = dataclasses.replace(states[name], **fields)
+            else:
+                after[name] = fields[_VALUE]
         return after
 
     # --- what does not fit ------------------------------------------------------------
@@ -267,15 +260,15 @@ class Methods:
         """Return what does not fit, or has no effect, in such a run: of the options,
         the methods and the model.
         """
-        problems = [
-            *self._test_problems(run.tests or self.tests),
-            *self._setting_problems(run),
-        ]
+        problems = list(self._test_problems(run.tests or self.tests))
+        problems += self._setting_problems(run)
         for method in self._methods:
-            problems += [*_declared_problems(method, run), *method.problems(run)]
+            problems += _declared_problems(method, run)
+            problems += method.problems(run)
         if run.parts is not None:
             for method in self._methods:
                 problems += _model_problems(method, run.parts)
+        # FedTAN's rows are FedTAN-II's, too, and a problem is said once.
         return list(dict.fromkeys(problems))
 
     def wrong_settings(self) -> list[str]:
@@ -313,9 +306,8 @@ class Methods:
                 " clients: there are no global weights under which statistics could be"
                 " re-estimated (recalibrate, eval-on=recalibrated).",
             )
-        if Part.REST in local and (
-            asked := [name for name in tests if name.startswith("global")]
-        ):
+        asked = [name for name in tests if name.startswith("global")]
+        if Part.REST in local and asked:
             yield Problem(
                 "no-global-model",
                 f"eval-on={','.join(asked)} tests a global model, and strategy"
@@ -341,12 +333,24 @@ def _report(problems: Iterable[Problem]) -> None:
         logger.warning("%s", problem.text)
 
 
+def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Return METHOD.FIELD of each field of saved states."""
+    names: set[str] = set()
+    for method, fields in saved.items():
+        names.update(f"{method}.{field}" for field in fields)
+    return names
+
+
+def _reestimates(method: Method[Any, Any]) -> bool:
+    """Return whether a method re-estimates statistics in one of its phases."""
+    return any(phase.reestimates for phase in declared(method))
+
+
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
     """Yield what follows from the declaration: a method that always holds the
     statistics does not track them.
     """
-    phases = declared(method)
-    if all(phase.held & TRACKED for phase in phases):
+    if all(phase.held & TRACKED for phase in declared(method)):
         for key in ("variance", "bn_momentum"):
             yield Problem(
                 "untracked",
@@ -360,7 +364,7 @@ def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[P
                 " corrects by them"
             )
             yield Problem("batch-renorm", text)
-    if method.role != "option" and any(phase.reestimates for phase in phases):
+    if method.role != "option" and _reestimates(method):
         yield Problem(
             "always-re-estimated",
             f"{method.name} always re-estimates",
@@ -383,11 +387,11 @@ def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]
                 remedy=remedy,
             )
         elif wanted and not parts.select(wanted):
-            words, reasons = zip(
-                *(pair for part, pair in _WORDS.items() if part in wanted), strict=True
-            )
-            kind = f"BatchNorm with {' or '.join(words)}"
-            has = f"{parts.named_layers()} without ({', '.join(reasons)})"
+            named = [part for part in _NEEDED if part in wanted]
+            words = " or ".join(_NEEDED[part] for part in named)
+            reasons = ", ".join(_WITHOUT[part] for part in named)
+            kind = f"BatchNorm with {words}"
+            has = f"{parts.named_layers()} without ({reasons})"
             remedy = f"{method.instead}, or a model with {kind}"
             yield Problem(
                 "batchnorm-lacks-entries",
@@ -416,6 +420,7 @@ def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
     """Return whether the class with the last ``aggregate`` comes after the one with the
     last ``travels``.
     """
+    # The nearer class of the two decides; one with both says what it reads.
     for base in kind.__mro__:
         if "travels" in vars(base):
             return False
@@ -431,13 +436,16 @@ def why_not_combined(
     for kind in (first, second):
         if kind.alone or not kind.role:
             return kind.alone or f"{kind.name} is not combined with other methods"
-    a, b = (together(declared(kind(kind.Params()))) for kind in (first, second))
-    if both := single_decisions(a) & single_decisions(b):
+    # With their defaults: what a pair may do does not depend on the settings.
+    travels = {
+        kind: together(declared(kind(kind.Params()))) for kind in (first, second)
+    }
+    both = single_decisions(travels[first]) & single_decisions(travels[second])
+    if both:
         return f"both decide {' and '.join(sorted(both))}"
-    for (one, own), (other, theirs) in itertools.permutations(
-        [(first, a), (second, b)]
-    ):
-        if kept := in_common(own) & theirs.local:
+    for one, other in ((first, second), (second, first)):
+        kept = in_common(travels[one]) & travels[other].local
+        if kept:
             return (
                 f"{one.name} needs {', '.join(sorted(kept))} in common, and"
                 f" {other.name} keeps them with the clients"

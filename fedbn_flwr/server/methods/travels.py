@@ -143,8 +143,8 @@ class Travels:
         """How many copies of the shared trainable floats travel beside the model: down,
         not in round 1, and up.
         """
-        copies = [beside.down for beside in self.beside if beside.size == "trainable"]
-        return sum(copies), len(copies)
+        records = [beside for beside in self.beside if beside.size == "trainable"]
+        return sum(record.down for record in records), len(records)
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
@@ -153,11 +153,14 @@ class Travels:
 
         With "moments" an integer for each BN layer goes up, too.
         """
+        # A running mean and variance for each channel: one number is half of them.
         shares = {"moments": 1.0, "channels": 0.5}
-        down = sum(
-            shares.get(beside.size, 0.0) for beside in self.beside if beside.down
-        )
-        up = sum(shares.get(beside.size, 0.0) for beside in self.beside)
+        down = up = 0.0
+        for beside in self.beside:
+            share = shares.get(beside.size, 0.0)
+            up += share
+            if beside.down:
+                down += share
         return down, up
 
     @property
@@ -181,6 +184,8 @@ def together(declarations: Iterable[Travels]) -> Travels:
     """
     total = Travels()
     for one in declarations:
+        # Of what only one may decide the later or the first one stays: ``combined``
+        # refuses two methods that differ there.
         total = Travels(
             local=total.local | one.local,
             held=total.held | one.held,
@@ -222,7 +227,7 @@ def _merged_phases(
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]
-        # the last phase of a list has no end
+        # The last phase of a list lasts to the end of the run.
         ends = [phases[0].last for phases in (left, right) if len(phases) > 1]
         known = [end for end in ends if end is not None]
         if len(ends) == 2 and len(known) < 2:
@@ -234,6 +239,7 @@ def _merged_phases(
         yield dataclasses.replace(together([a, b]), phase=b.phase or a.phase, last=last)
         if not ends:
             return
+        # Both lists go on where they end together.
         for phases in (left, right):
             if len(phases) > 1 and phases[0].last == last:
                 phases.pop(0)
@@ -256,28 +262,33 @@ def single_decisions(travels: Travels) -> frozenset[str]:
 def in_common(travels: Travels) -> PartSet:
     """Return the parts that all clients must have in common for the method."""
     common = NONE
-    if travels.held & TRACKED or any(
-        beside.size == "moments" for beside in travels.beside
-    ):
+    if travels.held & TRACKED or _sends_moments(travels):
         common |= TRACKED
     if travels.exchanges:
         common |= BATCHNORM
+    # Statistics are measured under the global weights.
     if travels.reestimates:
         common |= ALL
     return common
+
+
+def _sends_moments(travels: Travels) -> bool:
+    """Return whether clients send moments of BN's inputs."""
+    return any(beside.size == "moments" for beside in travels.beside)
 
 
 def model_needs(travels: Travels) -> list[PartSet]:
     """Return the parts of BN without which the method has no effect, a set for each
     need; the empty set = any BN.
     """
-    moments = any(beside.size == "moments" for beside in travels.beside)
+    measured = travels.reestimates or _sends_moments(travels)
     needs: list[PartSet] = []
+    # A client that keeps everything keeps something of any model.
     if travels.local and Part.REST not in travels.local:
         needs.append(travels.local)
-    if travels.held or travels.exchanges or travels.reestimates or moments:
+    if travels.held or travels.exchanges or measured:
         needs.append(NONE)
-    if travels.held & TRACKED or travels.reestimates or moments:
+    if travels.held & TRACKED or measured:
         needs.append(frozenset({Part.STATISTICS}))
     if Part.AFFINE in travels.held:
         needs.append(frozenset({Part.AFFINE}))
@@ -288,8 +299,9 @@ def sums_suffice(travels: Travels) -> bool:
     """Return whether the average of the replies, weighted by |D_i|, is all that the
     server needs.
     """
-    single = any(beside.read == "each" for beside in travels.beside)
-    return (
-        not (travels.each or travels.held or single or travels.exchanges)
-        and travels.weights == "examples"
-    )
+    # Held entries are checked reply by reply.
+    if travels.each or travels.held or travels.exchanges:
+        return False
+    if any(beside.read == "each" for beside in travels.beside):
+        return False
+    return travels.weights == "examples"
