@@ -182,7 +182,7 @@ def split_dataset(
             units = units * (int(groups.max()) + 1) + groups
         # The first example of each unit is split; the others of the unit follow it.
         members = _examples_of_units(units)
-        first = np.array([examples[0] for examples in members])
+        first = np.array([examples[0] for examples in members], np.int64)
         if groups is not None:
             settings["groups"] = groups[first]
         train = []
@@ -209,7 +209,8 @@ def _examples_of_units(units: Indices) -> list[Indices]:
     """Return the examples of each unit, in their order; units in that of their numbers."""
     order = np.argsort(units, kind="stable")
     starts = np.flatnonzero(np.diff(units[order], prepend=-1))
-    return np.split(order, starts[1:])
+    # Cut at each start, also at the first one, before which nothing is.
+    return np.split(order, starts)[1:]
 
 
 _INFOS = (

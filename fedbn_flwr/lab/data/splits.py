@@ -112,7 +112,8 @@ def _drawn(request: PartitionRequest, attempt: int, min_size: int) -> list[Indic
         partition_by="label",
         alpha=float(request.alpha),
         min_partition_size=min_size,
-        shuffle=False,  # the table is already shuffled
+        # The table is already shuffled.
+        shuffle=False,
         seed=derive_seed(request.seed, "partition", "dirichlet", attempt),
     )
     # It warns of each draw that is too uneven; the next one is made without a word.

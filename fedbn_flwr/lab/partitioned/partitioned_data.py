@@ -207,6 +207,8 @@ def partitioned_data(
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
+    # The split is cached by what it depends on; ``load_data`` returns the same object
+    # for the same data, so that it can be a part of the key.
     keys = [getattr(config, field.name) for field in fields(_SplitKeys)]
     return _partitioned(num_clients, load_data(config, shape), _SplitKeys(*keys))
 
@@ -266,8 +268,8 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 # share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, keys: _SplitKeys) -> PartitionedData:
-    # Held-out clients are split off like the others, so that they are clients of the
-    # same kind.
+    # The data are split over all clients, and then some are held out: these are clients
+    # of the same kind.
     apart = _held_out(keys.held_out_clients, keys.partition, data)
     train, test = split_dataset(
         data,
@@ -279,7 +281,7 @@ def _partitioned(num_clients: int, data: Dataset, keys: _SplitKeys) -> Partition
         shards_per_client=keys.shards_per_client,
         domain_share=keys.domain_share,
     )
-    # -1 is the last client.
+    # A place of -1 is that of the last client.
     places = [at % len(train) for at in apart.values()]
     held_out = tuple((train[at], test[at]) for at in places)
     # The others have the numbers from 0 on, as if there had been no more.

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
-from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition
+from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, split_dataset
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 
 ROOT = Path(__file__).parents[3]
@@ -418,3 +421,10 @@ def test_splits_print_nothing_and_write_no_file(
         if path.is_file() and "mpl" not in path.parts
     ]
     assert written == []
+
+
+def test_data_of_patients_without_a_training_example_are_refused_like_others() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    empty = Samples(torch.zeros(0, 3), none, units=none)
+    with pytest.raises(DataError, match="1 to 0 needed"):
+        split_dataset(Dataset("own", empty, empty, 2, (), ()), "iid", 2, seed=0)

@@ -133,7 +133,8 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except FedBNError:
         raise
-    except Exception as error:  # the user's code
+    # The user's code may raise anything.
+    except Exception as error:
         raise DataError(f"{what}: {type(error).__name__}: {error}") from error
 
 

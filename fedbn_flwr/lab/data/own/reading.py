@@ -42,7 +42,8 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    del stamp  # only part of the cache key
+    # Only a part of the cache's key.
+    del stamp
     return _READERS[request.kind](request)
 
 
@@ -69,7 +70,8 @@ def load(
     request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape
 ) -> Loaded:
     """Return the training and the test examples: ``DatasetInfo.loader`` of own data."""
-    del folder  # own data name their path
+    # Own data name their path.
+    del folder
     records = read(request, stamp)
     parts = parts_of(request, records)
     both = []
