@@ -106,22 +106,20 @@ def batches_of_two(ground: Ground) -> Diagnosis:
 def clients_below_a_batch(ground: Ground) -> Diagnosis:
     """The batch size of the training is not that of a client with three examples."""
     sizes = [3, 3, 3, 60]
-    parts = zip(
-        ground.inputs[:69].split(sizes), ground.targets[:69].split(sizes), strict=True
-    )
-    return diagnose(
-        ground.model, [[one] for one in parts], training=Training(batch_size=32)
-    )
+    inputs, targets = ground.inputs[:69].split(sizes), ground.targets[:69].split(sizes)
+    loaders = [[part] for part in zip(inputs, targets, strict=True)]
+    return diagnose(ground.model, loaders, training=Training(batch_size=32))
 
 
 def averaged_state(ground: Ground) -> dict[str, Tensor]:
     """A plain mean of the clients' states, as floats; loading it would hide the fault."""
     clients = [dict(ground.model.state_dict()) for _ in range(3)]
     clients[0]["1.num_batches_tracked"] = clients[0]["1.num_batches_tracked"] + 1
-    return {
-        name: torch.stack([client[name].double() for client in clients]).mean(0)
-        for name in clients[0]
-    }
+    averaged = {}
+    for name in clients[0]:
+        entries = torch.stack([client[name].double() for client in clients])
+        averaged[name] = entries.mean(0)
+    return averaged
 
 
 def averaged_counters(ground: Ground) -> Diagnosis:
@@ -135,12 +133,11 @@ def tiny_variance(ground: Ground) -> Diagnosis:
     the loss explodes.
     """
     ground.model[4].running_var.mul_(1e-9)
-    wrong = torch.where(
-        torch.arange(800) % 10 == 0, (ground.targets + 1) % 10, ground.targets
-    )
-    return diagnose(
-        ground.model, ground.equal(), test_loaders=[[(ground.inputs, wrong)]]
-    )
+    # a tenth of the test targets is wrong, so that the loss has something to explode
+    wrong = ground.targets.clone()
+    wrong[::10] = (wrong[::10] + 1) % 10
+    tests = [[(ground.inputs, wrong)]]
+    return diagnose(ground.model, ground.equal(), test_loaders=tests)
 
 
 def input_scale(ground: Ground) -> Diagnosis:
@@ -153,12 +150,12 @@ def input_scale(ground: Ground) -> Diagnosis:
 def constant_features(ground: Ground) -> Diagnosis:
     inputs = torch.cat([torch.zeros(64, 40), ground.inputs[:64, 20:44]], 1)
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).train()
+    # with momentum 0.1 a constant feature's variance of 1 is 1e-7 after 150 batches
     for _ in range(150):
         model(inputs)
-    return diagnose(
-        model.eval(),
-        [[(inputs[k : k + 32], ground.targets[k : k + 32])] for k in (0, 32)],
-    )
+    halves = [slice(0, 32), slice(32, 64)]
+    loaders = [[(inputs[half], ground.targets[half])] for half in halves]
+    return diagnose(model.eval(), loaders)
 
 
 def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
@@ -166,31 +163,23 @@ def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
 
     def plant(ground: Ground) -> Diagnosis:
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(64, 32),
-            nn.BatchNorm1d(32, momentum=momentum),
-            nn.ReLU(),
-            nn.Linear(32, 10),
-        )
+        norm = nn.BatchNorm1d(32, momentum=momentum)
+        model = nn.Sequential(nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         inputs = 3 * ground.inputs - 5
         for _ in range(3):
             for batch in torch.randperm(len(inputs)).split(8):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(
-                    model(inputs[batch]), ground.targets[batch]
-                ).backward()
+                outputs = model(inputs[batch])
+                nn.functional.cross_entropy(outputs, ground.targets[batch]).backward()
                 optimizer.step()
         model.eval()
-        model[1].running_mean.zero_()
-        model[1].running_var.fill_(1.0)
+        norm.running_mean.zero_()
+        norm.running_var.fill_(1.0)
         assert ids(diagnose_state(model.state_dict())) == ["unmoved-statistics"]
+        clients = torch.arange(800).chunk(4)
         return diagnose(
-            model,
-            [
-                [(inputs[own], ground.targets[own])]
-                for own in torch.arange(800).chunk(4)
-            ],
+            model, [[(inputs[own], ground.targets[own])] for own in clients]
         )
 
     return plant
@@ -198,14 +187,12 @@ def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
 
 def nan_inputs(ground: Ground) -> Diagnosis:
     """With NaN nothing else is measured; an empty answer would pass for health."""
-    parts = [
-        (ground.inputs[k : k + 50].clone(), ground.targets[k : k + 50])
-        for k in (0, 50, 100)
-    ]
-    parts[1][0][3, 7] = float("nan")
-    return diagnose(
-        ground.model, {name: [part] for name, part in zip("abc", parts, strict=True)}
-    )
+    inputs = ground.inputs.clone()
+    inputs[53, 7] = float("nan")  # of the client b
+    loaders = {}
+    for name, at in (("a", 0), ("b", 50), ("c", 100)):
+        loaders[name] = [(inputs[at : at + 50], ground.targets[at : at + 50])]
+    return diagnose(ground.model, loaders)
 
 
 def nan_weight(ground: Ground) -> Diagnosis:
@@ -239,10 +226,14 @@ def label_skew(local_steps: int | None) -> Callable[[Ground], Diagnosis]:
     """The same data: with one step a round FedTAN is centralised training, with more
     FixBN acts in every step.
     """
-    training = (
-        {} if local_steps is None else {"training": Training(local_steps=local_steps)}
-    )
-    return lambda ground: diagnose(ground.model, ground.by_class(), **training)
+
+    def plant(ground: Ground) -> Diagnosis:
+        if local_steps is None:
+            return diagnose(ground.model, ground.by_class())
+        training = Training(local_steps=local_steps)
+        return diagnose(ground.model, ground.by_class(), training=training)
+
+    return plant
 
 
 @dataclass(frozen=True)
@@ -279,7 +270,9 @@ FAULTS = {
         "leave integer entries out of the average",
     ),
     "tiny variance": Fault(
-        *(tiny_variance, "extreme-variance", "recalibrate=true"),
+        tiny_variance,
+        "extreme-variance",
+        "recalibrate=true",
         all=("extreme-variance", "train-test-mismatch"),
     ),
     "scale of inputs": Fault(input_scale, "extreme-variance", "scale the inputs"),
@@ -290,11 +283,9 @@ FAULTS = {
         unmoved(0.0), "unmoved-statistics", "bn-momentum=0.1", all=UNMOVED
     ),
     "statistics not sent": Fault(
-        *(
-            unmoved(0.1),
-            "unmoved-statistics",
-            "send and average the running statistics",
-        ),
+        unmoved(0.1),
+        "unmoved-statistics",
+        "send and average the running statistics",
         all=UNMOVED,
     ),
     "weight with NaN": Fault(nan_weight, "unusable-statistics", "lower learning-rate"),

@@ -51,13 +51,15 @@ def client(
     class Changed(TorchClient):
         def fit(self, parameters, config):
             result = super().fit(parameters, config)
-            return fit(self, config["server-round"], result) if fit else result
+            if fit is None:
+                return result
+            return fit(self, config["server-round"], result)
 
         def evaluate(self, parameters, config):
             result = super().evaluate(parameters, config)
-            return (
-                evaluate(self, config["server-round"], result) if evaluate else result
-            )
+            if evaluate is None:
+                return result
+            return evaluate(self, config["server-round"], result)
 
     return Changed
 
@@ -78,9 +80,8 @@ def test_losses_that_are_not_finite_are_named() -> None:
         {"": {"test-loss": NAN, "loss": 1.0, "test-accuracy": 0.1}}
     ) == ["test-loss is nan"]
     assert losses_not_finite({"": {"loss": -math.inf}}) == ["loss is -inf"]
-    clients = {str(i): {"own-loss": math.inf, "loss": math.inf} for i in range(7)} | {
-        "7": {"own-loss": 1.0}
-    }
+    clients = {str(i): {"own-loss": math.inf, "loss": math.inf} for i in range(7)}
+    clients["7"] = {"own-loss": 1.0}
     assert losses_not_finite(clients) == [
         "own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite"
     ]
@@ -146,11 +147,9 @@ def test_with_continue_the_run_goes_on_and_logs_it(
 
 def test_a_clients_own_loss_counts(federate, datasets, mlp) -> None:
     def evaluate(self, server_round, result):
-        return (
-            untestable(result)
-            if (self.partition_id, server_round) == (1, 2)
-            else result
-        )
+        if (self.partition_id, server_round) == (1, 2):
+            return untestable(result)
+        return result
 
     run = federate(
         FedBN(), mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError
@@ -171,10 +170,9 @@ def test_a_training_loss_counts_although_the_model_is_finite(
     federate, datasets, mlp
 ) -> None:
     def fit(self, server_round, result):
-        return *result[:2], {
-            **result[2],
-            "train-loss": NAN if self.partition_id == 2 else 1.0,
-        }
+        arrays, num_examples, metrics = result
+        loss = NAN if self.partition_id == 2 else 1.0
+        return arrays, num_examples, {**metrics, "train-loss": loss}
 
     run = federate(FedAvg(), mlp, datasets, client=client(fit), fails=DivergedError)
     assert run.error.diverged_at == 1

@@ -34,15 +34,12 @@ def spoiling(
     kinds = {kind} if isinstance(kind, str) else set(kind)
 
     def answer(message: Message, context: Context) -> Message:
-        asked = next(iter(message.content.config_records.values()), ConfigRecord()).get(
-            "server-round"
-        )
+        configs = [*message.content.config_records.values(), ConfigRecord()]
+        server_round = configs[0].get("server-round")
         reply = whole(message, context)
-        bad = (
-            context.node_config["partition-id"] in who
-            and message.metadata.message_type in kinds
-        )
-        if bad and (rounds is None or asked in rounds):
+        is_bad = context.node_config["partition-id"] in who
+        asked = message.metadata.message_type in kinds
+        if is_bad and asked and (rounds is None or server_round in rounds):
             spoil(reply.content)
         return reply
 
@@ -73,11 +70,10 @@ def lose_replies(monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int]) -> No
         if not asked or asked[0].metadata.message_type != MessageType.TRAIN:
             return send(grid, asked, timeout=timeout)
         partition = lost.get(asked[0].content["config"]["server-round"])
-        replies = send(grid, asked, timeout=timeout)
-        return [
-            reply
-            for reply in replies
-            if grid.partition(reply.metadata.src_node_id) != partition
-        ]
+        arrived = []
+        for reply in send(grid, asked, timeout=timeout):
+            if grid.partition(reply.metadata.src_node_id) != partition:
+                arrived.append(reply)
+        return arrived
 
     monkeypatch.setattr(RecordingGrid, "send_and_receive", send_and_receive)

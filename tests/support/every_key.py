@@ -26,8 +26,8 @@ BASE: dict[str, Any] = {
     "num-server-rounds": 4,
     "local-steps": 2,
     "batch-size": 8,
+    "learning-rate": 0.2,
 }
-BASE |= {"learning-rate": 0.2}
 OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet"},
     "fixbn": {"freeze-at": 2},
@@ -37,6 +37,12 @@ OWN: dict[str, dict[str, Any]] = {
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
 TEST_BN = {"eval-on": "global-test-bn", "test-bn": "mix"}
+DOMAINS = {
+    "dataset": "digits-domains",
+    "partition": "domain",
+    "num-clients": 5,
+    "model": "lenet",
+}
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
 # Each key: another value, and the settings that it needs.
@@ -51,15 +57,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "partition": ("iid", {}),
     "partition-alpha": (9.0, {"partition": "dirichlet"}),
     "shards-per-client": (1, {"partition": "shards"}),
-    "domain-share": (
-        0.5,
-        {
-            "dataset": "digits-domains",
-            "partition": "domain",
-            "num-clients": 5,
-            "model": "lenet",
-        },
-    ),
+    "domain-share": (0.5, DOMAINS),
     "classes-per-client": (3, {}),
     "num-clients": (4, {}),
     "train-only": ("fc,norm", {}),
@@ -165,11 +163,9 @@ def _result(settings: str) -> Any:
         except FedBNError as error:
             return error
         lines = read_metrics(Path(folder) / "out" / "metrics.jsonl")
-    figures = [
-        {key: value for key, value in line.items() if key != "seconds"}
-        for line in lines
-    ]
-    return {"sha256": summary["sha256"], "figures": figures}
+    for line in lines:
+        line.pop("seconds", None)
+    return {"sha256": summary["sha256"], "figures": lines}
 
 
 def effect(strategy: str, key: str) -> tuple[str, str]:

@@ -39,16 +39,17 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 def reference(weight: Tensor, gradient: Tensor, clipping: float, eps: float) -> Tensor:
-    """One unit after the other."""
-    units = (
-        zip(weight, gradient, strict=True) if weight.dim() > 1 else [(weight, gradient)]
-    )
-    clipped = []
-    for w, g in units:
-        allowed = clipping * max(math.sqrt(float((w * w).sum())), eps)
-        norm = math.sqrt(float((g * g).sum()))
-        clipped.append(g * (allowed / norm) if norm > allowed else g)
-    return torch.stack(clipped) if weight.dim() > 1 else clipped[0]
+    """One unit after the other; a vector is a unit as a whole."""
+    if weight.dim() <= 1:
+        return reference_of_unit(weight, gradient, clipping, eps)
+    units = zip(weight, gradient, strict=True)
+    return torch.stack([reference_of_unit(w, g, clipping, eps) for w, g in units])
+
+
+def reference_of_unit(w: Tensor, g: Tensor, clipping: float, eps: float) -> Tensor:
+    allowed = clipping * max(math.sqrt(float((w * w).sum())), eps)
+    norm = math.sqrt(float((g * g).sum()))
+    return g * (allowed / norm) if norm > allowed else g
 
 
 @pytest.mark.parametrize("clipping", [0.01, 0.1, 2.0])
@@ -98,11 +99,9 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.last = (
-            nn.Linear(5, 3),
-            nn.Linear(3, 3),
-            nn.Linear(3, 3),
-        )
+        self.first = nn.Linear(5, 3)
+        self.middle = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3)
 
 
 @pytest.mark.parametrize(
