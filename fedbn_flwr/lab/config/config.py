@@ -198,10 +198,7 @@ class Config(Fields):
         ``make`` gives the same config back.
         """
         values: dict[str, Scalar] = values_of(self)
-        mapping: dict[str, Scalar] = {}
-        for group in GROUPS:
-            mapping |= {key: values[key] for key in self.keys(group)}
-        return mapping
+        return {key: values[key] for key in _KEYS}
 
     def late_decays(self) -> list[str]:
         """Return a warning for each decay that the run is too short for."""
@@ -235,6 +232,10 @@ class Config(Fields):
                 " keeps it."
             )
         return lines
+
+
+# all keys, in the order of the tables
+_KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 
 def _refuse(problems: Sequence[Problem]) -> None:
