@@ -218,26 +218,28 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
     )
 
 
-def raise_shared_error(run: Run, sent: Sent, refused: Refused, any_works: bool) -> None:
+def raise_shared_error(
+    run: Run, sent: Sent, refused: Sequence[Refused], any_works: bool
+) -> None:
     """Raise the ConfigError that all asked clients raised, unless a client is known to
     work (``any_works``).
     """
     # An error that all clients share is the config's, not theirs: the run ends with it.
     if not any_works and not run.after:  # clients of a resumed run worked before
         reasons = [
-            str(message.error.reason)
-            for _, message, _ in refused
-            if message.has_error()
+            str(reply.message.error.reason)
+            for reply in refused
+            if reply.message.has_error()
         ]
         raise_shared_config_error(reasons, len(sent.nodes))
 
 
-def raise_shared_test_error(run: Run, sent: Sent, refused: Refused) -> None:
+def raise_shared_test_error(run: Run, sent: Sent, refused: Sequence[Refused]) -> None:
     """Raise the ConfigError of a test that all asked clients raised, unless a client is
     known to work.
 
     It is if it was tested before, or has trained and has not failed now.
     """
-    failed = {node.label for node, _, _ in refused}
+    failed = {reply.node.label for reply in refused}
     works = run.tested or bool(run.trained - failed)
     raise_shared_error(run, sent, refused, works)

@@ -102,7 +102,7 @@ def _ask(
     _refuse_apps_without_answer(run, replies)
 
     # Merge, in the order of partition ids.
-    moments = [own for _, _, own in good]
+    moments = [reply.read for reply in good]
     if len(moments) < run.methods.params.min_replies:
         moments = []
     statistics = pooled_statistics(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -39,10 +39,24 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 Read = TypeVar("Read")
-Usable = Sequence[tuple[Node, Message, Reply]]
-"""Usable replies: sender, message, and what was read of it."""
-Refused = Sequence[tuple[Node, Message, ReplyError]]
-"""Refused replies: sender, message, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Usable(Generic[Read]):
+    """A usable reply: its sender, the message, and what was read of it."""
+
+    node: Node
+    message: Message
+    read: Read
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A refused reply: its sender, the message, and what is wrong with it."""
+
+    node: Node
+    message: Message
+    error: ReplyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +252,8 @@ def read_replies(
     read: Callable[[Node, Message], Read],
     report: RoundReport,
     what: str = "",
-) -> tuple[list[tuple[Node, Message, Read]], list[tuple[Node, Message, ReplyError]]]:
-    """Read all replies; return the usable replies, and the refused ones with the error,
-    both in the given order.
+) -> tuple[list[Usable[Read]], list[Refused]]:
+    """Read all replies; return the usable and the refused ones, in the given order.
 
     ``read`` raises ReplyError for a bad reply, ``report`` notes it, ``what`` is the
     kind of reply ("" = training).
@@ -248,7 +261,7 @@ def read_replies(
     usable, refused = [], []
     for node, message in replies:
         try:
-            usable.append((node, message, read(node, message)))
+            usable.append(Usable(node, message, read(node, message)))
         except ReplyError as error:
             kind = f"{what}: " if what else ""
             report.reject(node.node_id, f"{node}: {kind}{error.reason}")
@@ -260,7 +273,7 @@ def read_replies(
                 node,
                 text,
             )
-            refused.append((node, message, error))
+            refused.append(Refused(node, message, error))
     return usable, refused
 
 

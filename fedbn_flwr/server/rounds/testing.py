@@ -90,14 +90,14 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     ]
     usable, refused = read_replies(received, read, run.report, "evaluation")
     # A client that lost its own part needs the whole state again.
-    run.nodes.initialised.difference_update(
-        node.node_id for node, message, _ in refused if message.has_error()
-    )
+    for failed in refused:
+        if failed.message.has_error():
+            run.nodes.initialised.discard(failed.node.node_id)
     raise_shared_test_error(run, sent, refused)
-    run.report.evaluations |= {node.label: metrics for node, _, metrics in usable}
+    run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.tested |= bool(usable)
     note_losses(run, losses_not_finite(run.report.evaluations))
-    return [message for _, message, _ in usable]
+    return [test.message for test in usable]
 
 
 def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:

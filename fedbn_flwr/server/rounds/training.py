@@ -215,7 +215,7 @@ def read_training(
     received: Iterable[tuple[Node, Message]],
     terms: Terms,
     ahead: SumAhead | None = None,
-) -> tuple[Usable, Refused]:
+) -> tuple[list[Usable[Reply]], list[Refused]]:
     """Return the usable replies and the refused ones, in order; report both.
 
     ``ahead`` gets each usable one as soon as it is read.
@@ -237,8 +237,8 @@ def read_training(
     usable, refused = read_replies(received, read, run.report)
     run.report.replied = len(usable) + len(refused)
     # A refused client may have lost its own part: it is sent the whole state again.
-    run.nodes.initialised.difference_update(node.node_id for node, _, _ in refused)
-    replies = [reply for _, _, reply in usable]
+    run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
+    replies = [one.read for one in usable]
     _report_usable(run, replies)
     warn_of_other_counts(replies, run.options.weighted_by_key, run.other_counts)
     _refuse_useless_apps(run, sent, bool(usable), refused)
@@ -260,23 +260,23 @@ def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
 
 
 def _refuse_useless_apps(
-    run: Run, sent: Sent, any_usable: bool, refused: Refused
+    run: Run, sent: Sent, any_usable: bool, refused: Sequence[Refused]
 ) -> None:
     """Raise the error of apps that do not work, if none does: every further round would
     fail in the same way.
     """
     # Of a single app it may be its node: it is refused, and the round goes on.
-    lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
-    if lacking and not any_usable:
-        raise lacking[0]
+    for one in refused:
+        if isinstance(one.error, ClientPartError) and not any_usable:
+            raise one.error
     raise_shared_error(run, sent, refused, bool(run.trained))
 
 
-def release(run: Run, terms: Terms, usable: Usable) -> Replies:
+def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
     """Return what the methods see of the replies; nothing if too few are usable, or the
     protection releases nothing.
     """
-    replies = [reply for _, _, reply in usable]
+    replies = [one.read for one in usable]
     # Differential privacy releases a result whoever replies, also noise alone.
     always = run.protection.always_releases and run.report.asked
     if len(replies) < run.methods.params.min_replies and not always:
@@ -302,26 +302,31 @@ def average_replies(
     )
 
 
-def note_kept(run: Run, usable: Usable, refused: Refused, used: bool) -> None:
+def note_kept(
+    run: Run, usable: Sequence[Usable[Reply]], refused: Sequence[Refused], used: bool
+) -> None:
     """Note what the senders of replies keep; where rounds are undone, of the replies
     that were used.
 
     A client whose first round is undone has nothing left of its own, and is sent the
     whole state again.
     """
-    received = [(node, message) for node, message, _ in usable]
+    replies = [one.read for one in usable]
     if not run.travels.undo:
-        received += [(node, message) for node, message, _ in refused]
-    elif not used:
-        for node, _, _ in usable:
-            if node.label not in run.kept.hashes:
-                run.nodes.initialised.discard(node.node_id)
-        return
-    run.kept = run.kept.noted(received, usable)
+        run.kept = run.kept.noted(replies, [(one.node, one.message) for one in refused])
+    elif used:
+        run.kept = run.kept.noted(replies)
+    else:
+        for reply in replies:
+            if reply.node.label not in run.kept.hashes:
+                run.nodes.initialised.discard(reply.node.node_id)
 
 
 def training_metrics(
-    run: Run, replies: Replies, model: Mapping[str, Any] | None, usable: Usable
+    run: Run,
+    replies: Replies,
+    model: Mapping[str, Any] | None,
+    usable: Sequence[Usable[Reply]],
 ) -> MetricRecord | None:
     """Return the averaged metrics of the replies that were used, and write them to the
     report; tell ``on_replies``, the first to know the new model.
@@ -332,7 +337,7 @@ def training_metrics(
         run.options.on_replies(run.report.server_round, replies, run.before, model)
     if not run.protection.publishes_metrics:
         return None
-    contents = [message.content for _, message, _ in usable]
+    contents = [one.message.content for one in usable]
     metrics = run.options.average_train_metrics(contents, run.options.weighted_by_key)
     run.report.metrics = {
         key: value for key, value in metrics.items() if isinstance(value, (int, float))

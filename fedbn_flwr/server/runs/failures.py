@@ -94,14 +94,13 @@ def training_losses(
 
     Another loss, as of validation data that a client does not have, may be NaN.
     """
-    losses = {
-        name for values in metrics.values() for name in values if name.endswith("loss")
-    }
-    others = {name for name in losses if not re.fullmatch("(train.*)?loss", name)}
-    return {
-        label: {name: values[name] for name in values if name not in others}
-        for label, values in metrics.items()
-    }
+    kept: dict[str, dict[str, Any]] = {}
+    for label, values in metrics.items():
+        kept[label] = {}
+        for name, value in values.items():
+            if not name.endswith("loss") or re.fullmatch("(train.*)?loss", name):
+                kept[label][name] = value
+    return kept
 
 
 def all_not_finite(report: RoundReport) -> bool:

@@ -77,17 +77,17 @@ class Kept:
 
     def noted(
         self,
-        received: Sequence[tuple[Node, Message]],
-        usable: Sequence[tuple[Node, Message, Reply]],
+        usable: Sequence[Reply],
+        refused: Sequence[tuple[Node, Message]] = (),
     ) -> Kept:
-        """Note what the senders of the received replies keep, and the BN parts that the
-        usable ones share.
+        """Note what the senders of replies keep, and the BN parts that the usable ones
+        share.
         """
+        # A refused reply, also an error, says as well what its client keeps.
+        infos = [(reply.node, reply.info) for reply in usable]
+        infos += [(node, ReplyInfo.read(message)) for node, message in refused]
         hashes, volatile = dict(self.hashes), set(self.volatile)
-        # A refused reply may be an error, which says as well what its client keeps.
-        read = {node.node_id: reply.info for node, _, reply in usable}
-        for node, message in received:
-            info = read.get(node.node_id) or ReplyInfo.read(message)
+        for node, info in infos:
             if not info.local_sha256:
                 continue
             if info.began and node.label in hashes:
@@ -102,8 +102,8 @@ class Kept:
             else:
                 volatile.add(node.label)
         sent = [
-            (node.order, reply.extras[SHARED_BN], reply.num_examples)
-            for node, _, reply in usable
+            (reply.node.order, reply.extras[SHARED_BN], reply.num_examples)
+            for reply in usable
             if SHARED_BN in reply.extras
         ]
         shared = self.shared.with_latest(sent) if sent else self.shared
