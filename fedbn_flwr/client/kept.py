@@ -337,11 +337,13 @@ class KeptState:
 
     def _has_any(self) -> bool:
         """Return whether anything is kept."""
-        return any(key in self._state for key in _RECORDS)
+        return not self._records.keys().isdisjoint(_RECORDS)
 
     def _about(self) -> dict[str, Any]:
         """Return what is known of the kept state; empty if nothing is kept."""
-        return dict(self._records.get(KEPT_ABOUT, {}))
+        record = self._records.get(KEPT_ABOUT)
+        # a copy by items: Flower's record checks types at each look-up
+        return {} if record is None else dict(record.items())
 
     def _read(self, key: str) -> Mapping[str, Array]:
         records = self._records

@@ -119,5 +119,6 @@ def clear_log(context: Context | None) -> None:
     """Remove the log at the end of the round."""
     if context is None:
         return
-    for key in (STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT):
-        context.state.pop(key, None)
+    log = {STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT}
+    for key in log.intersection(context.state.keys()):
+        del context.state[key]

@@ -32,8 +32,9 @@ def clipped_update(
             sent.
     """
     config = merged_config(message)
-    kind = message.metadata.message_type.partition(".")[0]
-    if CLIP not in config or kind != MessageType.TRAIN:
+    if CLIP not in config:
+        return call_next(message, context)
+    if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
     # Noted before the call: mods further in put the whole model in its place.
     key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
