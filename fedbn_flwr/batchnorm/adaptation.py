@@ -101,7 +101,10 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
         return
     refuse_scripted(model, "test-time BatchNorm")
     # Before their running statistics are taken away.
-    layers = _with_statistics(model)
+    layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            layers[path] = module
     with ExitStack() as closing:
         if mode == "batch":
             closing.enter_context(without_running_statistics(model))
@@ -113,15 +116,6 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
                 mix = _Mixture(layer, closing)
                 closing.callback(watch_inputs(layer, mix))
         yield
-
-
-def _with_statistics(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers with running statistics by path."""
-    layers = {}
-    for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            layers[path] = module
-    return layers
 
 
 class _Mixture:

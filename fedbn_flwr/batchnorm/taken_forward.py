@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,17 +113,12 @@ def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], Non
     Raises:
         NormLayerError: a layer has a forward pass of its own, which would be left out.
     """
-    undo = []
+    undo = ExitStack()
     for layer in replaceable_layers(model).values():
         taken = functools.partial(_forward, layer, layer.forward, compute)
         forward = _Forward(layer, not_compiled(taken))
-        undo.append(replace_method(layer, "forward", forward))
-
-    def undo_all() -> None:
-        for restore in undo:
-            restore()
-
-    return undo_all
+        undo.callback(replace_method(layer, "forward", forward))
+    return undo.close
 
 
 def _forward(

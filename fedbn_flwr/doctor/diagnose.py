@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
@@ -18,6 +18,7 @@ from fedbn_flwr.doctor.measuring import Measuring
 from fedbn_flwr.doctor.mismatch import Loss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
+    TensorState,
     averaged_counters,
     missed_entries,
     named,
@@ -43,7 +44,7 @@ def diagnose(
     test_loaders: Loaders = (),
     loss: Loss = default_loss,
     training: Training = Training(),  # noqa: B008  it is frozen
-    state: Mapping[str, Tensor] | None = None,
+    state: TensorState | None = None,
     local_keys: Collection[str] | None = None,
     max_examples: int = 1024,
     seed: int = 0,
@@ -130,11 +131,11 @@ def diagnose_clients(
     *,
     loss: Loss = default_loss,
     training: Training = Training(),  # noqa: B008  it is frozen
-    state: Mapping[str, Tensor] | None = None,
+    state: TensorState | None = None,
     local_keys: Collection[str] | None = None,
     seed: int = 0,
     notes: Sequence[str] = (),
-    own: Mapping[str, Mapping[str, Tensor]] | None = None,
+    own: Mapping[str, TensorState] | None = None,
 ) -> Diagnosis:
     """Return what ``diagnose`` does, given the clients' data in memory.
 
@@ -215,7 +216,7 @@ def _notes(m: Measured, tests: Sequence[ClientData]) -> list[str]:
 
 
 def diagnose_state(
-    state: Mapping[str, Tensor],
+    state: TensorState,
     *,
     model: nn.Module | None = None,
     local_keys: Collection[str] | None = None,
@@ -250,9 +251,7 @@ def diagnose_state(
     return Diagnosis(about, findings(m)[0], {}, lacking)
 
 
-def _as_of(
-    model: nn.Module, state: Mapping[str, Tensor] | None
-) -> Mapping[str, Tensor]:
+def _as_of(model: nn.Module, state: TensorState | None) -> TensorState:
     """Return the tensors of the state under the model's names; None = the model's own.
 
     Raises:
@@ -272,7 +271,7 @@ def _as_of(
 
 def _of_state(
     model: nn.Module | None,
-    state: Mapping[str, Tensor],
+    state: TensorState,
     training: Training,
     local_keys: Collection[str] | None,
 ) -> Measured:

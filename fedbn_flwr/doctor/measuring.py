@@ -31,6 +31,7 @@ from fedbn_flwr.doctor.differences import (
 from fedbn_flwr.doctor.findings import number_of
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy, mismatch
+from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.doctor.thresholds import MIN_CLIENTS
 from fedbn_flwr.errors import DataError, FedBNError
 from fedbn_flwr.training.copying import copied
@@ -64,7 +65,7 @@ class Measuring:
         loss: Loss,
         seed: int,
         measured: Measured,
-        own: Mapping[str, Mapping[str, Tensor]],
+        own: Mapping[str, TensorState],
     ) -> None:
         self.lacking: list[str] = []
         self._model, self._loss, self._own = model, loss, own

@@ -34,6 +34,9 @@ __all__ = [
 
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
 
+TensorState = Mapping[str, Tensor]
+"""A state dict, or entries of one, by name."""
+
 
 def read_state_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name.
@@ -66,7 +69,7 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
     return entries
 
 
-def named(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def named(state: TensorState, like: TensorState) -> dict[str, Tensor]:
     """Return a state under the names of a model's, without a wrapper's prefix.
 
     Raises:
@@ -88,9 +91,6 @@ def named(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, 
             " from; a list of arrays without names cannot be read."
         )
     return state
-
-
-TensorState = Mapping[str, Tensor]
 
 
 def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:

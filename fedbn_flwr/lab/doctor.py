@@ -28,7 +28,12 @@ from fedbn_flwr.doctor.findings import Diagnosis, Finding
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
-from fedbn_flwr.doctor.state import STATE_FILES, named, read_state_file
+from fedbn_flwr.doctor.state import (
+    STATE_FILES,
+    TensorState,
+    named,
+    read_state_file,
+)
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.lab.config import (
     CENTRALIZED,
@@ -159,7 +164,7 @@ def examine(folder: Path) -> None:
 
 
 def _of_clients(
-    model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]
+    model: nn.Module, kept: Mapping[str, TensorState], known: Sequence[Finding]
 ) -> list[Finding]:
     """Return the faults in what the clients kept, without the known ones.
 
@@ -193,7 +198,7 @@ def _of_clients(
 
 def _mismatch_of_clients(
     model: nn.Module,
-    kept: Mapping[str, Mapping[str, Tensor]],
+    kept: Mapping[str, TensorState],
     tests: Sequence[ClientData],
     config: Config,
 ) -> list[Finding]:

@@ -64,6 +64,8 @@ _LACKS_MOD = (
     " fedbn_flwr.mods the app's first mod."
 )
 Read = TypeVar("Read")
+# The entries of a query or of its answer.
+Entries = Mapping[str, Any]
 
 
 @dataclass
@@ -146,7 +148,7 @@ class MaskedRound:
         The server cannot read the shares: each is for the client that it names.
         """
         numbers = sorted(self._keys)
-        common: dict[str, Any] = {
+        common: Entries = {
             MASK_NUMBERS: numbers,
             MASK_KEYS: [key for number in numbers for key in self._keys[number]],
             MASK_THRESHOLD: self.threshold,
@@ -223,7 +225,7 @@ class MaskedRound:
         Of those who have answered it is a share of the seed b, of the lost ones of the
         key s.
         """
-        common: dict[str, Any] = {
+        common: Entries = {
             MASK_ANSWERED: sorted(answered),
             MASK_LOST: sorted(self.present - answered),
         }
@@ -320,8 +322,8 @@ class MaskedRound:
     def _ask(
         self,
         stage: str,
-        configs: Mapping[int, Mapping[str, Any]],
-        read: Callable[[Mapping[str, Any]], Read],
+        configs: Mapping[int, Entries],
+        read: Callable[[Entries], Read],
     ) -> Answers[Read]:
         """Send the query of a stage to clients, and return what has come of it.
 
@@ -361,7 +363,7 @@ class MaskedRound:
             raise ClientPartError(f"{self.nodes[first]}: {_LACKS_MOD}")
         return answers
 
-    def _query(self, stage: str, number: int, config: Mapping[str, Any]) -> Message:
+    def _query(self, stage: str, number: int, config: Entries) -> Message:
         record = ConfigRecord(
             {
                 MASK_STAGE: stage,
@@ -381,12 +383,12 @@ def _sum(vectors: Sequence[Array]) -> Array:
     return total
 
 
-def _keys(answer: Mapping[str, Any]) -> PublicKeys:
+def _keys(answer: Entries) -> PublicKeys:
     masks, channel = answer[MASK_KEYS]
     return PublicKeys(_bytes(masks), _bytes(channel))
 
 
-def _by_number(answer: Mapping[str, Any]) -> dict[int, bytes]:
+def _by_number(answer: Entries) -> dict[int, bytes]:
     shares = map(_bytes, answer.get(MASK_SHARES, ()))
     return dict(zip(answer.get(MASK_NUMBERS, ()), shares, strict=True))
 
