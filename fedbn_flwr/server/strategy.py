@@ -221,6 +221,7 @@ class Strategy(FlowerFedAvg):
         else:
             cls.combination = Combination((cls.method,), cls.method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
+        # What the signature shows holds, so a Params with another default needs its own.
         own = cls.combination.own_defaults
         if own and "__init__" not in vars(cls):
             cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
@@ -338,6 +339,7 @@ class Strategy(FlowerFedAvg):
         """Raise Python's own error for an argument that there is not, with the nearest
         one.
         """
+        # Python cannot: the settings of a user's own method are known to its Params alone.
         own = combination.Params.model_fields
         for name in settings:
             if name in own:
@@ -426,6 +428,8 @@ class Strategy(FlowerFedAvg):
                 one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
+
+        # The run: Flower's loop, told to the recording.
         self._in_start, self._recording = True, recording
         try:
             after = self.prepare(initial_arrays, num_rounds, timeout)
@@ -442,18 +446,20 @@ class Strategy(FlowerFedAvg):
                 should_stop,
             )
         finally:
-            self._follow_recording()  # the last checkpoint is known to it alone
+            # The last checkpoint is known to the recording alone.
+            self._follow_recording()
             self._in_start, self._recording = False, None
+            # They refer to the recording, which would keep the run in memory.
             self.run.options = self._options()
             self.run.close()
-            self.stopped = False  # of this run, not of a next one
+            # Of this run, not of a next one.
+            self.stopped = False
+
+        # The model of the result. A run that was stopped between two tests has no
+        # statistics of its last weights yet.
         last = self.reports[-1].server_round if self.reports else num_rounds
-        if (
-            self.methods.reestimates
-            and not failures.ends_run(self.run)
-            and not self.run.tests_after(last)
-        ):
-            # the run was stopped between two tests
+        untested = not self.run.tests_after(last)
+        if self.methods.reestimates and untested and not failures.ends_run(self.run):
             reestimate_before_tests(self.run, result.arrays, grid)
         result.arrays = testing.completed(self.run, result.arrays)
         if self.completes_tests:
@@ -495,6 +501,7 @@ class Strategy(FlowerFedAvg):
                 result.evaluate_metrics_serverapp[server_round] = metrics
             return metrics
 
+        # As Flower's loop: round 0 is the initial model, which a resumed run has behind it.
         if not after:
             test(0)
         for server_round in range(after + 1, num_rounds + 1):
@@ -535,12 +542,11 @@ class Strategy(FlowerFedAvg):
         """Return whether the run ends after this round: it diverged, was stopped, or
         has no privacy left to spend.
         """
-        return (
-            self.stopped
-            or (self._recording is not None and self._recording.finished)
-            or failures.ends_run(self.run)
-            or self.protection.stops_after(server_round)
-        )
+        if self.stopped or failures.ends_run(self.run):
+            return True
+        if self._recording is not None and self._recording.finished:
+            return True
+        return self.protection.stops_after(server_round)
 
     def prepare(
         self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float
@@ -563,6 +569,7 @@ class Strategy(FlowerFedAvg):
         self._follow_recording()
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
+        # The model of a checkpoint may have diverged, where the run goes on all the same.
         if self._saved is None:
             self.run.check_initial()
         self._begin()
@@ -570,14 +577,15 @@ class Strategy(FlowerFedAvg):
             return 0
         after, saved = self._saved
         self.run.resume(after, saved)
-        self._saved = None  # a state that does not fit is refused again
+        # Last: a state that does not fit is refused again in a next start.
+        self._saved = None
         return after
 
     def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
         """Make the run anew, with the split of the model and the continuity of the
         earlier one.
         """
-        # a loop of Flower's does not: its address must be free again
+        # A loop of Flower's does not close the run, whose address must be free again.
         self.run.close()
         self.run = self._new_run(
             num_rounds, timeout, self.run.parts_or_none, self.run.continuity
@@ -591,13 +599,11 @@ class Strategy(FlowerFedAvg):
         parts: Parts | None,
         continuity: Continuity | None,
     ) -> Run:
-        synchronises = self.methods.whole.exchanges is not None
-        nodes = NodeRegistry(
-            self.params.seed,
-            timeout,
-            {SYNCHRONISES: True} if synchronises else {},
-            self.num_partitions,
-        )
+        # A client of a synchronised step says whether its model can take part.
+        asks: dict[str, Any] = {}
+        if self.methods.whole.exchanges is not None:
+            asks = {SYNCHRONISES: True}
+        nodes = NodeRegistry(self.params.seed, timeout, asks, self.num_partitions)
         return Run(
             self.methods,
             nodes,
@@ -618,6 +624,9 @@ class Strategy(FlowerFedAvg):
             self.run.continuity = self._recording.continuity
 
     def _options(self) -> Options:
+        """Return the attributes of Flower's FedAvg as they are now: a user may change
+        them between rounds.
+        """
         recording = self._recording
         return Options(
             fraction_train=self.fraction_train,
@@ -638,6 +647,8 @@ class Strategy(FlowerFedAvg):
         """Check the model and begin the run, once."""
         run = self.run
         run.options = self._options()
+
+        # What does not fit: the model first, as its method cannot be mended by a setting.
         settings = RunSettings(
             run.num_rounds or 0,
             parts=run.parts,
@@ -657,21 +668,23 @@ class Strategy(FlowerFedAvg):
         if refused:
             raise ConfigError("\n".join(refused))
         for problem in problems:
-            # most of them compare with the number of rounds
+            # Most of them compare with the number of rounds.
             if problem.kind == "warn" and run.num_rounds:
                 logger.warning("%s", problem.text)
+
         run.begin()
+
+        # What a user may not expect of the model that the run returns.
         treated = self.methods.whole.local | self.methods.whole.held
         if Part.AFFINE in treated and Part.REST not in treated:
             testing.warn_of_affine_elsewhere(run)
-        if self.completes_tests:
-            testing.warn_of_initial_values(run)
-            overridden = (
-                getattr(self.aggregate_train, "__func__", None)
-                is not Strategy.aggregate_train
-            )
-            if overridden and run.options.on_round_end is None:
-                testing.warn_of_own_aggregation(run)
+        if not self.completes_tests:
+            return
+        testing.warn_of_initial_values(run)
+        # Also a function that was put on the object, which has no __func__.
+        own = getattr(self.aggregate_train, "__func__", None)
+        if own is not Strategy.aggregate_train and run.options.on_round_end is None:
+            testing.warn_of_own_aggregation(run)
 
     # --- Flower's calls ---------------------------------------------------------------
 
@@ -686,14 +699,14 @@ class Strategy(FlowerFedAvg):
         then returns no messages.
         """
         refuse_own_keys(config=config)
+        # Round 1 again: a loop of the user's begins anew.
         reports = self.run.reports
         if reports and not self._in_start and server_round <= reports[0].server_round:
-            # a loop of the user's begins anew
             self._forget_run(self.run.num_rounds, self.run.timeout)
         run = self.run
         run.set_model(arrays)
         check_wrapper(self.methods, run.parts, warn=not run.reports)
-        # neither our start nor to_legacy calls: a loop of the user's or of Flower's
+        # Neither our start nor to_legacy calls: a loop of the user's or of Flower's.
         if not run.begun:
             self._begin()
             run.count_start(grid)
@@ -703,6 +716,7 @@ class Strategy(FlowerFedAvg):
         half = self._open("configure_train", server_round, played, arrays)
         if self._in_start or not run.synchronises:
             return half.messages
+        # Flower's loop sends messages once, and a synchronised step sends many.
         half.early_replies = self.send_training(half.messages, grid)
         return []
 
@@ -715,26 +729,23 @@ class Strategy(FlowerFedAvg):
         messages = list(messages)
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
-        return self._note_travelled(
-            messages, train_synchronised(self.run, messages, grid)
-        )
+        replies = train_synchronised(self.run, messages, grid)
+        return self._note_travelled(messages, replies)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages without a synchronised step, as those of tests; return the
         replies that come in time.
         """
         messages = list(messages)
-        return self._note_travelled(
-            messages, polling(grid).receive(messages, timeout=self.run.timeout)
-        )
+        replies = polling(grid).receive(messages, timeout=self.run.timeout)
+        return self._note_travelled(messages, replies)
 
     def _note_travelled(
         self, messages: Sequence[Message], replies: Sequence[Message]
     ) -> Sequence[Message]:
-        self.run.travelled = (
-            frozenset(message.metadata.dst_node_id for message in messages),
-            replies,
-        )
+        # A class of the user's may leave messages or replies out, before and after.
+        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
+        self.run.travelled = sent_to, replies
         return replies
 
     def aggregate_train(
@@ -748,13 +759,11 @@ class Strategy(FlowerFedAvg):
                 enough usable replies, and it is the last round or, where the number of
                 rounds is not known, the second.
         """
-        arrays, metrics = self._read("configure_train", server_round, replies) or (
-            None,
-            None,
-        )
+        read = self._read("configure_train", server_round, replies)
+        # Our start says so at its end; a loop of Flower's would end without an error.
         if not self._in_start:
             failures.raise_if_nothing_trains(self.run)
-        return arrays, metrics
+        return read or (None, None)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -773,7 +782,8 @@ class Strategy(FlowerFedAvg):
         metrics: MetricRecord | None = self._read(
             "configure_evaluate", server_round, replies
         )
-        if not self._in_start:  # the last call in a round of a loop of Flower's
+        # The last call in a round of a loop of Flower's.
+        if not self._in_start:
             self.end_round(server_round, None)
             failures.raise_if_ends(self.run)
         return metrics
@@ -803,17 +813,14 @@ class Strategy(FlowerFedAvg):
         another model the loop has aggregated by itself.
         """
         half = self._half
-        if (
-            half is None
-            or half.configure != "configure_train"
-            or not half.messages
-            or half.early_replies
-        ):
+        if half is None or half.configure != "configure_train":
             return
-        if arrays is half.arrays:
-            self._read(half.configure, half.server_round, [])
-            if not self._in_start:
-                failures.raise_if_nothing_trains(self.run)
+        # A synchronised round has early replies, and its messages are no longer open.
+        if not half.messages or half.early_replies or arrays is not half.arrays:
+            return
+        self._read(half.configure, half.server_round, [])
+        if not self._in_start:
+            failures.raise_if_nothing_trains(self.run)
 
     def _read(
         self, configure: str, server_round: int, replies: Iterable[Message]
@@ -827,11 +834,9 @@ class Strategy(FlowerFedAvg):
         """
         self.run.options = self._options()
         half, self._half = self._half, None
-        if (
-            not self.reports
-            or half is None
-            or (half.configure, half.server_round) != (configure, server_round)
-        ):
+        opened = (half.configure, half.server_round) if half else None
+        if half is None or opened != (configure, server_round) or not self.reports:
+            # Nothing to read: a class of the user's may ask nobody in a round.
             if [*replies] or not self.reports:
                 raise ConfigError(
                     f"{configure} of {type(self).__name__} did not call"
@@ -839,9 +844,9 @@ class Strategy(FlowerFedAvg):
                     " leave out those that you do not want"
                 )
             return None
-        return half.played.send(
-            [*half.early_replies, *replies] if half.early_replies else replies
-        )
+        if half.early_replies:
+            replies = [*half.early_replies, *replies]
+        return half.played.send(replies)
 
     # --- what callers and checkpoints use ---------------------------------------------
 

@@ -164,7 +164,9 @@ class SynchroniseFirstStep(ClientHook):
                 f" the query said batch-size {self._batch_size}, which the other"
                 " clients count on"
             )
+        # Its correction follows local statistics, and would differ between clients.
         refuse_batch_renorm(model)
+        # How many examples all clients have in this step, known before the first layer.
         union = self._reducer.begin()
         with synchronised(
             model,
@@ -175,6 +177,7 @@ class SynchroniseFirstStep(ClientHook):
             backward=self._backward,
         ) as mode:
             yield
+        # A step without such a layer would be FedAvg's, without a word.
         mode.require_a_layer()
         self._reducer.close()
 
@@ -182,6 +185,7 @@ class SynchroniseFirstStep(ClientHook):
 def _make_hook(context: HookContext) -> ClientHook:
     config = context.config
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
+    # By messages, and in one process, it is given; a channel is opened by the client.
     reducer = context.reducer
     if reducer is None:
         reducer = connect(config)
@@ -217,6 +221,7 @@ class FedTANMethod(Method[FedTANParams]):
             p.fedtan_address,
             p.fedtan_tls_dir,
         )
+        # (exchanges, rows of channels each way); FedDNA has no backward half.
         backward = (1, 2) if self.backward == "global" else (0, 0)
         if p.fedtan_exchanges == "2L+1":
             return Exchanges((1, 3), backward, "each", link, apart=3)

@@ -115,6 +115,7 @@ class FedWon(Strategy):
 # --- what may be wrong ----------------------------------------------------------------
 def _has_filters(run: Any) -> bool:
     """Return whether the model has filters of more than one weight to standardise."""
+    # A filter of one weight is 0 once it is standardised.
     shapes = run.shapes.values()
     return any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in shapes)
 

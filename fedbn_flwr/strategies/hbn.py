@@ -325,10 +325,12 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         if not self.params.share_alpha:
             return model, state
         averaged = replies.average_of(ALPHA, replies.weights)
-        new = {
-            name: averaged[name] for name in facts.channel_shapes if name in averaged
-        }
-        return model, replace(state, alpha={**state.alpha, **new})
+        # In the model's order; a layer that no client of the round has keeps its mean.
+        alpha = dict(state.alpha)
+        for name in facts.channel_shapes:
+            if name in averaged:
+                alpha[name] = averaged[name]
+        return model, replace(state, alpha=alpha)
 
 
 class HBN(Strategy):

@@ -140,6 +140,7 @@ def _check_at(at: At) -> At:
     """Return ``at`` if it is a round >= 0 (int), a fraction in [0, 1] (float) or
     "auto"; else raise ValueError.
     """
+    # By type: 1 is a round, 1.0 all rounds.
     if isinstance(at, str) and at != "auto":
         raise ValueError(
             f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1])"

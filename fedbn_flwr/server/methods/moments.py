@@ -28,6 +28,7 @@ def by_layer(
     """Yield each layer of which a client has sent moments, with these moments and the
     weights of their clients.
     """
+    # A client that did not call a layer has no moments of it.
     for layer in parts.layers:
         moments, own_weights = [], []
         for own, weight in zip(sent, weights, strict=True):
@@ -53,6 +54,7 @@ def pooled_statistics(
     entries: dict[str, Array] = {}
     for layer, moments, own_weights in by_layer(parts, sent, weights):
         total = pool(moments, own_weights)
+        # One value has no variance of torch's n / (n - 1).
         if total.count > 1:
             entries[layer.entries["running_mean"]] = total.mean.numpy()
             entries[layer.entries["running_var"]] = total.variance.numpy()

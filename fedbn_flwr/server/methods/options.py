@@ -78,22 +78,15 @@ class MomentumScope(Option[Momentum]):
             "momentum-scope=global sends SGD's momentum beside the model; use none or"
             " local"
         )
-        return (
-            Travels(
-                beside=(Beside(MOMENTUM, "trainable", why, down=True, read="mean"),)
-            ),
-        )
+        buffers = Beside(MOMENTUM, "trainable", why, down=True, read="mean")
+        return (Travels(beside=(buffers,)),)
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
         """Send the scope; with "global" also the averaged buffers."""
         scope = self.params.momentum_scope
-        return [
-            Ask(
-                MOMENTUM,
-                {SCOPE: scope},
-                {MOMENTUM: state.momentum} if scope == "global" else {},
-            )
-        ]
+        # Kept buffers stay where they are: the server has none of them.
+        sends = {MOMENTUM: state.momentum} if scope == "global" else {}
+        return [Ask(MOMENTUM, {SCOPE: scope}, sends)]
 
     def aggregate(
         self, state: Momentum, facts: Facts, replies: Replies, model: dict[str, Any]
@@ -119,8 +112,8 @@ class ClipGradients(ClientHook):
 
     def gradients(self, model: nn.Module) -> None:
         """Clip all gradients except those of the classifier's last layer."""
+        # Once a round: it takes as long as a step of a small model.
         if self._head is None:
-            # once a round: it takes as long as a step of a small model
             self._head = exclude_head(model)
         clip_gradients(model.parameters(), self._clipping, exclude=self._head)
 

@@ -51,9 +51,8 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
     adds the plain test.
     """
     asked = [name.strip() for name in eval_on.split(",") if name.strip()]
-    return tuple(
-        dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)])
-    )
+    plain = [name.removesuffix(TEST_BN) for name in asked]
+    return tuple(dict.fromkeys([*asked, *plain]))
 
 
 SET = "any value but the default"
@@ -111,13 +110,12 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            # A union gives several problems for one field.
-            first = {
-                problem["loc"][:1]: problem for problem in reversed(error.errors())
-            }
-            raise ConfigError(
-                "\n".join(map(self._problem, reversed(first.values())))
-            ) from error
+            # A union gives several problems for one field: the first of each is said.
+            first: dict[Any, Any] = {}
+            for problem in error.errors():
+                first.setdefault(problem["loc"][:1], problem)
+            lines = [self._problem(problem) for problem in first.values()]
+            raise ConfigError("\n".join(lines)) from error
 
     @classmethod
     def _problem(cls, problem: Any) -> str:
@@ -212,13 +210,12 @@ class Params(Settings):
 
 def limits(field: FieldInfo) -> str:
     """Return the limits of a field in words; "" without limits."""
-    signs = ("ge", "gt", "le", "lt")
-    bounds = {
-        sign: getattr(limit, sign)
-        for limit in field.metadata
-        for sign in signs
-        if hasattr(limit, sign)
-    }
+    # pydantic has one object for each limit.
+    bounds = {}
+    for limit in field.metadata:
+        for sign in ("ge", "gt", "le", "lt"):
+            if hasattr(limit, sign):
+                bounds[sign] = getattr(limit, sign)
     if bounds.keys() >= {"ge", "lt"}:
         return f"in [{bounds['ge']}, {bounds['lt']})"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}

@@ -8,13 +8,15 @@ work, which are refused.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.together import Methods, declared, reads_unsaid
-from fedbn_flwr.server.methods.travels import Beside, Exchanges, together
+from fedbn_flwr.server.methods.travels import Exchanges, together
 
 __all__ = ["SentBeside", "check_wrapper", "sent_beside"]
 
@@ -41,58 +43,56 @@ def sent_beside(methods: Methods) -> list[SentBeside]:
     """
     sent: list[SentBeside] = []
     for method in methods:
-        travels = together(declared(method))
-        if Part.REST in travels.local:
-            sent.append(
-                SentBeside("its clients share nothing, so there is nothing to protect")
-            )
-        records = [
-            _record(beside)
-            for beside in travels.beside
-            if beside.size != "scalar" or beside.read != "log"
-        ]
-        sent += records
-        if travels.weights not in ("examples", "equal") and not records:
-            sent.append(
-                SentBeside(
-                    f"the clients' {travels.weights} are the weights of the average"
-                )
-            )
-        if travels.exchanges:
-            sent.append(_exchanges(travels.exchanges))
-        if travels.reestimates:
-            sent.append(
-                SentBeside(
-                    f"{method.title} collects statistics that are re-estimated on the"
-                    " clients' data"
-                )
-            )
-        if reads_unsaid(type(method)):
-            kind = type(method).__name__
-            sent.append(
-                SentBeside(
-                    f"{kind}.aggregate may read anything of single replies: say in"
-                    f" {kind}.travels what"
-                )
-            )
-        elif travels.each and not records:
-            sent.append(
-                SentBeside(
-                    f"{method.title} reads the {', '.join(sorted(travels.each))} of"
-                    " single replies"
-                )
-            )
+        sent += _sent_for(method)
+    # Two methods may send the same, which is said once.
     return list(dict.fromkeys(sent))
 
 
-def _record(beside: Beside) -> SentBeside:
-    return SentBeside(beside.why, key=beside.key)
+def _sent_for(method: Method[Any, Any]) -> Iterator[SentBeside]:
+    """Yield what one method makes clients send."""
+    travels = together(declared(method))
+    if Part.REST in travels.local:
+        yield SentBeside("its clients share nothing, so there is nothing to protect")
+
+    # Records and metrics; a metric that is only logged may be withheld.
+    says_why = False
+    for beside in travels.beside:
+        if beside.size != "scalar" or beside.read != "log":
+            says_why = True
+            yield SentBeside(beside.why, key=beside.key)
+    if travels.weights not in ("examples", "equal") and not says_why:
+        yield SentBeside(
+            f"the clients' {travels.weights} are the weights of the average"
+        )
+
+    # What travels between the messages of a round, and before tests.
+    if travels.exchanges:
+        yield _exchanges(travels.exchanges)
+    if travels.reestimates:
+        yield SentBeside(
+            f"{method.title} collects statistics that are re-estimated on the clients'"
+            " data"
+        )
+
+    # What the server reads of single replies, where a record has not said it already.
+    if reads_unsaid(type(method)):
+        kind = type(method).__name__
+        yield SentBeside(
+            f"{kind}.aggregate may read anything of single replies: say in"
+            f" {kind}.travels what"
+        )
+    elif travels.each and not says_why:
+        yield SentBeside(
+            f"{method.title} reads the {', '.join(sorted(travels.each))} of single"
+            " replies"
+        )
 
 
 def _exchanges(exchanges: Exchanges) -> SentBeside:
     text = (
         "the exchanges of its first step hold statistics of the clients' single batches"
     )
+    # Sums over all clients can be masked.
     if exchanges.read == "mean":
         return SentBeside(text, masked=True)
     return SentBeside(
@@ -117,6 +117,7 @@ def check_wrapper(methods: Methods, parts: Parts, warn: bool) -> None:
         ConfigError: something of the clients bypasses the wrapper, or the wrapper would
             fail or break the methods.
     """
+    # Flower's wrappers call us and say nothing: they are seen in the call stack.
     wrapper = calling_dp_wrapper()
     if not wrapper:
         return
