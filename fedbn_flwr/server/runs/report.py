@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,14 +107,18 @@ def average_metrics(
     reported: dict[str, list[tuple[float, Any]]] = {}
     for content in contents:
         (record,) = of_kind(content, MetricRecord).values()
-        weight_of = _weights(record, weighted_by_key)
+        weight = float(np.asarray(record[weighted_by_key]))
+        sizes = _sizes_of_sets(record)
         for key, value in record.items():
             if key != weighted_by_key:
-                reported.setdefault(key, []).append((weight_of(key), value))
+                own = _size_for(key, sizes, weight) if sizes else weight
+                reported.setdefault(key, []).append((own, value))
     averaged = MetricRecord()
     for key, pairs in reported.items():
         values = [value for _, value in pairs]
-        if len({_length(value) for value in values}) > 1:
+        # None = a number
+        lengths = {len(value) if isinstance(value, list) else None for value in values}
+        if len(lengths) > 1:
             logger.warning(
                 "metric '%s' has different shapes at different clients and is not"
                 " averaged",
@@ -138,24 +142,24 @@ def average_metrics(
     return averaged
 
 
-def _weights(record: MetricRecord, weighted_by_key: str) -> Callable[[str], float]:
-    """Return the function from a metric of this client to its weight."""
-    weight = float(np.asarray(record[weighted_by_key]))
-    sizes: dict[str, float] = {}
+def _sizes_of_sets(record: MetricRecord) -> dict[str, float]:
+    """Return how many examples each test set of a client has, by the prefix of its
+    metrics.
+    """
+    sizes = {}
     for key, value in record.items():
         if key.endswith(_OF_SET) and _is_whole(value):
             sizes[key.removesuffix(NUM_EXAMPLES)] = float(np.asarray(value))
-
-    def weight_of(key: str) -> float:
-        # The longest name: "mnist-m-loss" begins with that of the set "mnist", too.
-        fitting = [prefix for prefix in sizes if key.startswith(prefix)]
-        return sizes[max(fitting, key=len)] if fitting else weight
-
-    return weight_of
+    return sizes
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, list) else None
+def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:
+    """Return the size of the test set that a metric is of; ``otherwise`` if it is of
+    none of them.
+    """
+    # The longest name: "mnist-m-loss" begins with that of the set "mnist", too.
+    fitting = [prefix for prefix in sizes if key.startswith(prefix)]
+    return sizes[max(fitting, key=len)] if fitting else otherwise
 
 
 def _is_count(key: str) -> bool:
