@@ -1,12 +1,11 @@
-"""A federation on this machine without Docker: Flower's SuperLink, SuperNodes and
-SuperExecs.
+"""A federation on this machine without Docker: Flower's own processes.
 
 With TLS, node keys and SuperExec secrets; docs/deployment.md is about several
 machines::
 
-    make certs NODES=3
-    python apps/local_federation.py --nodes 3                   # until Ctrl-C
-    FLWR_HOME=runs/federation/flwr flwr run . federation --stream --run-config "num-clients=3"
+    make certs NODES=3 python apps/local_federation.py --nodes 3                   #
+    until Ctrl-C FLWR_HOME=runs/federation/flwr flwr run . federation --stream
+    --run-config "num-clients=3"
 """
 
 from __future__ import annotations
@@ -33,102 +32,103 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class LocalFederation:
-    """The processes of a federation, with the keys in ``certs``; node K has port
-    ``port + K``.
+    """The processes of a federation, with the keys in ``certs``.
+
+    The SuperLink has ``port``, node K has ``port + K``.
     """
 
     def __init__(
         self, folder: Path, certs: Path, nodes: int, port: int, configs: Sequence[str]
     ) -> None:
-        self.folder, self.certs = folder, certs = folder.absolute(), certs.absolute()
-        self.nodes, self.port = nodes, port
+        self.folder = folder.absolute()
+        self.certs = certs.absolute()
+        self.nodes = nodes
+        self.port = port
         self.environment = flower_environment(self.folder / "flwr")
         self.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.05"  # seconds
         self.processes: dict[str, Process] = {}
-        link = [
-            "flower-superlink",
-            "--enable-supernode-auth",
-            f"--database={folder}/superlink.db",
-        ]
-        self.commands = {"superlink": [*link, *self._api("superlink", port)]}
-        self.commands["superexec-serverapp"] = self._superexec("serverapp", port)
+
+        # The SuperLink and each SuperNode have a SuperExec, which starts their apps.
+        self.commands = {
+            "superlink": [
+                "flower-superlink",
+                "--enable-supernode-auth",
+                f"--database={self.folder}/superlink.db",
+                *self._api("superlink", port),
+            ],
+            "superexec-serverapp": self._superexec("serverapp", port),
+        }
         for n in range(1, nodes + 1):
-            share = (
+            config = (
                 f"partition-id={n - 1} num-partitions={nodes}"
                 f" state-dir='{self.folder}/node-{n}'"
             )
-            self.commands[f"supernode-{n}"] = self._supernode(
-                n, configs[n - 1] if configs else share
-            )
-            self.commands[f"superexec-clientapp-{n}"] = self._superexec(
-                f"clientapp-{n}", port + n
-            )
+            if configs:
+                config = configs[n - 1]
+            clients = self._superexec(f"clientapp-{n}", port + n)
+            self.commands[f"supernode-{n}"] = self._supernode(n, config)
+            self.commands[f"superexec-clientapp-{n}"] = clients
 
     def _supernode(self, node: int, config: str) -> list[str]:
-        command = [
+        return [
             sys.executable,
             f"{ROOT}/docker/flower-supernode",
             "--node-config",
             config,
-        ]
-        command += [
             f"--superlink=127.0.0.1:{self.port}",
             f"--root-certificates={self.certs}/cli/ca.crt",
+            f"--auth-supernode-private-key={self.certs}/node-{node}/node.key",
+            *self._api(f"node-{node}", self.port + node),
         ]
-        command += [f"--auth-supernode-private-key={self.certs}/node-{node}/node.key"]
-        return [*command, *self._api(f"node-{node}", self.port + node)]
 
     def _superexec(self, role: str, port: int) -> list[str]:
-        command = [
+        certs = self.certs / role
+        return [
             sys.executable,
             f"{ROOT}/docker/superexec.py",
             f"--runtime-api-address=127.0.0.1:{port}",
-        ]
-        command += [f"--root-certificates={self.certs}/{role}/ca.crt"]
-        return [
-            *command,
-            f"--superexec-auth-secret-file={self.certs}/{role}/superexec.secret",
+            f"--root-certificates={certs}/ca.crt",
+            f"--superexec-auth-secret-file={certs}/superexec.secret",
         ]
 
     def _api(self, role: str, port: int) -> list[str]:
         certs = self.certs / role
-        api = [
+        return [
             "--host=127.0.0.1",
             f"--port={port}",
             f"--ssl-ca-certfile={certs}/ca.crt",
-        ]
-        api += [
             f"--ssl-certfile={certs}/server.crt",
             f"--ssl-keyfile={certs}/server.key",
-        ]
-        return [
-            *api,
             "--isolation=process",
             f"--superexec-auth-secret-file={certs}/superexec.secret",
         ]
 
     def start(self) -> None:
         """Start all processes with a new database, each after those that it needs."""
+        # A node of the last time would count as one that is online.
         (self.folder / "flwr").mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob("superlink.db*"):
             old.unlink()
+
+        # The SuperLink, which must know the nodes' keys before they come.
         ca = self.certs / "cli/ca.crt"
         connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{ca}"\n'
-        (self.folder / "flwr/config.toml").write_text(
-            f"[superlink.federation]\n{connection}"
-        )
-        self.launch("superlink").wait_healthy(
-            f"https://127.0.0.1:{self.port}/health", ca
-        )
-        register = [
-            sys.executable,
-            f"{ROOT}/docker/register.py",
-            "federation",
-            f"{self.certs}/cli",
-        ]
+        config = f"[superlink.federation]\n{connection}"
+        (self.folder / "flwr/config.toml").write_text(config)
+        superlink = self.launch("superlink")
+        superlink.wait_healthy(f"https://127.0.0.1:{self.port}/health", ca)
         subprocess.run(
-            register, env=self.environment, stdout=subprocess.DEVNULL, check=True
+            [
+                sys.executable,
+                f"{ROOT}/docker/register.py",
+                "federation",
+                f"{self.certs}/cli",
+            ],
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            check=True,
         )
+
         self.launch("superexec-serverapp")
         for node in range(1, self.nodes + 1):
             supernode = self.launch(f"supernode-{node}")
@@ -137,37 +137,31 @@ class LocalFederation:
 
     def launch(self, name: str) -> Process:
         """Start one process; its log is ``NAME.log``."""
-        log = self.folder / f"{name}.log"
-        self.processes[name] = Process(
-            self.commands[name], self.environment, log, self.folder
-        )
-        return self.processes[name]
+        command, log = self.commands[name], self.folder / f"{name}.log"
+        process = Process(command, self.environment, log, self.folder)
+        self.processes[name] = process
+        return process
 
     def restart_dead(self) -> list[str]:
-        """Start the processes again that have ended, as Docker does, and return their
-        names.
-        """
-        dead = [
-            name for name, process in self.processes.items() if process.code is not None
-        ]
+        """Start ended processes again, as Docker does, and return their names."""
+        ended = self.processes.items()
+        dead = [name for name, process in ended if process.code is not None]
         for name in dead:
             self.launch(name)
         return dead
 
     def run(self, run_config: Mapping[str, Scalar], app: Path = ROOT) -> None:
-        """Run an app and wait for its end; an EngineError with its log unless it
-        completes.
-        """
+        """Run an app and wait for its end; EngineError unless it completes."""
         command = [
             sys.executable,
             f"{ROOT}/docker/run.py",
             str(app),
             "federation",
             "--stream",
+            "--run-config",
+            toml_pairs(run_config),
         ]
-        log = stream(
-            [*command, "--run-config", toml_pairs(run_config)], self.environment, None
-        )
+        log = stream(command, self.environment, None)
         if not log[-1].endswith(": finished:completed"):
             raise EngineError("\n".join(log))
 
@@ -196,6 +190,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--node-config", dest="configs", action="append", help="once a node"
     )
+    # Whoever ends this script ends the federation.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     federation = LocalFederation(**vars(parser.parse_args()))
     with suppress(KeyboardInterrupt), closing(federation):

@@ -1,6 +1,4 @@
-"""Print what extras of a project need, a requirement a line:
-``extras.py PYPROJECT EXTRA,EXTRA``.
-"""
+"""Print what extras of a project need: ``extras.py PYPROJECT EXTRA,EXTRA``."""
 
 from __future__ import annotations
 
@@ -10,14 +8,15 @@ from pathlib import Path
 
 
 def main(pyproject: str, extras: str) -> None:
-    """Print the requirements; exit with a message where the project has no such extra."""
-    known = tomllib.loads(Path(pyproject).read_text())["project"][
-        "optional-dependencies"
-    ]
+    """Print the requirements; exit with a message for an unknown extra."""
+    project = tomllib.loads(Path(pyproject).read_text())["project"]
+    known = project["optional-dependencies"]
     names = [name for name in extras.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
         sys.exit(
-            f"FEDBN_EXTRAS={extras}: no extra {', '.join(unknown)}; there are {', '.join(known)}"
+            f"FEDBN_EXTRAS={extras}: no extra {', '.join(unknown)}; there are"
+            f" {', '.join(known)}"
         )
     for name in names:
         print(*known[name], sep="\n")

@@ -1,8 +1,7 @@
-"""``flwr run`` that waits for the run and exits with 1 unless it completes:
-``run.py APP CONNECTION OPTIONS...``.
+"""``flwr run`` that waits for the run: ``run.py APP CONNECTION OPTIONS...``.
 
-Flower's own command exits with 0 whatever becomes of the run, and ends when the
-SuperLink goes away for a moment.
+It exits with 1 unless the run completes. Flower's own command exits with 0 whatever
+becomes of the run, and ends when the SuperLink goes away for a moment.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ def _end_of(run_id: str, connection: str) -> str:
     last_seen = time.monotonic()
     while True:
         try:
-            status = {
-                str(run["run-id"]): run["status"]
-                for run in flower_runs(os.environ, connection)
-            }[run_id]
+            runs = flower_runs(os.environ, connection)
+            statuses = {str(run["run-id"]): run["status"] for run in runs}
+            status = statuses[run_id]
             last_seen = time.monotonic()
         except EngineError:
             if time.monotonic() > last_seen + _AWAY_SECONDS:

@@ -1,5 +1,4 @@
-"""flower-superexec for the services of ``docker-compose.yml``:
-``superexec.py ARGUMENTS``.
+"""flower-superexec for the compose file's services: ``superexec.py ARGUMENTS``.
 
 Flower starts a process for every message and every run, by the name of a command,
 ``flwr-clientapp`` or ``flwr-serverapp``. These names are found in ``starters`` first:
@@ -48,24 +47,24 @@ STARTERS = Path(__file__).parent / "starters"
 
 def main(arguments: Sequence[str]) -> int:
     """Run flower-superexec until it ends, and return its exit code."""
-    environment = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="superexec-"))
     door = folder / "door"
     # before the block below, whose end is not that of an app's process
     preloaded = start_preloaded(door)
-    environment |= {
+    environment = {
+        **os.environ,
         "SUPEREXEC_DOOR": str(door),
         "SUPEREXEC_BIN": str(BIN),
         "SUPEREXEC_PYTHON": sys.executable,
+        "PATH": f"{STARTERS}{os.pathsep}{os.environ['PATH']}",
     }
-    environment["PATH"] = f"{STARTERS}{os.pathsep}{environment['PATH']}"
+    command = [BIN / "flower-superexec", *arguments]
     try:
-        superexec = subprocess.Popen(
-            [BIN / "flower-superexec", *arguments], env=environment
-        )
+        superexec = subprocess.Popen(command, env=environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: end(superexec, preloaded, number))
         code = superexec.wait()
+        # one that has failed leaves its apps at work
         while children(preloaded):
             time.sleep(0.2)
         return code
@@ -74,9 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def end(superexec: subprocess.Popen[bytes], preloaded: int, number: int) -> None:
-    """Send a signal to the apps, and to the SuperExec when they have ended or the time
-    is over.
-    """
+    """Send a signal to the apps, and to the SuperExec after them or after a while."""
     deadline = time.monotonic() + SAVE_SECONDS
     for app in children(superexec.pid, preloaded):
         os.kill(app, number)
@@ -86,9 +83,10 @@ def end(superexec: subprocess.Popen[bytes], preloaded: int, number: int) -> None
 
 
 def children(*parents: int) -> list[int]:
-    """Return the processes that these processes have started, and that have not ended."""
+    """Return the processes that these have started, and that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
+        # after the program's name, which is in brackets: its state and its parent
         try:
             state, of = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:  # it has ended meanwhile
@@ -99,16 +97,17 @@ def children(*parents: int) -> list[int]:
 
 
 def start_preloaded(path: Path) -> int:
-    """Start the process of which the apps' are forks, and return its id; it is asked by
-    a socket at this path.
+    """Start the process of which the apps' are forks, and return its id.
 
-    It ends with this process, whatever the reason: the other end of a pipe closes then.
+    It is asked by a socket at this path. It ends with this process, whatever the
+    reason: the other end of a pipe closes then.
     """
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(str(path))
     door.listen(128)
     over, kept = os.pipe()
-    if (preloaded := os.fork()) == 0:
+    preloaded = os.fork()
+    if preloaded == 0:
         os.close(kept)
         sys.argv = serve(door, over)  # from here on, this is an app's process
         sys.exit(command_of_flower(sys.argv[0])())
@@ -125,44 +124,51 @@ def command_of_flower(name: str) -> Callable[[], object]:
 
 
 def serve(door: socket.socket, over: int) -> list[str]:
-    """Fork for each request; return its words in the fork, and never in this process,
-    which ends with ``over``.
+    """Fork for each request, and return its words in the fork.
 
-    An app ends when the process of ``--parent-pid`` has: the SuperExec for Flower, here
-    the one that outlasts it.
+    It never returns in this process, which ends with ``over``. An app ends when the
+    process of ``--parent-pid`` has: the SuperExec for Flower, here the one that
+    outlasts it.
     """
+    # Import what the forks need. Ctrl-C reaches the whole group; the pipe says when it
+    # is over
     outlasts = os.getppid()
-    # Ctrl-C reaches the whole group; the pipe says when it is over
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for module in PRELOADED:
         importlib.import_module(module)
     for name in COMMANDS:
         command_of_flower(name)
-    sys.path[:] = [
-        path for path in sys.path if Path(path) != Path(__file__).parent
-    ]  # no module of an app
-    gc.freeze()  # a fork need not copy what its garbage collection looks at
+    # An app finds no module here that is named as its own.
+    here = Path(__file__).parent
+    sys.path[:] = [path for path in sys.path if Path(path) != here]
+    # a fork need not copy what its garbage collection looks at
+    gc.freeze()
+
     while True:
         ready, _, _ = select.select([door, over], [], [])
         if over in ready:
             os._exit(0)
         line, _ = door.accept()
-        if (words := line.recv(1 << 16)) and os.fork() == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            sys.modules[
-                "numpy.random"
-            ].seed()  # as in a new process; Python's own generator does so by itself
-            line.send(b"1")
+        words = line.recv(1 << 16)
+        if not words or os.fork():
             line.close()
-            door.close()
-            command: list[str] = json.loads(words)
-            for place, word in enumerate(command[:-1], start=1):
-                if word == "--parent-pid":
-                    command[place] = str(outlasts)
-            return command
+            continue
+
+        # In the fork: as a new process, also in its random numbers; Python's own
+        # generator sees to that itself.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sys.modules["numpy.random"].seed()
+        # the asking process leaves when it has read this
+        line.send(b"1")
         line.close()
+        door.close()
+        command: list[str] = json.loads(words)
+        for place, word in enumerate(command[:-1], start=1):
+            if word == "--parent-pid":
+                command[place] = str(outlasts)
+        return command
 
 
 if __name__ == "__main__":

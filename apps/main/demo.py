@@ -1,13 +1,11 @@
-"""``make demo``: the default app through ``flwr run``, the same setting in process, and
-one table.
-"""
+"""``make demo``: the default app through ``flwr run`` and in process, in one table."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -23,16 +21,15 @@ from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 
 __all__ = ["demo"]
 
-_PLAIN, _REPAIRS, _ONE_MACHINE = (
-    "FedAvg+BN",
-    ("FixBN", "FedTAN", "FedAvg+GN"),
-    "one machine",
-)
+_SHOWN = ("FedAvg+BN", "FixBN", "FedTAN", "FedAvg+GN")
+_ONE_MACHINE = "one machine"
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def demo(out: Path) -> int:
     """Run the demo into ``out``; return the exit code."""
+    # The runs. Flower waits for processes to start more than it computes, so the sweep
+    # runs at the same time.
     console = Console()
     logging.getLogger("flwr").setLevel(logging.WARNING)
     study = load_study(ROOT / "apps/main/recipes/demo.yaml")
@@ -45,7 +42,6 @@ def demo(out: Path) -> int:
         console.print(
             "at the same time the same setting in process, and the other methods ..."
         )
-        # Flower waits for processes to start more than it computes
         with ThreadPoolExecutor(1) as beside:
             through_flower = beside.submit(_flower, first, out / "flwr-run", console)
             sweep(study, out, follower=_Printer(console))
@@ -55,52 +51,48 @@ def demo(out: Path) -> int:
             str(error), style="red", markup=False, highlight=False, soft_wrap=True
         )
         return 1
+
+    # The table, a row for each run.
     folders = {f"{first.method} (flwr run)": out / "flwr-run"}
     folders |= {cell.method: cell.folder(out) for cell in study.cells()}
-    summaries = {
-        name: json.loads((folder / "summary.json").read_text())
-        for name, folder in folders.items()
-    }
     columns = ("method", "accuracy, %", "rounds", "exchanges", "MB of floats")
     table = Table(*columns, title=study.name, title_justify="left")
-    accuracies = {
-        name: 100 * summary["final"][summary["headline"]]
-        for name, summary in summaries.items()
-    }
-    for name, summary in summaries.items():
+    accuracies: dict[str, float] = {}
+    hashes: list[str] = []
+    for name, folder in folders.items():
+        summary = json.loads((folder / "summary.json").read_text())
+        accuracies[name] = 100 * summary["final"][summary["headline"]]
+        hashes.append(summary["sha256"])
         ledger = summary["ledger"]
         megabytes = (ledger["bytes-down"] + ledger["bytes-up"]) / 2**20
-        row = (
+        table.add_row(
+            name,
             f"{accuracies[name]:.2f}",
             str(summary["rounds"]),
             f"{ledger['exchanges']:,}",
             f"{megabytes:.2f}",
         )
-        table.add_row(name, *row)
     console.print(table)
-    console.print(_what_it_shows(accuracies), highlight=False, soft_wrap=True)
-    hashes = [summary["sha256"] for summary in list(summaries.values())[:2]]
-    console.print(
-        "flwr run and in process end in the same bits:"
-        f" {'yes' if hashes[0] == hashes[1] else 'NO'}"
-    )
+
+    # What it shows. The first two runs differ by the engine alone.
+    best = accuracies[_ONE_MACHINE]
+    behind = [f"{name} {best - accuracies[name]:.1f}" for name in _SHOWN]
+    sentence = f"Accuracy behind one machine, in points: {', '.join(behind)}."
+    console.print(sentence, highlight=False, soft_wrap=True)
+    same = hashes[0] == hashes[1]
+    answer = "yes" if same else "NO"
+    console.print(f"flwr run and in process end in the same bits: {answer}")
     for name in ("table.md", "results.csv", "flwr-run/curves.png"):
         console.print(str(out / name), highlight=False, soft_wrap=True)
-    return 0 if hashes[0] == hashes[1] else 1
-
-
-def _what_it_shows(accuracies: Mapping[str, float]) -> str:
-    """Return what the table shows, in a sentence."""
-    best = accuracies[_ONE_MACHINE]
-    behind = [f"{name} {best - accuracies[name]:.1f}" for name in (_PLAIN, *_REPAIRS)]
-    return f"Accuracy behind one machine, in points: {', '.join(behind)}."
+    return 0 if same else 1
 
 
 class _Printer(LogFollower):
     """Prints a line when a run begins."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._begun = console, 0
+        self._console = console
+        self._begun = 0
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
         self._left = len(left)
@@ -115,12 +107,10 @@ def _flower(cell: Cell, out: Path, console: Console) -> None:
     nodes = cell.config.num_clients
 
     def show(line: str) -> None:
+        # the line of a round, without Flower's colours and times
         if "test-accuracy" in line and "/" in line:
-            console.print(
-                f"   flwr run, {line[line.index('round') :]}",
-                markup=False,
-                highlight=False,
-            )
+            text = f"   flwr run, {line[line.index('round') :]}"
+            console.print(text, markup=False, highlight=False)
 
     flower_run(
         ROOT,

@@ -1,8 +1,7 @@
-"""Ask the process behind a SuperExec for a fork, and leave when it has begun:
-``ask.py COMMAND ARGUMENTS``.
+"""Ask the process behind a SuperExec for a fork: ``ask.py COMMAND ARGUMENTS``.
 
-Python without site-packages starts in 10 ms. Where there is no fork, Flower's own
-command is this process from here on.
+It leaves when the fork has begun. Python without site-packages starts in 10 ms. Where
+there is no fork, Flower's own command is this process from here on.
 """
 
 import json

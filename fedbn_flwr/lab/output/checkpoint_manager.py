@@ -1,6 +1,4 @@
-"""Saving the checkpoints of a federated run: when one is due, and what clients must
-know of them.
-"""
+"""Saving a run's checkpoints: when one is due, and what clients must know of it."""
 
 from __future__ import annotations
 
@@ -46,42 +44,41 @@ class CheckpointManager:
         saved: Checkpoint | None,
     ) -> None:
         self.checkpoints = checkpoints
-        self._config, self._strategy = config, strategy
+        self._config = config
+        self._strategy = strategy
         self._warned: set[str] = set()
-        self._whole: Checkpoint | None = None  # the run after the last whole round
-        self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
-        if saved and (volatile := saved.strategy["kept"]["volatile"]):
-            raise NotResumableError(
-                f"cannot resume: client(s) {', '.join(volatile)} kept their part in"
-                " memory only, and it is lost. Give runs of this strategy a state"
-                " folder (state-dir) from the start."
-            )
+        # the run after the last whole round
+        self._whole: Checkpoint | None = None
+        self._run = uuid4().hex[:16]
+        self.resumed_after: list[int] = []
         if saved:
-            logger.info(
-                "resumed after round %d from %s", saved.server_round, checkpoints.folder
-            )
-            strategy.load_state_dict(saved.strategy, saved.server_round)
-            checkpoints.set_aside_after(saved.server_round)
-        self._run = saved.run if saved else uuid4().hex[:16]
+            volatile = saved.strategy["kept"]["volatile"]
+            if volatile:
+                raise NotResumableError(
+                    f"cannot resume: client(s) {', '.join(volatile)} kept their part in"
+                    " memory only, and it is lost. Give runs of this strategy a state"
+                    " folder (state-dir) from the start."
+                )
+            after = saved.server_round
+            logger.info("resumed after round %d from %s", after, checkpoints.folder)
+            strategy.load_state_dict(saved.strategy, after)
+            checkpoints.set_aside_after(after)
+            self._run = saved.run
+            self.resumed_after = [*saved.resumed_after, after]
         self.continuity = self._continuity()
 
     def after_round(
         self, server_round: int, stopping: EarlyStopping | None = None
     ) -> None:
-        """Save a checkpoint if one is due; warn of clients that keep their part in
-        memory only.
-        """
+        """Save a checkpoint if one is due; warn of clients that lose what they keep."""
         if self._config.series:
-            self._warn_of_volatile(
-                f"series={self._config.series} has no effect for them"
-            )
+            what = f"series={self._config.series} has no effect for them"
+            self._warn_of_volatile(what)
         if not self._config.checkpoint_every:
             return
         self._whole = self._checkpoint(server_round)
-        last = (
-            server_round == self._config.num_server_rounds
-            or self._strategy.stops_after(server_round)
-        )
+        last = server_round == self._config.num_server_rounds
+        last = last or self._strategy.stops_after(server_round)
         if self.checkpoints.due(server_round, last, stopping):
             self._save(self._whole, stopping)
 
@@ -91,22 +88,21 @@ class CheckpointManager:
             self._save(self._whole, stopping)
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
-        """Save the last round's checkpoint if ``after_round`` could not know yet that
-        the run would be stopped.
-        """
-        last = (
-            self._strategy.reports[-1].server_round if self._strategy.reports else None
-        )
-        if last is None or last in self.checkpoints.rounds:
+        """Save the last round's checkpoint, unless ``after_round`` has done so."""
+        # It could not know yet that the run would be stopped.
+        if not self._strategy.reports:
+            return
+        last = self._strategy.reports[-1].server_round
+        if last in self.checkpoints.rounds:
             return
         if self.checkpoints.due(last, True, stopping):
             self._save(self._checkpoint(last), stopping)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
-        """Return the run as it is; nothing is copied, because a round makes new arrays
-        and states.
-        """
-        state, strategy = views(self._strategy.run.arrays), self._strategy.state_dict()
+        """Return the run as it is."""
+        # Nothing is copied: a round makes new arrays and states.
+        state = views(self._strategy.run.arrays)
+        strategy = self._strategy.state_dict()
         return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
 
     def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
@@ -116,7 +112,8 @@ class CheckpointManager:
 
     def _warn_of_volatile(self, what: str) -> None:
         """Warn once of ``what`` follows if clients keep their part in memory only."""
-        if (volatile := self._strategy.run.kept.volatile) and what not in self._warned:
+        volatile = self._strategy.run.kept.volatile
+        if volatile and what not in self._warned:
             self._warned.add(what)
             logger.warning(
                 "client(s) %s keep their part in memory only: %s. Set state-dir, in the"

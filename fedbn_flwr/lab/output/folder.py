@@ -35,7 +35,6 @@ __all__ = [
     "STATISTICS_FILE",
     "RunFolder",
     "changed_settings",
-    "is_locked",
     "lock_folder",
     "writing",
 ]
@@ -101,16 +100,6 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process writes to the folder of a run or a study."""
-    # by taking the lock for this moment
-    try:
-        with lock_folder(path):
-            return False
-    except ConfigError:
-        return True
 
 
 @contextmanager

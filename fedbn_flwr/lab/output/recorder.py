@@ -1,5 +1,7 @@
-"""Recording a run: test the global model, write a line at the end of each round; write
-model, curves and summary.
+"""Recording a run: tests of the global model, a line a round, and the results.
+
+Each round: ``test`` while its model is there, ``write`` at its end. After the last one
+``finish`` writes model, curves and summary.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord
@@ -17,6 +19,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.client.personal_model import ABSENT, KEPT_HASHES, why_absent
 from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.client_tests import (
@@ -60,8 +63,15 @@ REFUSED = "a reply was refused; the server's log has the reason"
 
 
 class Recorder:
-    """Tests the global model if ``eval-on`` asks for it, and writes a line for each
-    round.
+    """Tests the global model, and writes a line for each round.
+
+    Args:
+        folder: the run's folder.
+        config: the resolved config.
+        model: gets the entries that are tested.
+        data: the data of the run; None = they are not here.
+        strategy: None for the centralized reference.
+        on_round: called with each line.
 
     Attributes:
         stopping: the validation scores, which say when the run ends; None without early
@@ -77,33 +87,42 @@ class Recorder:
         strategy: Strategy | None,
         on_round: OnRound | None,
     ) -> None:
-        self._folder, self._config, self._model = folder, config, model
-        self._strategy, self._on_round = strategy, on_round
-        self._model_description = ModelDescription.of(
-            config, data.dataset if data else None
-        )
-        self._task, self._data = data_of(config).test_task, data
-        self._withheld = (
-            strategy is not None and not strategy.protection.publishes_metrics
-        )
-        self._held_out = (
-            HeldOut(data, self._task, config.test_bn)
-            if data and data.held_out
-            else None
-        )
-        domains = data.domain_views() if data and not self._withheld else {}
-        self._domain_of = (
-            functools.cache(data.domain_of) if data and domains else lambda client: None
-        )
+        self._folder = folder
+        self._config = config
+        self._model = model
+        self._data = data
+        self._strategy = strategy
+        self._on_round = on_round
+        self._task = data_of(config).test_task
+        dataset = data.dataset if data else None
+        self._model_description = ModelDescription.of(config, dataset)
+        # A protection may forbid what tells of single clients, or of few.
+        self._withheld = False
+        if strategy:
+            self._withheld = not strategy.protection.publishes_metrics
+
+        # The tests, tried now: a batch that is too small is no error of round 50.
+        domains: dict[str, Subset] = {}
+        self._domain_of: Callable[[int], str | None] = lambda client: None
+        if data and not self._withheld:
+            domains = data.domain_views()
+            if domains:
+                self._domain_of = functools.cache(data.domain_of)
         self._tests = GlobalTests(config, model, data, domains, strategy)
         self._tests.try_batches()
-        if self._held_out:
+        self._held_out: HeldOut | None = None
+        if data and data.held_out:
+            self._held_out = HeldOut(data, self._task, config.test_bn)
             self._held_out.try_batches(model)
-        self.stopping = None
+
+        # A run that was resumed has scores already, and may be at its end.
+        self.stopping: EarlyStopping | None = None
         if config.early_stopping:
-            self.stopping = EarlyStopping(config, self.lines())  # of a resumed run
+            self.stopping = EarlyStopping(config, self.lines())
         self._note_stop()
-        self._tested: dict[str, Any] = {}  # of this round, until its line is written
+
+        # what ``test`` has found in this round, until its line is written
+        self._tested: dict[str, Any] = {}
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()
 
@@ -118,8 +137,7 @@ class Recorder:
     def test(
         self, server_round: int, arrays: ArrayRecord | None = None
     ) -> dict[str, Any]:
-        """Test the global model if this round has a test; return the metrics of
-        ``eval-on``.
+        """Test the global model if this round has a test; return what ``eval-on`` asks.
 
         Args:
             server_round: the round.
@@ -132,43 +150,49 @@ class Recorder:
         metrics, self._by_domain = self._tests.run(state)
         self._tested |= metrics
         if self._held_out:
-            self._tested |= self._test_held_out(self._held_out, state)
+            # The centralized reference trains this model on: it gets its state back.
+            if state is None:
+                arrays_now = to_state(self._model.state_dict())
+                state = {name: array.copy() for name, array in arrays_now.items()}
+            self._tested |= self._held_out.test(self._model, state, self._strategy)
+            load_state(self._model, tensors(state))
         return metrics
 
     def test_at_clients(
         self, server_round: int, tests: Sequence[str]
     ) -> dict[str, Any]:
-        """Return the tests of the recorder's model at each client, as clients reply, if
-        this round has a test.
+        """Return the tests of the recorder's model at each client, as clients reply.
+
+        There are none in a round without a test.
         """
         if self._data is None or not tests or not self._due(server_round):
             return {}
         return tested_at_clients(self._model, self._data, tests, self._task)
 
     def write(self, report: RoundReport) -> dict[str, Any]:
-        """Write and return the line of a round that has been tested, and call
-        ``on_round`` with it.
-        """
+        """Write and return the line of a round, and call ``on_round`` with it."""
+        # What was measured: in the training, by the server's tests, by the clients'.
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
         reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
         line |= self._tested
         line |= client_means(report, self._task)
-        domains = self._by_domain | client_means_by_domain(
-            report, self._domain_of, self._task
-        )
+        domains = client_means_by_domain(report, self._domain_of, self._task)
+        domains = self._by_domain | domains
+
+        # What it took, and of whom.
         line |= self._counted(report)
         if report.evaluations:
             line["clients"] = report.evaluations
         if domains:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
-        line["rejected"] = (
-            [REFUSED] * len(report.rejected)
-            if self._withheld
-            else list(report.rejected.values())
-        )
+
+        # What went wrong. A reason may tell of a client's data.
+        line["rejected"] = list(report.rejected.values())
+        if self._withheld:
+            line["rejected"] = [REFUSED] * len(report.rejected)
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:
@@ -177,45 +201,26 @@ class Recorder:
         self._add(line)
         return line
 
-    def _test_held_out(self, held_out: HeldOut, state: State | None) -> dict[str, Any]:
-        """Return the tests of the held-out clients; the model has the global state
-        again afterwards.
-        """
-        if state is None:
-            state = {
-                name: array.copy()
-                for name, array in to_state(self._model.state_dict()).items()
-            }
-        tested = held_out.test(self._model, state, self._strategy)
-        load_state(self._model, tensors(state))
-        return tested
-
     def _counted(self, report: RoundReport) -> dict[str, Any]:
-        """Return the examples that were processed, the clients, the traffic, and what
-        privacy was spent.
-        """
+        """Return a round's examples, clients, traffic and spent privacy."""
         counted: dict[str, Any] = {}
+        # the centralized reference has no clients, and its own metrics
         clients = report.clients.values() or [report.metrics]
         if not self._withheld:
-            counted["examples"] = int(
-                sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients)
-            )
-            counted[DROPPED_BATCHES] = int(
-                sum(client.get(DROPPED_BATCHES, 0) for client in clients)
-            )
-        counted |= {
-            "participants": report.participants,
-            **_moved(report.train),
-            **report.privacy,
-        }
+            examples = sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients)
+            dropped = sum(client.get(DROPPED_BATCHES, 0) for client in clients)
+            counted["examples"] = int(examples)
+            counted[DROPPED_BATCHES] = int(dropped)
+        counted["participants"] = report.participants
+        counted |= _moved(report.train)
+        counted |= report.privacy
         if report.evaluate.exchanges:
             counted |= _moved(report.evaluate, "evaluation-")
         return counted
 
     def _add(self, line: dict[str, Any]) -> None:
-        """Write the line of a round, stop the run if it is time, and tell the log and
-        ``on_round``.
-        """
+        """Write the line of a round; tell early stopping, the log and ``on_round``."""
+        # Written first: whoever is told may read the file.
         self._folder.add_round(line)
         if self.stopping:
             self.stopping.add(line)
@@ -250,44 +255,48 @@ class Recorder:
 
         With early stopping, ``state`` and the strategy are those of the best round.
         """
+        # The figures, and what the method says of the run: the round of T*, for
+        # example.
         lines = self.lines()
-        chosen = (self.stopping.best() if self.stopping else None) or len(lines)
-        summary: dict[str, Any] = {
-            "strategy": strategy.name if strategy else self._config.strategy
-        }
+        chosen = len(lines)
+        if self.stopping:
+            chosen = self.stopping.best() or chosen
+        summary: dict[str, Any] = {"strategy": self._config.strategy}
+        if strategy:
+            summary["strategy"] = strategy.name
         summary |= self._figures(lines)
         since = summary.get(DIVERGED_AT)
-        summary |= strategy.outcome(chosen) if strategy else {}
+        if strategy:
+            summary |= strategy.outcome(chosen)
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
-        private = strategy is not None and strategy.protection.always_releases
-        local = strategy.run.kept.hashes if strategy and not private else {}
-        summary |= {
-            "sha256": state_sha256(state, local),
-            "seed": self._config.seed,
-            "versions": versions(),
-        }
-        if sites := table_of_run(
-            self._config, self._model, self._data, strategy, state
-        ):
+
+        # What repeats the run. With client-level privacy nothing of single clients is
+        # told, not even the hash of what they keep.
+        kept: Iterable[tuple[str, State]] = ()
+        local: Mapping[str, str] = {}
+        if strategy and not strategy.protection.always_releases:
+            local = strategy.run.kept.hashes
+            kept = kept_by_clients(self._config, strategy, state)
+        summary["sha256"] = state_sha256(state, local)
+        summary["seed"] = self._config.seed
+        summary["versions"] = versions()
+        sites = table_of_run(self._config, self._model, self._data, strategy, state)
+        if sites:
             summary["sites"] = sites
+
+        # The model, without the parts of which there is no global value.
         contents = summary["model"] = contents_of_model(strategy)
-        clients = self._folder.save_clients(
-            kept_by_clients(self._config, strategy, state)
-            if strategy and not private
-            else ()
-        )
+        clients = self._folder.save_clients(kept)
         absent = [part for part, text in contents.items() if text == ABSENT]
         if strategy and absent:
             summary["model-note"] = why_absent(absent, clients)
             logger.info("%s", summary["model-note"])
-            state = {
-                name: array
-                for name, array in state.items()
-                if strategy.run.parts.part_of[name] not in absent
-            }
+            part_of = strategy.run.parts.part_of
+            state = {n: array for n, array in state.items() if part_of[n] not in absent}
+
+        # What using the model elsewhere needs.
         about = {"format": "pt", **contents, "sha256": summary["sha256"]}
-        # what using the model elsewhere needs
         about[MODEL_DESCRIPTION] = self._model_description.to_json()
         if strategy and strategy.local and local:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
@@ -297,39 +306,33 @@ class Recorder:
         return summary
 
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the results for the summary: those of the best round with early
-        stopping, else of the last test.
-        """
+        """Return the results for the summary."""
+        # The best round by the test is told, and never chosen by.
         headline = headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
+
+        # The result: of the best round with early stopping, else of the last test, also
+        # if that one has no value.
         best_validated = self.stopping.best() if self.stopping else None
         last: Mapping[str, Any] = {}
         if best_validated:
             last = lines[best_validated - 1]
         elif measured:
-            last = [
-                line
-                for line in lines
-                if self._due(line["round"]) or line.get(headline) is not None
-            ][-1]
-        results = (
-            "train-",
-            "test-",
-            "personal-",
-            f"{VALIDATION}-",
-            HELD_OUT,
-            "domains",
-        )
-        final = {
-            key: value
-            for key, value in last.items()
-            if key == "round" or key.startswith(results)
-        }
+            for line in lines:
+                if self._due(line["round"]) or line.get(headline) is not None:
+                    last = line
+        validation = f"{VALIDATION}-"
+        results = ("train-", "test-", "personal-", validation, HELD_OUT, "domains")
+        final: dict[str, Any] = {}
+        for key, value in last.items():
+            if key == "round" or key.startswith(results):
+                final[key] = value
         if measured:
             final.setdefault(headline, None)
             self._warn_of_result(final, headline, best_validated or len(lines))
+
         figures: dict[str, Any] = {
             "headline": headline,
             "final": final,
@@ -339,12 +342,12 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
-        if since := [line[DIVERGED_AT] for line in lines if DIVERGED_AT in line]:
+        since = [line[DIVERGED_AT] for line in lines if DIVERGED_AT in line]
+        if since:
             figures[DIVERGED_AT] = since[0]
         if self.stopping:
-            figures["stopped-early"] = (
-                self.stopping.stops and len(lines) < self._config.num_server_rounds
-            )
+            shorter = len(lines) < self._config.num_server_rounds
+            figures["stopped-early"] = self.stopping.stops and shorter
             figures["best-validation"] = {
                 "round": best_validated,
                 self.stopping.metric: last.get(self.stopping.metric),
@@ -377,13 +380,14 @@ class Recorder:
         self._model.cpu()
 
     def _due(self, server_round: int) -> bool:
-        return (
-            server_round % self._config.eval_every == 0
-            or server_round == self._config.num_server_rounds
-        )
+        """Return whether the round has a test; the last one always has."""
+        if server_round == self._config.num_server_rounds:
+            return True
+        return server_round % self._config.eval_every == 0
 
 
 def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
+    """Return the traffic by the keys of a line."""
     values = (
         traffic.exchanges,
         traffic.down,
