@@ -34,7 +34,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
     merged_config,
 )
-from fedbn_flwr.messages.records import from_record, tensors, to_state
+from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
@@ -132,7 +132,7 @@ def bn_rules(
         }
         for hook_name in with_arrays:
             hook = hooks[hook_name]
-            hook.receive(extras, tensors(kept.hook_state(type(hook).__name__)))
+            hook.receive(extras, kept.hook_state(hook))
     rules = Hooks(model, hooks)
     with rules._block():
         yield rules
@@ -141,10 +141,7 @@ def bn_rules(
     if context is not None:
         fill_outbox(context, rules.metrics, hooks.values())
     if kept is not None:
-        kept.save_hook_state(
-            {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()},
-            sent.server_round,
-        )
+        kept.save_hook_state(hooks.values(), sent.server_round)
 
 
 def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:

@@ -10,7 +10,7 @@ each client kept, and sends the one that a client goes on from.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,15 @@ from fedbn_flwr.messages.protocol import (
     MessageConfig,
     ReplyInfo,
 )
-from fedbn_flwr.messages.records import from_record, state_sha256, to_record, views
+from fedbn_flwr.messages.records import (
+    from_record,
+    state_sha256,
+    tensors,
+    to_record,
+    to_state,
+    views,
+)
+from fedbn_flwr.training.client_hook import ClientHook, Entries
 
 __all__ = ["ClientStorage", "KeptState", "state_dir"]
 
@@ -246,15 +254,17 @@ class KeptState:
         kept = self._read(KEPT) if names else {}
         return {name: kept[name] for name in names if name in kept}
 
-    def hook_state(self, hook: str) -> Mapping[str, Array]:
+    def hook_state(self, hook: ClientHook) -> Entries:
         """Return the entries that a client hook kept in the client's last round, else
         none. Raises as ``load``.
         """
+        prefix = _prefix(hook)
         entries = {}
         for name, array in self._read(KEPT_BY_HOOKS).items():
-            if name.startswith(f"{hook}/"):
-                entries[name.removeprefix(f"{hook}/")] = array.copy()
-        return entries
+            if name.startswith(prefix):
+                # a copy: the hook may change it, and the round may be undone
+                entries[name.removeprefix(prefix)] = array.copy()
+        return tensors(entries)
 
     # After the round: keep what the next one needs.
 
@@ -266,14 +276,14 @@ class KeptState:
         """
         self._write(KEPT, entries, server_round)
 
-    def save_hook_state(self, kept: Mapping[str, State], server_round: int) -> None:
-        """Keep the entries of the client hooks, by hook, until the client's next round.
-        Raises as ``keep``.
+    def save_hook_state(self, hooks: Iterable[ClientHook], server_round: int) -> None:
+        """Keep the entries of the client hooks until the client's next round. Raises as
+        ``keep``.
         """
         entries = {}
-        for hook, state in kept.items():
-            for name, array in state.items():
-                entries[f"{hook}/{name}"] = array
+        for hook in hooks:
+            for name, array in to_state(hook.keep()).items():
+                entries[_prefix(hook) + name] = array
         if entries:
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
@@ -384,6 +394,10 @@ class KeptState:
             about[START_ID] = self._start_id
         about |= {SERVER_ROUND: server_round, BEGUN: begun}
         self._state[KEPT_ABOUT] = filled(ConfigRecord, about)
+
+
+def _prefix(hook: ClientHook) -> str:
+    return f"{type(hook).__name__}/"
 
 
 def _refuse_diverged(entries: State) -> None:

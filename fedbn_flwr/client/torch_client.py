@@ -54,7 +54,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
     round_in,
 )
-from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
@@ -210,7 +210,7 @@ class TorchClient(NumPyClient):
         # The model begins as the server's, but for the entries that stay here.
         extras, prefix = load_received(lent, parameters, config, kept.load(local))
         for hook in hooks.values():
-            hook.receive(extras, tensors(kept.hook_state(type(hook).__name__)))
+            hook.receive(extras, kept.hook_state(hook))
         result = train(
             lent.model,
             self.data.train,
@@ -231,10 +231,7 @@ class TorchClient(NumPyClient):
         state = to_state(lent.state)
         if local:
             kept.keep({name: state[name] for name in local}, sent.server_round)
-        kept.save_hook_state(
-            {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()},
-            sent.server_round,
-        )
+        kept.save_hook_state(hooks.values(), sent.server_round)
         kept.save(sent.server_round)
         # The reply has the shared entries; their names where they are not all.
         returned = returned_entries(state, local, hooks.values(), prefix)

@@ -21,18 +21,20 @@ from fedbn_flwr.training.settings import LocalTraining
 __all__ = ["PlainSGD", "make_optimizer", "sgd", "sgd_step", "take_step"]
 
 
-class PlainSGD(torch.optim.SGD):
+class _Unwrapped(torch.optim.Optimizer):
+    """An optimizer without torch's wrappers."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class PlainSGD(_Unwrapped, torch.optim.SGD):
     """SGD for ``sgd_step``."""
 
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
+class _Adam(_Unwrapped, torch.optim.Adam):
+    """Adam, also its step."""
 
-class _Adam(torch.optim.Adam):
-    """Adam, called without torch's wrappers."""
-
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
