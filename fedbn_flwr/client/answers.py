@@ -54,6 +54,7 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         DataError: the data set has no length, or the sampler's choice is not known
             (``LoadedBatches``).
     """
+    # A loader may have a larger batch size than examples.
     size = num_examples(loader)
     properties = NodeProperties(
         partition_of(context),

@@ -117,6 +117,8 @@ class ClientStreams:
         """Return the generator for a purpose in this round; ``fresh``: the attempt that
         draws new batches, or 0.
         """
+        # An attempt has a stream of its own only where it draws new batches: a repeated
+        # step must use the same ones.
         seed = sent.seed if self.seed is None else self.seed
         keys: list[int | str] = [sent.server_round, self.client]
         if fresh:

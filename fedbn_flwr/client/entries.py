@@ -99,6 +99,7 @@ def load_received(
     # The server may have a compiled model's names, and this model be none.
     prefix = wrapper_prefix(received, model)
     state = {name.removeprefix(prefix): array for name, array in received.items()}
+    # What is kept wins: the server's values of these entries are of its first message.
     state.update(kept)
     lent.load(tensors(_fitted(state, model)))
     extras = {}
@@ -129,6 +130,7 @@ def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, A
             " neither sent nor kept by this client; the server will send the whole"
             " state again"
         )
+    # A cast to the entry's dtype is left to torch; a shape would be broadcast.
     for name, like in model.items():
         array = state[name]
         if array.shape != like.shape:

@@ -469,11 +469,13 @@ class Hooks:
             ConfigError: a call is missing, or other weights were loaded; the error
                 names it.
         """
+        # A step left open has not run what the hooks do after its backward pass.
         if self._in_step:
             raise ConfigError(
                 "the block ended inside a step: call rules.end_step() after each"
                 " backward pass"
             )
+        # Thorough: a load by ``.data`` leaves a tensor's version as it was.
         if self._belongs_to_all_steps:
             self._check_last_step(self._after_step.changed(thorough=True))
         # A hook that took no part has changed nothing: the run would be plain FedAvg.

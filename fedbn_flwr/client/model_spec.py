@@ -95,6 +95,7 @@ class ModelSpec:
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         content = {"shapes": shapes}
         context.state[MODEL_SPEC] = ConfigRecord({SPEC_SHAPES: json.dumps(content)})
+        # Flower's context ends with the node's process; the folder does not.
         if location is not None:
             try:
                 location.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -156,6 +156,7 @@ def site_state(
             file is.
         ConfigError: the folder has several clients of this run, and ``client`` is None.
     """
+    # The server knows hashes alone: by them a file is of this run and of its last round.
     state, _ = _shared(Path(run))
     expected = json.loads(metadata(run).get(KEPT_HASHES, "{}"))
     if not expected:
@@ -163,6 +164,7 @@ def site_state(
             f"{run}: model.safetensors does not say what its clients kept. The run kept"
             " nothing with them (leave --state-dir out)."
         )
+    # A folder may have files of many runs and rounds; the error says why none is used.
     found: dict[int, dict[str, Any]] = {}
     others: list[str] = []
     for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):

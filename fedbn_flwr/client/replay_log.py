@@ -68,6 +68,7 @@ def log_answer(
         else:
             model[name] = array
     about = dict(of_kind(state, ConfigRecord).get(STEP_ABOUT, {}))
+    # The first message of a round begins the log anew, whatever an earlier round left.
     if model:
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
         state.pop(STEP_SENT, None)

@@ -55,6 +55,7 @@ def clipped_update(
                 )
         # The shared entries: what stays with the client does not leave it.
         sent = {name: before[name] for name in state}
+        # Their difference to what was received is the update that dp bounds.
         coordinates = Coordinates(sent, split_state(sent))
         update, _ = clipped(coordinates.update(state), float(config[CLIP]))
         reply.content[key] = to_record(coordinates.state(update, 0.0))

@@ -57,7 +57,7 @@ def _innermost_that_fails(
     """Return path and class of a layer that cannot be copied though all layers inside
     it can.
     """
-    # children before their parents
+    # Children before their parents: the first that fails has no layer inside that does.
     for path, module in reversed(list(model.named_modules())):
         try:
             copy.deepcopy(module, dict(memo))

@@ -140,6 +140,7 @@ class _Sums:
         loss = task.loss(outputs, targets).double() * counted
         loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
         self._totals += torch.stack([loss, task.correct(outputs, targets), counted])
+        # Pixels are counted, and not gathered: all of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
             if self._confusion is not None:
@@ -214,6 +215,7 @@ def without_running_statistics(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:
+        # torch then takes the batch's, whatever the mode
         for layer in layers:
             layer.running_mean = layer.running_var = None
         yield

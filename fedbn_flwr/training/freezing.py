@@ -61,6 +61,7 @@ def train_only(
         return
     # Weights that layers share have several names, and each may be the named one.
     parameters = list(model.named_parameters(remove_duplicate=False))
+    # A name without a parameter would silently freeze all.
     known = [entry for entry, _ in parameters]
     unknown = [
         name for name in names if not any(_under(entry, [name]) for entry in known)

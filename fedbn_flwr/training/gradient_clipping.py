@@ -93,6 +93,7 @@ def clip_in_steps(
         clip_gradients(parameters, clipping, eps, exclude=excluded)
         return 0.0
 
+    # One around another hands its steps on, and torch calls the hooks of the inner one.
     for stepping in stepping_optimizers(optimizer):
         before_steps(stepping, clip)
     return optimizer

@@ -105,6 +105,7 @@ def train(
     layout = layout or Layout(unwrap(model))
     bare = layout.model
     device, prepared = device_of(layout), inputs_for(layout)
+    # A wrapper has a mode of its own; a model that is in train mode needs no walk.
     if model is not bare or not layout.in_train_mode():
         model.train()
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
@@ -299,6 +300,7 @@ class _Totals:
 
 
 def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
+    # one example is a batch of one in every batch size
     remedy = f"use a batch-size above 1 (it is {batch_size})"
     if num_examples == 1:
         remedy = (

@@ -154,6 +154,7 @@ def _over_columns(
     """Return for each name its mean over the columns where it is defined; NaN if a
     score is NaN.
     """
+    # Ranks and the largest of NaN mean nothing.
     if scores.isnan().any():
         return dict.fromkeys(names, _NAN)
     columns = []

@@ -20,6 +20,7 @@ _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 @contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
     """Restore every module's train or eval mode at the end of the block."""
+    # each module by itself: ``train(mode)`` of the model would give all the same
     modes = {module: module.training for module in model.modules()}
     try:
         yield

@@ -24,6 +24,7 @@ def share_of(fraction: float | str, count: int) -> int:
     """Return floor(fraction * count) for the fraction as a decimal number, as it is
     written: 0.29 of 100 is 29.
     """
+    # as floats 0.29 * 100 is 28.999999999999996
     return math.floor(Fraction(str(fraction)) * count)
 
 
@@ -91,6 +92,7 @@ class LocalTraining:
         self, num_examples: int, generator: torch.Generator
     ) -> Iterator[Tensor]:
         """Yield the positions of each step's batch."""
+        # All examples: no draw, so that full batches are the same in every round.
         size = self.batch_size or num_examples
         if size >= num_examples:
             for _ in range(self.local_steps or self.local_epochs):

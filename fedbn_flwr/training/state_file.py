@@ -47,6 +47,7 @@ def load_file(path: Path) -> Any:
             return {
                 name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files
             }
+    # ``weights_only`` runs no code of the file, and refuses classes but for these.
     with torch.serialization.safe_globals(_HARMLESS):
         return torch.load(path, map_location="cpu", weights_only=True)
 

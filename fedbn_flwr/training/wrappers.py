@@ -179,6 +179,7 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
         StateError: no module has them. The message gives the remedy if only a wrapper's
             prefix differs.
     """
+    # The server may have sent the wrapper's names or those of the inner module.
     wanted = frozenset(names)
     for module in _layers(model):
         has = frozenset(module.state_dict(keep_vars=True))
