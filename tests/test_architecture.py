@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
@@ -183,6 +185,25 @@ def test_no_files_form_a_circle() -> None:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle: {' < '.join(error.args[1])}") from None
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        "server",
+        "server/methods",
+        "server/runs",
+        "server/rounds",
+        "transport",
+        "messages",
+    ],
+)
+def test_the_page_of_a_room_names_each_of_its_files(room: str) -> None:
+    folder = PACKAGE / room
+    page = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    rooms = {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert [name for name in sorted(files | rooms) if f"``{name}``" not in page] == []
 
 
 def test_strategies_are_papers_and_nothing_else() -> None:

@@ -43,8 +43,8 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
-# rounds without a usable reply from the start on, where the number of rounds is not
-# known
+# Rounds without a usable reply from the start on, where the number of rounds is not
+# known.
 _PATIENCE = 2
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
 
@@ -229,6 +229,7 @@ def divergence(report: RoundReport, advice: str) -> str:
 
 def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
     """Return the message for a run in which no round used a reply."""
+    # The first reason in full: later ones often follow from it.
     reasons = [why for report in reports for why in report.rejected.values()]
     first = f" First refused: {reasons[0]}." if reasons else ""
     # none: resumed with no rounds left

@@ -286,6 +286,7 @@ class Run:
 
     def check_initial(self) -> None:
         """Raise ConfigError if the initial state is not finite."""
+        # Against itself: only what is not finite can be wrong.
         try:
             check_state(self.before, self.before, self.parts)
         except ReplyError as error:
@@ -333,6 +334,7 @@ class Run:
                 f"this state does not fit strategy {self.methods.name!r}. Needed:"
                 f" {', '.join(sorted(needed))}. Found: {', '.join(sorted(saved))}."
             )
+        # What the clients hold is not known: each is told the hash to restore.
         self.after = after
         self.states = self.methods.restored(self.states, saved["methods"])
         self.kept = Kept.resumed(saved["kept"])
