@@ -57,13 +57,16 @@ ShouldStop = Callable[[int, Result], bool]
 
 
 AggregateMetrics = Callable[[list[RecordDict], str], MetricRecord]
-"""Flower's: it makes one record of those of the replies, given the key of the weights."""
+"""Flower's: it makes one record of the replies' ones, given the weights' key."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Methods that make one strategy. Call it as a strategy's class:
-    ``combined(FixBN, FedProx)(freeze_at=5)``.
+    """Methods that make one strategy. It is called as a strategy's class.
+
+    ::
+
+        combined(FixBN, FedProx)(freeze_at=5)
 
     Attributes:
         kinds: the classes of the methods, in the order in which they act.
@@ -89,9 +92,7 @@ class Combination:
 
     @property
     def own_defaults(self) -> dict[str, Any]:
-        """The defaults in which the methods differ from ``Strategy`` for settings of
-        every method.
-        """
+        """The defaults of common settings that differ from ``Strategy``'s."""
         own = self.Params.model_fields
         differing = {}
         for name, field in Params.model_fields.items():
@@ -105,15 +106,14 @@ class Combination:
 
 
 def _aggregation_note(aggregate: object) -> str:
-    """Return, for the log, that metrics are averages; "" for those of the user's own
-    function.
-    """
+    """Return that metrics are averages; "" for those of the user's own function."""
     return f" ({AVERAGED})" if aggregate is average_metrics else ""
 
 
 class CommonOptions(TypedDict, total=False):
-    """The arguments of ``Strategy`` that are not Flower's, for the constructors of the
-    methods: an editor shows them. ``Strategy`` says what they mean.
+    """The arguments of ``Strategy`` that are not Flower's.
+
+    The methods' constructors name this class, so that an editor shows them.
     """
 
     variance: Literal["mean", "pooled"]
@@ -156,8 +156,7 @@ class _Half:
 
 
 class Strategy(FlowerFedAvg):
-    """A method as a strategy of Flower. It takes Flower's own constructor arguments,
-    and the method's settings.
+    """A method as a strategy of Flower: Flower's arguments, and the method's settings.
 
     ``start`` runs all rounds; Flower's own loops call a strategy call by call. A class
     may override Flower's methods (``configure_train``, ``aggregate_train``, ...) and
@@ -221,7 +220,7 @@ class Strategy(FlowerFedAvg):
         else:
             cls.combination = Combination((cls.method,), cls.method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
-        # What the signature shows holds, so a Params with another default needs its own.
+        # The signature's default holds, so a Params with another needs its own.
         own = cls.combination.own_defaults
         if own and "__init__" not in vars(cls):
             cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
@@ -316,9 +315,7 @@ class Strategy(FlowerFedAvg):
     def _warn_of_ignored(
         self, combination: Combination, settings: dict[str, Any]
     ) -> None:
-        """Drop arguments of Flower's own strategies that have no effect, with a
-        warning.
-        """
+        """Drop arguments of Flower's strategies that have no effect, with a warning."""
         for kind in combination.kinds:
             for name in kind.ignored.keys() & settings.keys():
                 value = settings.pop(name)
@@ -336,10 +333,8 @@ class Strategy(FlowerFedAvg):
     def _refuse_unknown(
         self, combination: Combination, settings: Mapping[str, Any]
     ) -> None:
-        """Raise Python's own error for an argument that there is not, with the nearest
-        one.
-        """
-        # Python cannot: the settings of a user's own method are known to its Params alone.
+        """Raise Python's own error for an unknown argument, with the nearest one."""
+        # Python cannot: a user's own settings are known to their Params alone.
         own = combination.Params.model_fields
         for name in settings:
             if name in own:
@@ -400,8 +395,9 @@ class Strategy(FlowerFedAvg):
         *,
         recording: Recording | None = None,
     ) -> Result:
-        """Run the rounds as Flower's own loop does, without its pauses. ``timeout``
-        also limits the wait for nodes.
+        """Run the rounds as Flower's own loop does, without its pauses.
+
+        ``timeout`` also limits the wait for nodes.
 
         ``should_stop(server_round, result)`` is called after each round's test, with
         the model and the metrics so far, and before ``on_round_end``; where it returns
@@ -476,9 +472,7 @@ class Strategy(FlowerFedAvg):
         test_model: TestModel | None,
         should_stop: ShouldStop | None,
     ) -> Result:
-        """Run the rounds, as the loop of Flower's ``Strategy.start`` does; here they may
-        begin at any round.
-        """
+        """Run the rounds as Flower's loop does; here they may begin at any round."""
         arrays, after = self.run.arrays, self.run.after
         logger.info("Starting %s strategy:", self.name)
         log_start(num_rounds, arrays, train_config, evaluate_config)
@@ -501,7 +495,7 @@ class Strategy(FlowerFedAvg):
                 result.evaluate_metrics_serverapp[server_round] = metrics
             return metrics
 
-        # As Flower's loop: round 0 is the initial model, which a resumed run has behind it.
+        # As Flower's loop: round 0 is the initial model, and begins no resumed run.
         if not after:
             test(0)
         for server_round in range(after + 1, num_rounds + 1):
@@ -531,7 +525,7 @@ class Strategy(FlowerFedAvg):
                 logger.info("Evaluation%s: %s", note, metrics)
                 result.evaluate_metrics_clientapp[server_round] = metrics
 
-            # The server's own test, which may stop the run; the round ends all the same.
+            # The server's own test, which may stop the run after this round.
             tested = test(server_round)
             if should_stop is not None and should_stop(server_round, result):
                 self.stopped = True
@@ -539,8 +533,9 @@ class Strategy(FlowerFedAvg):
         return result
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round: it diverged, was stopped, or
-        has no privacy left to spend.
+        """Return whether the run ends after this round.
+
+        It diverged, was stopped, or has no privacy left to spend.
         """
         if self.stopped or failures.ends_run(self.run):
             return True
@@ -569,7 +564,7 @@ class Strategy(FlowerFedAvg):
         self._follow_recording()
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
-        # The model of a checkpoint may have diverged, where the run goes on all the same.
+        # The model of a checkpoint may have diverged (on_divergence=continue).
         if self._saved is None:
             self.run.check_initial()
         self._begin()
@@ -582,9 +577,7 @@ class Strategy(FlowerFedAvg):
         return after
 
     def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
-        """Make the run anew, with the split of the model and the continuity of the
-        earlier one.
-        """
+        """Make the run anew, with the split and the continuity of the earlier one."""
         # A loop of Flower's does not close the run, whose address must be free again.
         self.run.close()
         self.run = self._new_run(
@@ -617,16 +610,12 @@ class Strategy(FlowerFedAvg):
         )
 
     def _follow_recording(self) -> None:
-        """Take the run's continuity from the recording, which moves on with each
-        checkpoint.
-        """
+        """Take the continuity of the recording, which moves on with each checkpoint."""
         if self._recording is not None and self._recording.continuity is not None:
             self.run.continuity = self._recording.continuity
 
     def _options(self) -> Options:
-        """Return the attributes of Flower's FedAvg as they are now: a user may change
-        them between rounds.
-        """
+        """Return the attributes, which a user may change between rounds."""
         recording = self._recording
         return Options(
             fraction_train=self.fraction_train,
@@ -648,7 +637,7 @@ class Strategy(FlowerFedAvg):
         run = self.run
         run.options = self._options()
 
-        # What does not fit: the model first, as its method cannot be mended by a setting.
+        # What does not fit; the model first, which no setting mends.
         settings = RunSettings(
             run.num_rounds or 0,
             parts=run.parts,
@@ -691,8 +680,7 @@ class Strategy(FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a training message for each sampled node with data; see
-        ``flwr.serverapp.strategy.Strategy``.
+        """Return a training message for each sampled node with data.
 
         One of Flower's own loops sends the returned messages once. A synchronised round
         needs several messages: under such a loop it runs completely in this call, which
@@ -723,8 +711,9 @@ class Strategy(FlowerFedAvg):
     def send_training(
         self, messages: Iterable[Message], grid: Grid
     ) -> Sequence[Message]:
-        """Send the training messages and return the replies that come in time; a
-        synchronised step is in between.
+        """Send the training messages; return the replies that come in time.
+
+        A synchronised step is in between.
         """
         messages = list(messages)
         if not messages or not self.run.synchronises:
@@ -733,9 +722,7 @@ class Strategy(FlowerFedAvg):
         return self._note_travelled(messages, replies)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
-        """Send messages without a synchronised step, as those of tests; return the
-        replies that come in time.
-        """
+        """Send messages without a synchronised step; return the replies in time."""
         messages = list(messages)
         replies = polling(grid).receive(messages, timeout=self.run.timeout)
         return self._note_travelled(messages, replies)
@@ -751,8 +738,9 @@ class Strategy(FlowerFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the usable replies and report the refused ones; below ``min_replies``
-        keep the previous model.
+        """Average the usable replies; report the refused ones.
+
+        Below ``min_replies`` the previous model stays.
 
         Raises:
             NothingTrainedError: in another loop than our ``start`` no round so far had
@@ -768,9 +756,7 @@ class Strategy(FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the evaluation messages in every ``eval_every``-th and the last round;
-        re-estimate if needed.
-        """
+        """Return the evaluation messages, if due; re-estimate if needed."""
         refuse_own_keys(config=config)
         played = play_tests(self.run, server_round, arrays, config, grid)
         return self._open("configure_evaluate", server_round, played, arrays).messages
@@ -789,9 +775,7 @@ class Strategy(FlowerFedAvg):
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
-        """End a round after the server's own test, if there was one; ``start`` calls
-        this.
-        """
+        """End a round after the server's own test, if any; ``start`` calls this."""
         self.run.options = self._options()
         close_round(self.run, server_round, server_test)
 
@@ -825,8 +809,7 @@ class Strategy(FlowerFedAvg):
     def _read(
         self, configure: str, server_round: int, replies: Iterable[Message]
     ) -> Any:
-        """Play the half of a round to its end; return its result, None if it was not
-        begun.
+        """Play half of a round to its end; return its result, None if it never began.
 
         Raises:
             ConfigError: the method ``configure`` is the user's own, and has not called
@@ -857,8 +840,9 @@ class Strategy(FlowerFedAvg):
 
     @property
     def state(self) -> Any:
-        """The method's state, a value: ``FixBN().state.frozen_after``. Of several
-        methods it is a mapping by the method's name.
+        """The method's state, a value: ``FixBN().state.frozen_after``.
+
+        Of several methods it is a mapping by name.
         """
         names = self.name.split("+")
         if len(names) == 1:
@@ -867,9 +851,7 @@ class Strategy(FlowerFedAvg):
 
     @property
     def parts(self) -> Parts | None:
-        """The split of the model's state; without ``parts=`` it is None before the
-        first arrays.
-        """
+        """The split of the model's state; None if it is not known yet."""
         return self.run.parts_or_none
 
     @parts.setter
@@ -891,15 +873,11 @@ class Strategy(FlowerFedAvg):
         self.run.continuity = continuity
 
     def advice(self, server_round: int) -> list[str]:
-        """Return the likely cause of a loss that is not finite in this round, with
-        remedies; then further ones.
-        """
+        """Return why a loss is not finite in this round, and what to do."""
         return self.methods.advice(self.run.states, server_round)
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the global model for the test after a round, with averaged BN parts if
-        these are asked for.
-        """
+        """Return the model for a round's test, with averaged BN if asked for."""
         if not self.completes_tests:
             return testing.with_statistics(self.run, arrays)
         return testing.tested_by_server(self.run, server_round, arrays)
@@ -912,14 +890,11 @@ class Strategy(FlowerFedAvg):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the strategy state to checkpoint, without the model: JSON values and
-        arrays by name.
-        """
+        """Return the state to checkpoint, JSON values and arrays, without the model."""
         return self.run.saved()
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
-        """Let the next ``start`` continue after ``server_round`` with the
-        ``state_dict`` of that round.
+        """Let the next ``start`` continue after a round, with its ``state_dict``.
 
         ``start`` raises ConfigError if the state belongs to another strategy.
         """
@@ -928,8 +903,7 @@ class Strategy(FlowerFedAvg):
     def go_back(
         self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int
     ) -> ArrayRecord:
-        """Go back to the end of an earlier round of this run; return the model that the
-        run returns there.
+        """Go back to the end of an earlier round; return the model of the result there.
 
         Args:
             arrays: the global model of that round.

@@ -139,8 +139,7 @@ Registered = TypeVar("Registered", bound="type[Strategy] | type[Kind]")
 
 
 def register(method: Registered) -> Registered:
-    """Make the client hooks of your own method known in this process, and return the
-    class: a decorator.
+    """Make the client hooks of your own method known in this process: a decorator.
 
     ::
 
@@ -202,10 +201,11 @@ def _place(kind: type) -> str:
 
 
 def _makers() -> dict[str, type[Kind]]:
-    """Return a method for each client hook, by the hook's name: one of the package, or
-    the one registered last.
+    """Return, by a client hook's name, the method that makes it.
+
+    Of two it is the package's, or the one registered last.
     """
-    # A later one replaces an earlier one: FedTAN has FedTAN-II's hooks, which came first.
+    # A later one replaces an earlier one: FedTAN's hooks are its own.
     kinds = (*_REGISTERED, *reversed(list(METHODS.values())), *OPTIONS)
     makers: dict[str, type[Kind]] = {}
     for kind in kinds:
@@ -214,8 +214,11 @@ def _makers() -> dict[str, type[Kind]]:
 
 
 def combined(*strategies: StrategyClass) -> StrategyClass:
-    """Return the strategy that does what all of these do:
-    ``combined(FixBN, FedProx)(freeze_at=5)``.
+    """Return the strategy that does what all of these do.
+
+    ::
+
+        combined(FixBN, FedProx)(freeze_at=5)
 
     Each method changes the place of FedAvg that its ``role`` names: what stays with the
     clients, the local training or the server's step. The order of the arguments has no
@@ -264,8 +267,7 @@ def _overrides(strategy: StrategyClass) -> list[str]:
 
 
 def _rank(kind: type[Kind]) -> tuple[int, int, str]:
-    """Return the sorting key of a method: the place in the registry of the method that
-    it is, or is made of.
+    """Return the sorting key of a method: its place in the registry, or its base's.
 
     One of the user's own has FedAvg's place: FixBN, which restores entries, acts after
     its server step.

@@ -126,8 +126,9 @@ FLOOR_SHARE = Key(
 
 @dataclass(frozen=True)
 class _Correction:
-    """What a layer adds to a batch's mean and variance, and the smallest variance, (C,)
-    each; whether it adds any.
+    """What a layer adds to a batch's mean and variance, and the floor, (C,) each.
+
+    ``any``: whether it adds any.
     """
 
     mean: Tensor
@@ -137,8 +138,7 @@ class _Correction:
 
 
 class BNControlVariates(ControlVariates):
-    """Client half: SCAFFOLD's, and u - u_i and s - s_i in every step of a BatchNorm
-    layer.
+    """Client half: SCAFFOLD's, and u - u_i and s - s_i in every step of a BN layer.
 
     Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits
     stay.
@@ -184,9 +184,7 @@ class BNControlVariates(ControlVariates):
                 self._corrections[layer] = correction
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers; compute dc_i and the moments; return the share of
-        channels and steps at the floor.
-        """
+        """Restore the layers; compute dc_i and the moments; count hits of the floor."""
         metrics = super().end(model)
         self._undo()
         self._moments = encode_moments(self._measured(model), model.state_dict())
@@ -273,9 +271,7 @@ def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
 
 @dataclass(frozen=True)
 class BNVariates(Variates):
-    """The state of BN-SCAFFOLD: also the moments that each client sent last, and its
-    number of examples.
-    """
+    """The state of BN-SCAFFOLD: also each client's last moments and examples."""
 
     latest_variates: Sequence[Sequence[Any]] = ()
 
@@ -302,7 +298,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Add the variates of the statistics, and how often a variance is at the floor."""
+        """Add the statistics' variates, and how often a variance is at the floor."""
         (scaffold,) = super().travels(num_rounds)
         why = (
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
@@ -322,9 +318,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     def aggregate(
         self, state: BNVariates, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], BNVariates]:
-        """Update x and c as SCAFFOLD does; store each client's moments, which give (u,
-        s) of the next round.
-        """
+        """Update x and c as SCAFFOLD does; store the moments, for the next (u, s)."""
         sent = []
         for reply in replies:
             moments = reply.extras.get(BN_VARIATES, {})
@@ -338,9 +332,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         return (*super().table(), *PROBLEMS)
 
     def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
-        """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client
-        has sent moments.
-        """
+        """Return ``PATH.mean`` and ``PATH.var``: (u, s) of each layer with moments."""
         entries: dict[str, Any] = {}
         like, parts = facts.before, facts.parts
         latest = LatestBN(state.latest_variates).latest

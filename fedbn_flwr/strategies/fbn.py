@@ -151,8 +151,7 @@ WARM_UP = Key(
 
 
 class GlobalStatistics(ClientHook):
-    """Client half: BN normalises with the received statistics, which do not change; its
-    inputs' moments are merged.
+    """Client half: BN normalises with the received statistics; its inputs are measured.
 
     In a round of the warm-up BN normalises with the batches' statistics.
     ``SurveyedStatistics`` takes the moments of one pass before the first step instead.
@@ -172,9 +171,7 @@ class GlobalStatistics(ClientHook):
         self._moments: Entries = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Let the layers that track statistics normalise as the round asks, and note
-        their inputs.
-        """
+        """Let the layers normalise as the round asks, and note their inputs."""
         self._model = model
         self._layers = list(layers_in_training(model).values())
         self._hold()
@@ -213,18 +210,14 @@ class GlobalStatistics(ClientHook):
 
 
 class Surveyed(ClientHook):
-    """Client half by a pass: the moments are those of all training data, under the
-    received weights.
-    """
+    """Client half by a pass: the moments of all data, under the received weights."""
 
     _found: Mapping[str, Moments] = {}
 
     def survey(
         self, model: nn.Module, data: Batches, batch_size: int, seed: int
     ) -> None:
-        """Pass the data through the model in train mode, two examples at a time at
-        least; statistics do not change.
-        """
+        """Pass the data through the model in train mode; statistics do not change."""
         self._found = reestimate_statistics(
             model, data, batch_size=batch_size, seed=seed, forward=self.passes
         )
@@ -254,8 +247,7 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
 
 
 def trimmed(moments: Sequence[Moments], share: float) -> Moments:
-    """Return the trimmed mean of the clients' statistics per channel, with equal
-    weights.
+    """Return the trimmed mean of the clients' statistics, with equal weights.
 
     Of n clients floor(share n) are left out at either end: first of the means, then of
     var_i + (mean_i - mean)^2, and of the counts, of which the result has n times the
@@ -295,17 +287,13 @@ S = TypeVar("S", bound=Pooled, default=Pooled)
 
 
 class PooledStatisticsMethod(Method[P, S]):
-    """The common base of methods that train with global statistics, pooled by the
-    server in each round.
-    """
+    """The common base of methods that train with pooled global statistics."""
 
     role = "client-hooks"
     State = Pooled
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics, which training does not change, and the moments beside
-        the model.
-        """
+        """Return that statistics are held, and the moments beside the model."""
         why = (
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
             " clients' data"
@@ -314,9 +302,7 @@ class PooledStatisticsMethod(Method[P, S]):
 
     @abstractmethod
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
-        """Return a layer's moments of all clients together; ``weights``: p_i, not
-        normalised.
-        """
+        """Return a layer's moments of all clients; ``weights``: p_i, not normalised."""
 
     def begin(self, facts: Facts) -> S:
         """Start with the warm-up; without one it is over."""
@@ -324,19 +310,15 @@ class PooledStatisticsMethod(Method[P, S]):
         return replace(super().begin(facts), warmed_up_after=over_since)
 
     def phase(self, state: S, number: int) -> str:
-        """Return "warm-up" as long as it lasts: these rounds train with the batches'
-        statistics.
-        """
+        """Return "warm-up" as long as it lasts; "" after it."""
         if state.warmed_up_after is None or number <= state.warmed_up_after:
             return "warm-up"
         return ""
 
-    def pooled(
+    def aggregate(
         self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], S]:
-        """Return the model with statistics moved towards the pooled ones, and the state
-        after the round.
-        """
+        """Move the statistics towards the pooled ones."""
         sent = _moments(facts, replies)
         pooled = pooled_statistics(facts.parts, sent, replies.weights, self.pool)
         # S <- (1 - mu) S + mu (m, v); in the warm-up (m, v) replaces S.
@@ -370,9 +352,7 @@ def _moments(facts: Facts, replies: Sequence[Reply]) -> list[dict[str, Moments]]
 
 
 class FBNMethod(PooledStatisticsMethod[FBNParams]):
-    """FedAvg whose BN layers train with pooled global statistics, by steps or by a
-    pass.
-    """
+    """FedAvg whose BN trains with pooled global statistics, by steps or by a pass."""
 
     name = "fbn"
     summary_line = (
@@ -390,27 +370,13 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         ),
     }
 
-    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics and the moments: ``aggregate`` reads nothing else of
-        single replies.
-        """
-        return super().travels(num_rounds)
-
     def on_clients(self, state: Pooled, facts: Facts) -> list[Ask]:
-        """Ask the clients for the moments, by steps or by a pass, and say how BN
-        normalises.
-        """
+        """Ask for the moments, by steps or by a pass; say how BN normalises."""
         warms_up = self.phase(state, facts.number) == "warm-up"
         hook = "surveyed-statistics"
         if self.params.fbn_measure == "steps":
             hook = "global-statistics"
         return [Ask(hook, {WARM_UP: warms_up})]
-
-    def aggregate(
-        self, state: Pooled, facts: Facts, replies: Replies, model: dict[str, Any]
-    ) -> tuple[dict[str, Any], Pooled]:
-        """Pool."""
-        return self.pooled(state, facts, replies, model)
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""
@@ -425,9 +391,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
 
 
 class FBN(Strategy):
-    """FedAvg whose BN layers train with pooled global statistics, by steps or by a
-    pass.
-    """
+    """FedAvg whose BN trains with pooled global statistics, by steps or by a pass."""
 
     method = FBNMethod
 

@@ -49,9 +49,7 @@ __all__ = ["FedBN", "FedBNMethod"]
 
 
 class FedBNMethod(Method):
-    """FedAvg in which gamma, beta, running statistics and counters stay with the
-    client.
-    """
+    """FedAvg in which the whole of BN stays with the client."""
 
     name = "fedbn"
     summary_line = "BN stays with the client: gamma, beta and running statistics"
@@ -64,8 +62,6 @@ class FedBNMethod(Method):
 
 
 class FedBN(Strategy):
-    """FedAvg in which gamma, beta, running statistics and counters stay with the
-    client.
-    """
+    """FedAvg in which the whole of BN stays with the client."""
 
     method = FedBNMethod

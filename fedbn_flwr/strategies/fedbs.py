@@ -99,9 +99,7 @@ class FedBSState:
 
 
 class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
-    """Loss-weighted averaging until the losses agree (round ``switched_after``), then
-    FedProx with equal weights.
-    """
+    """Weighted by losses until they agree (``switched_after``), then FedProx."""
 
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
@@ -133,9 +131,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         return "loss-weighted" if first else "proximal"
 
     def on_clients(self, state: FedBSState, facts: Facts) -> list[Ask]:
-        """Send mu in phase 2; ask for the loss on validation data if the weights are
-        these.
-        """
+        """Send mu in phase 2; ask for the loss on validation data if that is F_k."""
         asks: list[Ask] = []
         if state.switched_after is not None:
             asks += super().on_clients(state, facts)
@@ -171,8 +167,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
 
 
 class FedBS(Strategy):
-    """Loss-weighted averaging until the losses agree (round ``switched_after``), then
-    FedProx with equal weights.
+    """Weighted by losses until they agree (``switched_after``), then FedProx.
 
     ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss"
     asks a ``TorchClient`` for the loss on its test set "validation".

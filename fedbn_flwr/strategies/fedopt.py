@@ -91,16 +91,15 @@ Moments = Sequence[Any]  # of an entry: arrays in float64
 
 @dataclass(frozen=True)
 class ServerMoments:
-    """The state of a server optimizer: what it keeps of each entry, by name; empty
-    before the first round.
-    """
+    """The state of a server optimizer: what it keeps of each entry, by name."""
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
 
 
 class ServerStep(Method[P, ServerMoments]):
-    """Algorithm 1: the server uses the clients' mean change as a gradient. A method
-    implements ``step``.
+    """Algorithm 1: the clients' mean change is the server's gradient.
+
+    A method implements ``step``.
 
     Entries that stay with the clients or that are held (``combined(FedAdam, FixBN)``)
     are not stepped.
@@ -122,8 +121,9 @@ class ServerStep(Method[P, ServerMoments]):
     def step(
         self, number: int, delta: Array, moments: Moments
     ) -> tuple[Array, Moments]:
-        """Return what to add to an entry, and its new moments, given Delta_t in
-        float64; no moments at the start.
+        """Return what to add to an entry, and its new moments; none at the start.
+
+        ``delta`` is Delta_t, in float64.
         """
 
     def aggregate(
@@ -194,9 +194,7 @@ class FedAdagradMethod(ServerStep[A]):
 
 
 class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
-    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step
-    corrected for the start.
-    """
+    """Adam's server step: v = beta_2 v + (1 - beta_2) Delta^2, bias-corrected."""
 
     name = "fedadam"
     summary_line = "FedAvg with Adam on the server; BN statistics averaged"
@@ -212,9 +210,7 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
         return self.params.beta_2 * v + (1 - self.params.beta_2) * square
 
     def rate(self, number: int) -> float:
-        """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's
-        exponent.
-        """
+        """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1))."""
         # Flower's exponent, where Kingma and Ba have t.
         t = number + 1
         p = self.params
@@ -222,9 +218,7 @@ class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
 
 
 class FedYogiMethod(FedAdamMethod):
-    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2,
-    independent of the distance.
-    """
+    """Yogi's server step: v moves by (1 - beta_2) Delta^2 towards Delta^2."""
 
     name = "fedyogi"
     summary_line = "FedAvg with Yogi on the server; BN statistics averaged"
@@ -281,9 +275,7 @@ class FedAdagrad(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step
-    corrected for the start.
-    """
+    """Adam's server step: v = beta_2 v + (1 - beta_2) Delta^2, bias-corrected."""
 
     method = FedAdamMethod
 
@@ -328,9 +320,7 @@ class FedAdam(Strategy):
 
 
 class FedYogi(Strategy):
-    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2,
-    independent of the distance.
-    """
+    """Yogi's server step: v moves by (1 - beta_2) Delta^2 towards Delta^2."""
 
     method = FedYogiMethod
 

@@ -109,8 +109,9 @@ FREEZE_AFFINE = Key(
 
 # --- the clients ----------------------------------------------------------------------
 class FreezeBN(ClientHook):
-    """Client half after T*: BN stays in eval mode, also after ``model.train()``;
-    ``affine`` freezes gamma and beta.
+    """Client half after T*: BN stays in eval mode, also after ``model.train()``.
+
+    ``affine`` freezes gamma and beta, too.
     """
 
     def __init__(self, affine: bool) -> None:
@@ -148,8 +149,9 @@ class FreezeBN(ClientHook):
 
 
 class ReportDrift(ClientHook):
-    """Client half of the automatic T*: delta_m = ||statistics after - received||_1 /
-    number of entries.
+    """Client half of the automatic T*: report delta_m.
+
+    delta_m = ||statistics after - received||_1 / number of entries.
     """
 
     compares_with_start = True
@@ -234,9 +236,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return BATCHNORM if self.params.freeze_affine else TRACKED
 
     def first_phase(self) -> Travels:
-        """Return what travels before BN is frozen, beside what an automatic round
-        follows: FedAvg's.
-        """
+        """Return what travels before BN is frozen: FedAvg's."""
         return Travels("train")
 
     def freezes_after(self, num_rounds: int) -> int | None:
@@ -270,9 +270,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return self.first_phase().phase
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
-        """Ask the clients to freeze BN, or to report delta_m while an automatic round
-        is not known.
-        """
+        """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
         if self.phase(state, facts.number) == "frozen":
             # FROZEN is for the learning rate (lr-decay-at=freeze), not for the hook.
             config = {FREEZE_AFFINE: self.parts == BATCHNORM, FROZEN: True}
@@ -285,9 +283,7 @@ class FixBNMethod(Method[Any, Frozen]):
     def aggregate(
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Frozen]:
-        """Restore frozen entries bit for bit; apply the window rule while an automatic
-        round is not known.
-        """
+        """Restore frozen entries bit for bit; look for T* while it is not known."""
         if self.phase(state, facts.number) == "frozen":
             # The server's step of another method may have moved them.
             return facts.hold(model), state
@@ -308,9 +304,7 @@ class FixBNMethod(Method[Any, Frozen]):
         return model, Frozen(facts.number, means)
 
     def outcome(self, state: Frozen, num_rounds: int) -> dict[str, Any]:
-        """Return the round after which BN was frozen; None if no round so far had
-        frozen BN.
-        """
+        """Return the round after which BN was frozen; None if it was not yet."""
         frozen = self.phase(state, num_rounds) == "frozen"
         return {"frozen-after": state.frozen_after if frozen else None}
 
@@ -386,9 +380,7 @@ def _untouched(method: Any, seen: Any) -> bool:
 
 
 def _late(method: Any, seen: Any) -> str:
-    """Name the clients that keep gamma and beta, and trained for the first time after
-    these were frozen.
-    """
+    """Name the clients that first trained after their gamma and beta were frozen."""
     kept = (method.parts - TRACKED) & seen.facts.travels.local
     if not kept or method.phase(seen.state, seen.number) != "frozen":
         return ""

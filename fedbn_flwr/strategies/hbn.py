@@ -124,8 +124,7 @@ SHARE_ALPHA = Key(
 
 
 class HybridStatistics(SurveyedStatistics):
-    """Client half: BN normalises with a sigmoid(-alpha) share of the batch's
-    statistics; alpha learns and stays here.
+    """Client half: BN mixes batch and global statistics; alpha learns and stays here.
 
     In a round of the warm-up BN normalises with the batches' statistics, and alpha does
     not change: a client that took part in the warm-up alone has none of its own.
@@ -157,8 +156,7 @@ class HybridStatistics(SurveyedStatistics):
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer train alpha until the end, with the largest rate of its
-        groups and without weight decay.
+        """Let the optimizer train alpha until the end, without weight decay.
 
         Raises:
             ConfigError: the optimizer takes one group of parameters only, or is a
@@ -195,9 +193,7 @@ class HybridStatistics(SurveyedStatistics):
         self._finished.append(finish)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers and the optimizer, which a client may use again in the
-        next round.
-        """
+        """Restore the layers and the optimizer, which a client may use again."""
         while self._finished:
             self._finished.pop()()
         return super().end(model)
@@ -214,9 +210,7 @@ class HybridStatistics(SurveyedStatistics):
         return sent
 
     def keep(self) -> Entries:
-        """Return alpha by layer path; after a round of the warm-up what was kept
-        before.
-        """
+        """Return alpha by layer path; in the warm-up what was kept before."""
         return self._before if self._warm_up else self._by_path()
 
     def _by_path(self) -> Entries:
@@ -228,7 +222,7 @@ class HybridStatistics(SurveyedStatistics):
         return entries
 
     def _hold(self) -> None:
-        # Once a round: after the pass of ``survey`` the layers go on with the same alpha.
+        # Once a round: after the pass of ``survey`` alpha is the same.
         if not self._alpha:
             for path, layer in self._model.named_modules():
                 if layer in self._layers:
@@ -268,17 +262,16 @@ class HybridStatistics(SurveyedStatistics):
 
 @dataclass(frozen=True)
 class HBNState(Pooled):
-    """The state of HBN: ``alpha`` is the mean of the clients' alpha by entry, if they
-    share it; empty before.
+    """The state of HBN.
+
+    ``alpha`` is the mean of the clients' alpha by entry, if they share it.
     """
 
     alpha: Mapping[str, Any] = field(default_factory=dict)
 
 
 class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
-    """FedAvg whose BN layers train with a learned mixture of batch and pooled global
-    statistics.
-    """
+    """FedAvg whose BN trains with a learned mixture of batch and global statistics."""
 
     name = "hbn"
     summary_line = (
@@ -321,7 +314,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         self, state: HBNState, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], HBNState]:
         """Pool; average alpha, each entry over the clients that have it."""
-        model, state = self.pooled(state, facts, replies, model)
+        model, state = super().aggregate(state, facts, replies, model)
         if not self.params.share_alpha:
             return model, state
         averaged = replies.average_of(ALPHA, replies.weights)
@@ -334,9 +327,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
 
 
 class HBN(Strategy):
-    """FedAvg whose BN layers train with a learned mixture of batch and pooled global
-    statistics.
-    """
+    """FedAvg whose BN trains with a learned mixture of batch and global statistics."""
 
     method = HBNMethod
 

@@ -101,8 +101,7 @@ P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)
 
 
 class ControlVariates(ClientHook):
-    """Client half: add c - c_i to every gradient, and compute the new c_i from the
-    change of the parameters.
+    """Client half: add c - c_i to every gradient; the way from x gives the new c_i.
 
     Entries that stay with the client have no common direction, and no variates. Tied
     weights have one variate, under the first of their names; the reply has all names.
@@ -127,8 +126,7 @@ class ControlVariates(ClientHook):
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Store x and the names of the parameters. One that begins to train later is
-        stored then.
+        """Store x, and the names of the parameters.
 
         Raises:
             ConfigError: the optimizer is not SGD, or a group has momentum or is
@@ -172,9 +170,7 @@ class ControlVariates(ClientHook):
         self._correction[name] = c - c_i
 
     def gradients(self, model: nn.Module) -> None:
-        """Add c - c_i; note the rate of this step, which a schedule may change, and
-        each group of parameters has.
-        """
+        """Add c - c_i; note the rate of this step."""
         # Read in each step: a schedule moves the rates between steps.
         rates: dict[Tensor, float] = {}
         for optimizer in self._optimizers:
@@ -192,9 +188,7 @@ class ControlVariates(ClientHook):
                     self._rates[name][rates[parameter]] += 1
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 for a parameter that took no
-        step.
-        """
+        """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 without a step."""
         self._change = {}
         for name, parameter in model.named_parameters():
             if name not in self._start:
@@ -209,9 +203,7 @@ class ControlVariates(ClientHook):
         return {}
 
     def reply(self) -> Extras:
-        """Return dc_i under every name of a parameter, because the server steps each
-        entry.
-        """
+        """Return dc_i under every name of a parameter."""
         changes = {}
         for name, first in self._first_names.items():
             if first in self._change:
@@ -258,9 +250,7 @@ class ScaffoldMethod(Method[P, S]):
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the changes of the variates; a round whose reply is lost is undone, so
-        that c stays the mean.
-        """
+        """Return the variates' changes; a lost reply undoes its round at the client."""
         why = "the changes of the control variates come beside the model"
         return (
             Travels(
@@ -293,7 +283,7 @@ class ScaffoldMethod(Method[P, S]):
             moved = weighted_sum(ways, shares)
             stepped = x + self.params.server_learning_rate * moved
             model[name] = stepped.astype(before.dtype)
-            # c <- c + S/N mean(dc_i); dc_i is 0 where a client does not train the entry.
+            # c <- c + S/N mean(dc_i); dc_i is 0 of an entry that does not train.
             zero = np.zeros_like(before)
             change = weighted_sum([dc.get(name, zero) for dc in changes], shares)
             c = variates.get(name, 0.0) + part * change
@@ -308,9 +298,7 @@ class ScaffoldMethod(Method[P, S]):
 def _scaled(
     state: Variates, facts: Facts, replies: Replies
 ) -> tuple[dict[str, Any], int]:
-    """Return c and N; c is a mean over N clients, those without a variate included, and
-    is scaled when N grows.
-    """
+    """Return c and N; c is a mean over N clients, and is scaled when N grows."""
     with_variate = {*facts.known, *(reply.node.label for reply in replies)}
     count = max(state.num_clients, facts.num_able, len(with_variate))
     variates = dict(state.variates)

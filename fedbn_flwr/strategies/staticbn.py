@@ -62,9 +62,7 @@ __all__ = ["StaticBN", "StaticBNMethod", "Untracked"]
 
 
 class Untracked(ClientHook):
-    """Client half: BN uses the batch's statistics; running statistics and counters stay
-    as received.
-    """
+    """Client half: BN uses the batch's statistics; the running ones stay."""
 
     def __init__(self) -> None:
         self._track_again: Callable[[], None] = lambda: None
@@ -80,9 +78,7 @@ class Untracked(ClientHook):
 
 
 class StaticBNMethod(Method):
-    """FedAvg without running statistics in training; they are re-estimated before each
-    test and at the end.
-    """
+    """FedAvg without running statistics in training; tests use re-estimated ones."""
 
     name = "staticbn"
     summary_line = (
@@ -94,9 +90,7 @@ class StaticBNMethod(Method):
     client_hooks = {"untracked-statistics": lambda context: Untracked()}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return the statistics, which training does not change, and their
-        re-estimation.
-        """
+        """Return that statistics are held, and re-estimated."""
         return (Travels(held=TRACKED, reestimates=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
@@ -105,8 +99,6 @@ class StaticBNMethod(Method):
 
 
 class StaticBN(Strategy):
-    """FedAvg without running statistics in training; they are re-estimated before each
-    test and at the end.
-    """
+    """FedAvg without running statistics in training; tests use re-estimated ones."""
 
     method = StaticBNMethod

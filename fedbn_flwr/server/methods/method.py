@@ -82,9 +82,7 @@ class Facts:
 
     @cached_property
     def held(self) -> tuple[str, ...]:
-        """The entries that return as they were sent; those that stay with the clients
-        are held there.
-        """
+        """The entries that return as they were sent."""
         return self.parts.select(self.travels.held - self.travels.local)
 
     @cached_property
@@ -105,9 +103,7 @@ class Facts:
 
     @cached_property
     def channel_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of ``PATH.alpha`` of each BN layer with running statistics: a number
-        for each channel.
-        """
+        """The shape of ``PATH.alpha`` of each BN layer: a number for each channel."""
         shapes = {}
         for layer in self.parts.layers:
             mean = layer.entries.get("running_mean")
@@ -121,8 +117,9 @@ class Facts:
         return {**model, **held}
 
     def total_rounds(self, setting: str) -> int:
-        """Return the number of rounds, which a setting needs; ConfigError if Flower's
-        loop does not say it.
+        """Return the number of rounds, which a setting needs.
+
+        ConfigError if Flower's loop does not say it.
         """
         if self.num_rounds is None:
             raise ConfigError(
@@ -182,9 +179,7 @@ class Replies(Sequence[Reply]):
         self.weights: list[float] = weights
 
     def average_of(self, key: str, weights: Sequence[float]) -> dict[str, Any]:
-        """Return the average of a record beside the model, each entry over the replies
-        that have it.
-        """
+        """Return the average of a record, each entry over the replies that have it."""
         records = [reply.extras.get(key, {}) for reply in self]
         names = dict.fromkeys(name for record in records for name in record)
         averaged = {}
@@ -216,8 +211,10 @@ class Replies(Sequence[Reply]):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What ``problems`` knows of a run beside the method's ``Params``. The server of a
-    Flower project does not know the clients' training: then a field has its default.
+    """What ``problems`` knows of a run beside the method's ``Params``.
+
+    The server of a Flower project does not know the clients' training: then a field has
+    its default.
 
     Attributes:
         num_rounds: R; 0 = not known.
@@ -382,14 +379,14 @@ class Method(Generic[P, S]):
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what travels, in each phase of the method. ``num_rounds``: R, for the
-        last rounds of phases.
+        """Return what travels, in each phase of the method.
+
+        ``num_rounds``: R, for the last rounds of phases.
         """
         return (Travels(),)
 
     def begin(self, facts: Facts) -> S:
-        """Return the state before the first round: a ``State``, with the defaults of
-        its fields.
+        """Return the state before round 1: a ``State`` with the defaults of its fields.
 
         Raises:
             ConfigError: a setting does not fit the run.
@@ -420,9 +417,7 @@ class Method(Generic[P, S]):
         return model, state
 
     def table(self) -> Sequence[Problem]:
-        """Return the rows of what may be wrong; they stand at the end of a method's
-        file.
-        """
+        """Return the rows of what may be wrong, which end a method's file."""
         return ()
 
     def found(self, seen: RunSettings | Round) -> Iterator[Problem]:
@@ -449,8 +444,7 @@ class Method(Generic[P, S]):
         return self.found(run)
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Return the likely cause of a loss that is not finite in this round, with
-        remedies; then further ones.
+        """Return why a loss is not finite in this round, and what to do.
 
         ``known``: what the other methods say.
         """
@@ -462,7 +456,5 @@ class Method(Generic[P, S]):
         return known
 
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary of a run says of the method after so many rounds, by
-        key.
-        """
+        """Return what the summary says of the method after so many rounds, by key."""
         return {}

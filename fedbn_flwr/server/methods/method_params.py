@@ -137,8 +137,10 @@ At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
 
 def _check_at(at: At) -> At:
-    """Return ``at`` if it is a round >= 0 (int), a fraction in [0, 1] (float) or
-    "auto"; else raise ValueError.
+    """Return ``at``: a round >= 0 (int), a fraction in [0, 1] (float) or "auto".
+
+    Raises:
+        ValueError: it is none of these.
     """
     # By type: 1 is a round, 1.0 all rounds.
     if isinstance(at, str) and at != "auto":
@@ -235,8 +237,7 @@ class PooledParams(Params):
 
 
 def trimmed_share(value: str) -> float | None:
-    """Return the share of a trimmed mean that is cut off at either end; None for the
-    mean.
+    """Return the share that a trimmed mean cuts off at either end; None for the mean.
 
     Raises:
         ValueError: the value is neither.

@@ -25,9 +25,7 @@ _UNTOUCHED = (
 def by_layer(
     parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
 ) -> Iterator[tuple[BatchNormLayer, list[Moments], list[float]]]:
-    """Yield each layer of which a client has sent moments, with these moments and the
-    weights of their clients.
-    """
+    """Yield each layer with its clients' moments and the weights of these clients."""
     # A client that did not call a layer has no moments of it.
     for layer in parts.layers:
         moments, own_weights = [], []
@@ -45,8 +43,7 @@ def pooled_statistics(
     weights: Sequence[float],
     pool: Pool,
 ) -> dict[str, Array]:
-    """Return the running statistics of all clients' data together, by entry, in
-    float64.
+    """Return the running statistics of all clients' data, by entry, in float64.
 
     A layer with fewer than two values is left out, and so are counters, which count
     training batches.
@@ -64,8 +61,9 @@ def pooled_statistics(
 def unmeasured(
     parts: Parts, sent: Sequence[Mapping[str, Moments]], which: str = _UNTOUCHED
 ) -> str:
-    """Return, in words, the layers with running statistics of which no client has sent
-    moments; "" if there are none, or no client has sent any.
+    """Return, in words, the layers of which no client has sent moments.
+
+    "" if there are none, or no client has sent any.
     """
     measured = {path for moments in sent for path in moments}
     tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]

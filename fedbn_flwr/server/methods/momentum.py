@@ -53,17 +53,13 @@ Scope = Literal["none", "local", "global"]
 
 @dataclass(frozen=True)
 class Momentum:
-    """The averaged momentum of the clients' SGD by entry; empty before the first round,
-    and without scope "global".
-    """
+    """The averaged momentum by entry; empty without scope "global"."""
 
     momentum: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MomentumBuffers(ClientHook):
-    """Client half: SGD starts the round with the sent or kept buffers, and returns or
-    keeps them at the end.
-    """
+    """Client half: SGD starts with the sent or kept buffers; they go back or stay."""
 
     def __init__(self, scope: Scope, local: frozenset[str]) -> None:
         self._scope = scope
@@ -113,9 +109,7 @@ class MomentumBuffers(ClientHook):
         return {MOMENTUM: self._buffers(shared=True)}
 
     def keep(self) -> Entries:
-        """Return the buffers that stay with the client: all of them, or those of local
-        parts.
-        """
+        """Return the buffers that stay here: all of them, or those of local parts."""
         kept = self._buffers(shared=False)
         if self._scope == "local":
             kept |= self._buffers(shared=True)

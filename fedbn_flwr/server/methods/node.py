@@ -1,4 +1,4 @@
-"""A client as the server knows it: a value. ``server.runs.nodes`` finds out about it."""
+"""A client as the server knows it, a value; ``server.runs.nodes`` finds it out."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ class Node:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key: nodes by partition id first, then nodes without partition id by
-        node id.
-        """
+        """Sorting key: by partition id, then nodes without one by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:

@@ -91,9 +91,7 @@ class MomentumScope(Option[Momentum]):
     def aggregate(
         self, state: Momentum, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Momentum]:
-        """Average the clients' buffers with the weights p_i, each entry over the
-        clients that have it.
-        """
+        """Average the buffers with p_i, each entry over those that have it."""
         if self.params.momentum_scope != "global":
             return model, state
         return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
@@ -136,9 +134,7 @@ class AdaptiveClipping(Option):
 
 
 class AveragedBN(Option):
-    """Tests of a global model with the average of the BN parts that stay with the
-    clients.
-    """
+    """Tests of a global model with the average of the BN parts that clients keep."""
 
     name = "eval-on=averaged-bn"
     instead = "another eval-on"

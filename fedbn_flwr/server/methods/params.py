@@ -47,8 +47,9 @@ recalibrated, the recorder on all.
 
 
 def tests_in(eval_on: str) -> tuple[str, ...]:
-    """Return the tests named in ``eval-on``, each once. A test that ends in -test-bn
-    adds the plain test.
+    """Return the tests named in ``eval-on``, each once.
+
+    A test that ends in -test-bn adds the plain test.
     """
     asked = [name.strip() for name in eval_on.split(",") if name.strip()]
     plain = [name.removesuffix(TEST_BN) for name in asked]
@@ -70,8 +71,7 @@ def setting(
     in_config: Any = None,
     **limits: Any,
 ) -> Any:
-    """Return a field of ``Params``, from which its config key and its row in the
-    documentation are made.
+    """Return a field of ``Params``; its config key and documentation are made from it.
 
     Args:
         default: its default.
@@ -134,9 +134,7 @@ class Settings(BaseModel):
 
 
 class Params(Settings):
-    """The settings of a method. Every strategy has the settings of this class; a method
-    adds its own.
-    """
+    """The settings of every method; a method adds its own."""
 
     variance: Literal["mean", "pooled"] = setting(
         "mean",

@@ -38,9 +38,7 @@ class SentBeside(NamedTuple):
 
 
 def sent_beside(methods: Methods) -> list[SentBeside]:
-    """Return what clients send, or let the server read of single replies, beside their
-    update.
-    """
+    """Return what clients send, or let the server read, beside their update."""
     sent: list[SentBeside] = []
     for method in methods:
         sent += _sent_for(method)
@@ -107,8 +105,7 @@ _INSTEAD = (
 
 
 def check_wrapper(methods: Methods, parts: Parts, warn: bool) -> None:
-    """Check that Flower's wrapper, if it calls the strategy, does with this method what
-    it says.
+    """Check that Flower's wrapper around the strategy, if any, does what it says.
 
     ``warn``: warn of the weights of the clients, and of counters, which the wrapper
     treats as weights of the model.

@@ -76,8 +76,9 @@ class LatestBN:
     def with_latest(
         self, sent: Iterable[tuple[tuple[bool, int, int], State, float]]
     ) -> LatestBN:
-        """Return a copy with what these clients sent; each is its sorting key
-        (``Node.order``), entries and examples.
+        """Return a copy with what these clients sent.
+
+        Each is its sorting key (``Node.order``), entries and examples.
 
         A client without entries keeps its earlier ones.
         """
@@ -95,15 +96,11 @@ class LatestBN:
 
     @property
     def latest(self) -> list[tuple[State, float]]:
-        """What each client sent last, and its number of examples, in the order of
-        partition ids.
-        """
+        """What each client sent last, and its examples, by partition id."""
         return [(entries, num_examples) for _, _, entries, num_examples in self.tree]
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
-        """Return the p-weighted average over all clients that have sent something;
-        empty before the first.
-        """
+        """Return the p-weighted average over all clients that have sent something."""
         if not self.tree:
             return {}
         states = [entries for entries, _ in self.latest]

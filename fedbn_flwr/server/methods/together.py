@@ -91,9 +91,7 @@ class Methods:
         )
 
     def __iter__(self) -> Iterator[Method[Any, Any]]:
-        """Iterate over the options in use and the methods, in the order in which they
-        act.
-        """
+        """Iterate over the options in use, then the methods."""
         return iter(self._methods)
 
     def phases(self, num_rounds: int | None = None) -> list[Travels]:
@@ -112,9 +110,7 @@ class Methods:
 
     @property
     def freezes_bn(self) -> bool:
-        """Whether BN statistics or gamma and beta are frozen during the run, and not
-        from its first phase on.
-        """
+        """Whether a part of BN is frozen later than from the first phase on."""
         for method in self._methods:
             phases = declared(method)
             if len(phases) > 1 and phases[-1].held and not phases[0].held:
@@ -181,9 +177,7 @@ class Methods:
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], States]:
-        """Let each method in turn make the new model of the averaged one; return it and
-        the new states.
-        """
+        """Let each method in turn make the new model; return it and the new states."""
         after = dict(states)
         for method in self._methods:
             state = after[method.name]
@@ -192,18 +186,14 @@ class Methods:
         return model, after
 
     def advice(self, states: States, number: int) -> list[str]:
-        """Return the likely cause of a loss that is not finite in this round, with
-        remedies; then further ones.
-        """
+        """Return why a loss is not finite in this round, and what to do."""
         known = [TOO_LARGE_STEPS]
         for method in self._methods:
             known = method.advice(states[method.name], number, known)
         return known
 
     def outcome(self, states: States, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary of a run says of the methods after so many rounds, by
-        key.
-        """
+        """Return what the summary says of the methods after so many rounds, by key."""
         said: dict[str, Any] = {}
         for method in self._methods:
             said |= method.outcome(states[method.name], num_rounds)
@@ -212,9 +202,7 @@ class Methods:
     # --- a checkpoint -----------------------------------------------------------------
 
     def saved(self, states: States) -> dict[str, dict[str, Any]]:
-        """Return the states as JSON values and arrays, by method and field; a state
-        without fields is one value.
-        """
+        """Return the states as JSON values and arrays, by method and field."""
         saved: dict[str, dict[str, Any]] = {}
         for name, state in states.items():
             if dataclasses.is_dataclass(state):
@@ -257,9 +245,7 @@ class Methods:
     # --- what does not fit ------------------------------------------------------------
 
     def problems(self, run: RunSettings) -> list[Problem]:
-        """Return what does not fit, or has no effect, in such a run: of the options,
-        the methods and the model.
-        """
+        """Return what does not fit, or has no effect, in such a run."""
         problems = list(self._test_problems(run.tests or self.tests))
         problems += self._setting_problems(run)
         for method in self._methods:
@@ -272,9 +258,7 @@ class Methods:
         return list(dict.fromkeys(problems))
 
     def wrong_settings(self) -> list[str]:
-        """Return the settings that are wrong whatever the run is: tests without a
-        model, and unused settings.
-        """
+        """Return what is wrong whatever the run is."""
         lines = [problem.text for problem in self._test_problems(self.tests)]
         fields = type(self.params).model_fields
         for problem in self.problems(RunSettings(0, tests=self.tests)):
@@ -347,9 +331,7 @@ def _reestimates(method: Method[Any, Any]) -> bool:
 
 
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
-    """Yield what follows from the declaration: a method that always holds the
-    statistics does not track them.
-    """
+    """Yield what follows from what a method declares."""
     if all(phase.held & TRACKED for phase in declared(method)):
         for key in ("variance", "bn_momentum"):
             yield Problem(
@@ -417,9 +399,7 @@ def declared(
 
 
 def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
-    """Return whether the class with the last ``aggregate`` comes after the one with the
-    last ``travels``.
-    """
+    """Return whether ``aggregate`` is newer than ``travels``, and may read anything."""
     # The nearer class of the two decides; one with both says what it reads.
     for base in kind.__mro__:
         if "travels" in vars(base):

@@ -90,8 +90,9 @@ class Exchanges:
     apart: int = 0
 
     def cost(self, gradient: bool = True) -> tuple[int, int]:
-        """Return a BN call's exchanges and rows of channels each way; ``gradient``: its
-        input needs a gradient.
+        """Return a BN call's exchanges and rows of channels each way.
+
+        ``gradient``: its input needs a gradient.
         """
         if not gradient:
             return self.forward
@@ -100,8 +101,7 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Travels:
-    """What travels in a phase of a method. The model travels both ways, without
-    ``local``.
+    """What travels in a phase of a method; the model does, without ``local``.
 
     Attributes:
         phase: the name of the phase; "" = the method has one phase.
@@ -140,16 +140,18 @@ class Travels:
 
     @property
     def extra_copies(self) -> tuple[int, int]:
-        """How many copies of the shared trainable floats travel beside the model: down,
-        not in round 1, and up.
+        """Copies of the shared trainable floats beside the model: down and up.
+
+        Down there are none in round 1.
         """
         records = [beside for beside in self.beside if beside.size == "trainable"]
         return sum(record.down for record in records), len(records)
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """How many times the floats of the running statistics travel beside the model:
-        down, not in round 1, and up.
+        """Copies of the running statistics' floats beside the model: down and up.
+
+        Down there are none in round 1.
 
         With "moments" an integer for each BN layer goes up, too.
         """
@@ -170,18 +172,14 @@ class Travels:
 
     @property
     def needs_all_at_once(self) -> bool:
-        """Whether all clients of a round must run at the same time, each in a process
-        of its own.
-        """
+        """Whether a round's clients run at once, each in a process of its own."""
         if self.exchanges is None:
             return False
         return TRANSPORTS[self.exchanges.link.transport].all_at_once
 
 
 def together(declarations: Iterable[Travels]) -> Travels:
-    """Return what travels where all these declarations hold at once; the phase and its
-    end are left out.
-    """
+    """Return what travels where all these declarations hold at once, as one phase."""
     total = Travels()
     for one in declarations:
         # Of what only one may decide the later or the first one stays: ``combined``
@@ -205,8 +203,7 @@ def together(declarations: Iterable[Travels]) -> Travels:
 
 
 def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
-    """Return the phases of a run of several methods, in order; each method gives its
-    phases.
+    """Return the phases of a run of several methods, given those of each.
 
     Raises:
         ConfigError: two methods change their phase in a round that is found out in the
@@ -221,9 +218,7 @@ def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
 def _merged_phases(
     first: Sequence[Travels], second: Sequence[Travels]
 ) -> Iterator[Travels]:
-    """Yield the phases of two lists that begin together; each lasts until a phase of
-    either list ends.
-    """
+    """Yield the phases of two lists; each lasts until a phase of either list ends."""
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]
@@ -246,9 +241,7 @@ def _merged_phases(
 
 
 def single_decisions(travels: Travels) -> frozenset[str]:
-    """Return what the method decides and no other method may decide in the same run, in
-    words.
-    """
+    """Return, in words, what no second method may decide in the same run."""
     decides = set(travels.decides)
     if travels.local:
         decides.add("which parts stay with the clients")
@@ -278,8 +271,9 @@ def _sends_moments(travels: Travels) -> bool:
 
 
 def model_needs(travels: Travels) -> list[PartSet]:
-    """Return the parts of BN without which the method has no effect, a set for each
-    need; the empty set = any BN.
+    """Return the parts of BN that the method needs, a set for each need.
+
+    The empty set = any BN.
     """
     measured = travels.reestimates or _sends_moments(travels)
     needs: list[PartSet] = []
@@ -296,9 +290,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
 
 def sums_suffice(travels: Travels) -> bool:
-    """Return whether the average of the replies, weighted by |D_i|, is all that the
-    server needs.
-    """
+    """Return whether the server needs nothing but the average, weighted by |D_i|."""
     # Held entries are checked reply by reply.
     if travels.each or travels.held or travels.exchanges:
         return False
