@@ -295,7 +295,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
             before: rejected replies of this round before these results, by node.
         """
         rejected = self.strategy.run.report.rejected
-        used: list[tuple[int, dict[str, Scalar]]] = []
+        used = []
         for proxy, res in results:
             node_id = int(proxy.cid)
             if rejected.get(node_id) != before.get(node_id):

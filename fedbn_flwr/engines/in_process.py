@@ -183,7 +183,7 @@ class InProcessGrid(ImmediateGrid):
 
         Only an app of ``client_app(num_examples=...)`` tells them.
         """
-        properties: dict[int, NodeProperties] = {}
+        properties = {}
         app = self._client_app
         if isinstance(app, TellsProperties):
             for node_id in node_ids:
@@ -236,8 +236,8 @@ class InProcessGrid(ImmediateGrid):
         # Prepare everything first, the ids in the order of the messages: clients work
         # beside the loop that begins, so it does little.
         message_ids = [self._new_id() for _ in messages]
-        works: list[Callable[[], None]] = []
-        costs: list[int] = []
+        works = []
+        costs = []
         for message, message_id in zip(messages, message_ids, strict=True):
             self._waiting[message_id] = arrived
             seconds = self._host.seconds.get(work_of(message), 0.0)

@@ -153,8 +153,8 @@ class WorkerPipe:
         """
         # A message and its descriptors follow each other, as the receiver reads them.
         with self._lock:
-            files: list[int] = []
-            about: list[tuple[bytes, list[int], int, bool]] = []
+            files = []
+            about = []
             try:
                 # What the other end needs to put each value together.
                 for packed in values:

@@ -239,7 +239,7 @@ class WorkerProcesses:
         ours, others = multiprocessing.Pipe()
         # A fork has our ends of all pipes, and closes them: a pipe ends with its last
         # copy, and a process must see that the command has ended.
-        inherited: list[Any] = []
+        inherited = []
         if isinstance(self._app, ClientApp):
             inherited = [ours] + [worker.link.pipe for worker in self._workers]
         process = self._process(
@@ -355,7 +355,7 @@ class WorkerProcesses:
                 self._jobs.extendleft(reversed(lost[1:]))
                 lost = lost[:1]
             # Without a process nobody would take the jobs that wait.
-            stranded: list[Job] = []
+            stranded = []
             if not self._workers:
                 stranded = list(self._jobs)
                 self._jobs.clear()
@@ -424,7 +424,7 @@ class _Worker:
         """Send the results of members' calls by node id, or the exceptions."""
         # One array for one tensor, which most members share: pickle sends it once.
         arrays: dict[int, Any] = {}
-        answers: dict[int, Any] = {}
+        answers = {}
         for node_id, outcome in outcomes.items():
             if isinstance(outcome, Tensor):
                 outcome = arrays.setdefault(id(outcome), outcome.numpy())

@@ -293,7 +293,7 @@ def _frozen(run: RunFiles) -> list[int]:
 
 def _result(run: RunFiles) -> pd.DataFrame:
     """Return the figures of the result."""
-    rows: list[tuple[str, str]] = []
+    rows = []
     for key, value in run.final.items():
         is_number = value is None or isinstance(value, (int, float))
         if key.startswith(_TESTS) and is_number:
@@ -307,7 +307,7 @@ def _result(run: RunFiles) -> pd.DataFrame:
 def _sites(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return the main metric at each site."""
     metric = quantity_of(run.headline)
-    rows: list[tuple[str, int, str]] = []
+    rows = []
     for row in sites:
         site = row["site"]
         if row.get("held-out"):
@@ -370,7 +370,7 @@ def _batchnorm(run: RunFiles) -> Iterator[str]:
     rounds = list(clients.index)
     curves = {"clients, median": (rounds, list(clients["median"]))}
     bands = {"clients, median": (list(clients["min"]), list(clients["max"]))}
-    change: dict[int, float] = {}
+    change = {}
     for line in lines:
         of_layers = [layer["change"]["l1"] or 0 for layer in line["layers"].values()]
         # 0, where BatchNorm is frozen, has no logarithm
@@ -394,7 +394,7 @@ def _distances(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     A distance is the L1 norm summed over the layers that track.
     """
-    rows: dict[int, list[float]] = {}
+    rows = {}
     for line in lines:
         layers = [layer["clients"]["l1"] for layer in line["layers"].values()]
         # zip gives the distances of one client in all layers that any client tracks
@@ -455,7 +455,7 @@ def _study_page(folder: Path) -> tuple[str, list[str]]:
     # The runs that have begun; another study's may lie in the same folder.
     study = Study.read(folder / STUDY_FILE)
     cells = list(study.cells())
-    runs: list[tuple[Cell, RunFiles]] = []
+    runs = []
     for cell in cells:
         if (cell.folder(folder) / CONFIG_FILE).is_file() and of_study(cell, folder):
             runs.append((cell, RunFiles.read(cell.folder(folder))))

@@ -151,7 +151,7 @@ def _numbered(reply: Message, key: str, result: str) -> None:
         reply.content[f"{result}.parameters"] = to_record(arrays)
 
     # The loop reads one number of examples, and scalars among the metrics.
-    reported: dict[str, Any] = {}
+    reported = {}
     counted = reply.content.metric_records[f"{result}.num_examples"]
     for name in list(counted):
         if name != "num_examples":

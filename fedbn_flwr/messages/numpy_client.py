@@ -49,7 +49,7 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     them.
     """
     read = decode if copy else view
-    arrays: list[Array] = []
+    arrays = []
     for record in of_kind(message.content, ArrayRecord).values():
         arrays += [read(array) for array in record.values()]
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}

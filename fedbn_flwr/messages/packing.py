@@ -69,9 +69,9 @@ def packed_for(
     Messages with the same arrays share the piece: it is made once, and Flower computes
     its hash once.
     """
-    pieces: dict[tuple[tuple[str, int], ...], ArrayRecord] = {}
+    pieces = {}
     # or another record could get the id of one that has gone
-    alive: list[Mapping[str, ArrayRecord]] = []
+    alive = []
     for message in messages:
         node_id = message.metadata.dst_node_id
         records = of_kind(message.content, ArrayRecord) if node_id in node_ids else None

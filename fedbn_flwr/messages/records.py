@@ -59,7 +59,7 @@ def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
         StateError: an entry's dtype has no NumPy counterpart (bfloat16, float8), by
             name.
     """
-    arrays: dict[str, Array] = {}
+    arrays = {}
     for name, tensor in state_dict.items():
         arrays[name] = _to_numpy(name, tensor.detach().contiguous())
     return arrays
@@ -200,7 +200,7 @@ def tensors(state: State) -> dict[str, torch.Tensor]:
 
     Do not write to tensors of read-only arrays.
     """
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for name, value in state.items():
         array = np.asarray(value)
         if not array.flags.writeable:

@@ -191,7 +191,7 @@ class Barrier:
             if now < exchange.deadline:
                 return
 
-            reasons: dict[int, str] = {}
+            reasons = {}
             for i in self._remaining():
                 if i in exchange.sent or i in self._closed:
                     continue

@@ -371,8 +371,8 @@ def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
             f"only {len(message_ids)} of {len(messages)} messages could be sent;"
             " Flower's log gives the reason. A message may be too large."
         )
-    waiting: dict[str, int] = {}
-    lost: list[str] = []
+    waiting = {}
+    lost = []
     for message_id, node_id in zip(message_ids, node_ids, strict=True):
         if message_id:
             waiting[message_id] = node_id

@@ -43,8 +43,8 @@ def client_means(report: RoundReport, task: Task) -> dict[str, float]:
     for name, what in itertools.product(tests, metrics):
         # The values of the clients that have the metric, and their test examples.
         key = f"personal-{name}-{what}"
-        values: list[float] = []
-        weights: list[float] = []
+        values = []
+        weights = []
         undefined = False
         for of_client in report.evaluations.values():
             value = of_client.get(f"{name}-{what}")
@@ -109,7 +109,7 @@ def tested_at_clients(
     shared = {"global": data.test_view()}
     for domain, view in data.domain_views().items():
         shared[domain_test(domain)] = view
-    of_all: dict[str, dict[str, Any]] = {}
+    of_all = {}
     for name in tests:
         if name in shared:
             of_all[name] = _named(name, model, shared[name], task)

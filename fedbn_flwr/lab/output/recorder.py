@@ -102,7 +102,7 @@ class Recorder:
             self._withheld = not strategy.protection.publishes_metrics
 
         # The tests, tried now: a batch that is too small is no error of round 50.
-        domains: dict[str, Subset] = {}
+        domains = {}
         self._domain_of: Callable[[int], str | None] = lambda client: None
         if data and not self._withheld:
             domains = data.domain_views()
@@ -325,7 +325,7 @@ class Recorder:
                     last = line
         validation = f"{VALIDATION}-"
         results = ("train-", "test-", "personal-", validation, HELD_OUT, "domains")
-        final: dict[str, Any] = {}
+        final = {}
         for key, value in last.items():
             if key == "round" or key.startswith(results):
                 final[key] = value

@@ -76,7 +76,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
     for metric in metrics:
         # Paper and target are about the metric by which methods are compared.
         main = metric == metrics[0]
-        papers: dict[str, PaperNumber] = {}
+        papers = {}
         if main:
             papers = study.paper_numbers(f"{cell.method}/{cell.split}")
         values = {WHOLE: final.get(metric), **_domains(final, metric)}

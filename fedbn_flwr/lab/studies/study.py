@@ -101,7 +101,7 @@ class PaperNumber(NamedTuple):
             ValueError: it is neither.
         """
         # A bool is an int for Python, and its text is no number.
-        parts: list[float] = []
+        parts = []
         with suppress(ValueError):
             parts = [float(part) for part in str(value).split("±")]
         finite = all(math.isfinite(part) for part in parts)

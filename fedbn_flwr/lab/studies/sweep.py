@@ -150,7 +150,7 @@ def sweep(
 
 def _log_dropped(study: Study, selection: Selection) -> None:
     """Log once for each METHOD/SPLIT which keys of ``base`` have no effect there."""
-    dropped: dict[tuple[str, str], str] = {}
+    dropped = {}
     for cell in study.cells():
         if cell in selection:
             for key, why in cell.dropped.items():

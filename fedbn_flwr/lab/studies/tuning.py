@@ -62,8 +62,8 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 
         # The mean score of each point over the seeds, and the best of them.
         config = cells[0].config
-        scores: dict[str, float | None] = {}
-        usable: dict[str, float] = {}
+        scores = {}
+        usable = {}
         for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
             score = scores[trial] = _score(repeats, out)
             if score is not None:
