@@ -56,7 +56,7 @@ class Packed:
     @classmethod
     def of(cls, value: Any) -> Packed:
         """Return the value, packed."""
-        buffers: list[memoryview] = []
+        buffers = []
 
         def in_band(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()

@@ -221,7 +221,7 @@ class WorkerProcesses:
 
     def _feed(self, worker: _Worker) -> None:
         """Give a process its next job, and one in advance while there are many."""
-        sent: list[tuple[int, Job]] = []
+        sent = []
         with self._lock:
             while self._jobs and not worker.gone:
                 # A second job spares the pause until the next is sent. While few are

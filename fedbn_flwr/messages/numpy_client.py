@@ -159,7 +159,7 @@ def to_records(
 
 def _names(message: Message) -> list[str]:
     """Return the names of a message's arrays, as ``to_records`` reads them."""
-    names: list[str] = []
+    names = []
     records = of_kind(message.content, ArrayRecord)
     for index, (key, record) in enumerate(records.items()):
         prefix = f"{key}/" if index else ""

@@ -131,10 +131,10 @@ def unpacked(content: RecordDict) -> RecordDict:
 def _piece_of(records: Mapping[str, ArrayRecord]) -> ArrayRecord:
     """Return a record with all arrays of ``records`` in one array."""
     # What is in the piece, and the bytes of each array, which ``join`` copies once.
-    manifest: list[tuple[str, list[tuple[Any, ...]]]] = []
-    parts: list[bytes | memoryview] = []
+    manifest = []
+    parts = []
     for key, record in records.items():
-        arrays: list[tuple[Any, ...]] = []
+        arrays = []
         for name, array in record.items():
             data = array.buffer if isinstance(array, BufferArray) else array.data
             arrays.append((name, array.dtype, array.shape, array.stype, len(data)))

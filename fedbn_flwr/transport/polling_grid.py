@@ -273,7 +273,7 @@ class PollingGrid(ImmediateGrid):
             pauses, notice = self._pauses(messages), _FIRST_NOTICE
         limit = math.inf if timeout is None else timeout
 
-        replies: list[Message] = []
+        replies = []
         for arrived, waiting, seconds in polls(self, messages, pauses, limit):
             replies += arrived
             # An error comes at once, and tells nothing of how long the work takes.

@@ -81,7 +81,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Gather what is logged as a warning in the block; it is not printed."""
-    lines: list[str] = []
+    lines = []
 
     class Gather(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

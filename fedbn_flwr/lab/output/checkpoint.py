@@ -154,7 +154,7 @@ class Checkpoints:
             ConfigError: there are checkpoints, but none can be used; the error gives
                 all reasons.
         """
-        reasons: list[str] = []
+        reasons = []
         for server_round in reversed(self.rounds):
             try:
                 return self.read(server_round)

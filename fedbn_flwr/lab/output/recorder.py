@@ -19,7 +19,6 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.client.personal_model import ABSENT, KEPT_HASHES, why_absent
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.client_tests import (

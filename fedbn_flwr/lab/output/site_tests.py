@@ -79,7 +79,7 @@ def table_of_run(
             return []
     on_device(model, config)
     task = data_of(config).test_task
-    rows: list[dict[str, Any]] = []
+    rows = []
 
     def add(name: str, view: Subset, held_out: bool) -> None:
         value = evaluate(model, view, task=task).named()[task.score]

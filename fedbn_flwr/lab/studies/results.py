@@ -50,7 +50,7 @@ def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
 
     Their keys are of ``FIELDS``.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for cell in study.cells():
         about = {"method": cell.method, "split": cell.split, "seed": cell.seed}
         if is_done(cell, out):
