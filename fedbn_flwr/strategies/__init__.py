@@ -104,6 +104,7 @@ _PACKAGE = "fedbn_flwr."
 StrategyClass = type[Strategy] | Combination
 """A strategy before it has settings: a class, or what ``combined`` returns."""
 
+# In the order in which combined methods act: what restores entries comes after a step.
 STRATEGIES: Mapping[str, type[Strategy]] = {
     strategy.name: strategy
     for strategy in (
@@ -281,6 +282,7 @@ def _rank(kind: type[Kind]) -> tuple[int, int, str]:
     return place, len(kind.__mro__), _place(kind)
 
 
+# Once for the same methods, so that combined(A, B) is combined(B, A).
 @functools.cache
 def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
     """Return the combination of methods that are in order."""

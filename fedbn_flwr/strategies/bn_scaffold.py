@@ -323,6 +323,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         for reply in replies:
             moments = reply.extras.get(BN_VARIATES, {})
             sent.append((reply.node.order, moments, reply.num_examples))
+        # A client that is not in this round keeps its place in (u, s).
         latest = LatestBN(state.latest_variates).with_latest(sent).tree
         state = replace(state, latest_variates=latest)
         return super().aggregate(state, facts, replies, model)

@@ -117,6 +117,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the losses, which are the weights in phase 1."""
+        # Both phases ask for it: the loss of phase 2 shows in the metrics alone.
         key = Key(self.params.loss_key, "float: F_k", "client", "server")
         why = "the clients' losses are the weights of the average"
         loss = (Beside(key, "scalar", why, required=True),)

@@ -66,6 +66,7 @@ class ProximalTerm(ClientHook):
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
+        # A loss + 0 has FedAvg's value, and not always its bits.
         if self.mu == 0:
             return None
         # A parameter that was frozen until now is still as it was received.

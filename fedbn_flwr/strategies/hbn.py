@@ -167,6 +167,7 @@ class HybridStatistics(SurveyedStatistics):
                 "hbn: alpha learns in one optimizer, and this is a second one. Give all"
                 " parameters to one optimizer; each group may have its own rate."
             )
+        # torch lets LBFGS have one group of parameters.
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "hbn: LBFGS takes one group of parameters, and alpha is one more, which"
@@ -184,6 +185,7 @@ class HybridStatistics(SurveyedStatistics):
         own = groups[-1]
         handle = optimizer.register_step_post_hook(self._forget_gradients)
 
+        # A client may use its optimizer again: the next round brings its own alpha.
         def finish() -> None:
             handle.remove()
             groups[:] = [group for group in groups if group is not own]

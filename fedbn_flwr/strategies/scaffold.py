@@ -123,6 +123,7 @@ class ControlVariates(ClientHook):
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i; missing entries are zero."""
+        # c is empty in the run's first round, c_i in the client's.
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -300,6 +301,7 @@ def _scaled(
 ) -> tuple[dict[str, Any], int]:
     """Return c and N; c is a mean over N clients, and is scaled when N grows."""
     with_variate = {*facts.known, *(reply.node.label for reply in replies)}
+    # N is not known beforehand: it is the most that were seen.
     count = max(state.num_clients, facts.num_able, len(with_variate))
     variates = dict(state.variates)
     if count > state.num_clients > 0:

@@ -69,6 +69,7 @@ class Untracked(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
+        # Layers that the model keeps in eval mode track nothing, and stay as they are.
         self._track_again = stop_tracking(layers_in_training(model).values())
 
     def end(self, model: nn.Module) -> dict[str, float]:

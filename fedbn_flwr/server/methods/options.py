@@ -152,6 +152,7 @@ class AveragedBN(Option):
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask for the copies; a client may leave them out."""
+        # A training loop of another project has no such hook, and trains all the same.
         return [Ask("share-bn", shown=True)]
 
 
@@ -196,6 +197,7 @@ class PooledVariance(Option):
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the statistics of single replies."""
+        # The spread of the clients' means is no mean of them.
         return (Travels(each=frozenset({Part.STATISTICS})),)
 
 

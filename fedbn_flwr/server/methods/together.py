@@ -259,6 +259,7 @@ class Methods:
 
     def wrong_settings(self) -> list[str]:
         """Return what is wrong whatever the run is."""
+        # No run is known yet: a row that compares with one does not count here.
         lines = [problem.text for problem in self._test_problems(self.tests)]
         fields = type(self.params).model_fields
         for problem in self.problems(RunSettings(0, tests=self.tests)):
@@ -332,6 +333,7 @@ def _reestimates(method: Method[Any, Any]) -> bool:
 
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
     """Yield what follows from what a method declares."""
+    # BN's momentum moves running statistics, and there is none that moves.
     if all(phase.held & TRACKED for phase in declared(method)):
         for key in ("variance", "bn_momentum"):
             yield Problem(
@@ -357,6 +359,7 @@ def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[P
 
 def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
     """Yield which layers that the method acts on the model lacks."""
+    # No layer at all, or none with the parts on which the method acts.
     for wanted in model_needs(together(declared(method))):
         if not parts.layers:
             has = _NOT_BY_NAMES if parts.by_names else ""
