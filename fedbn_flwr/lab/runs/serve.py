@@ -91,11 +91,15 @@ def serve(
         protection = _protection(config, out, model)
         if protection:
             strategy.protect(protection)
-        kept = CheckpointManager(start.checkpoints, config, strategy, start.saved)
+        checkpoints = CheckpointManager(
+            start.checkpoints, config, strategy, start.saved
+        )
 
         with RunFolder(out, config, start.after) as folder:
             report_data(folder, config, data)
-            record = RunRecord(folder, config, model, data, strategy, kept, on_round)
+            record = RunRecord(
+                folder, config, model, data, strategy, checkpoints, on_round
+            )
             tests = ",".join(tests_of_clients(config, data))
             try:
                 with record.open():
