@@ -47,7 +47,6 @@ class DatasetInfo:
         grouped: the samples have groups (domains, cities), for the splits that need
             them.
         task: the learning task.
-
         input_shape: shape of an example that is no image, such as (features,); () for
             images.
         class_names: names of the classes, () = numbers.

@@ -644,7 +644,6 @@ def own_task(
         "loader": read,
         "num_classes": num_classes,
         "task": task,
-        "tasks": ("classification",),
     }
     own["grouped"] = grouped
     monkeypatch.setitem(
