@@ -765,11 +765,8 @@ def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -
 
 def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
     own_task(monkeypatch, BINARY, 2, lambda digit: (digit > 4).long())
-    chosen = Config.make(
-        {"dataset": "mine", "task": "classification", "metrics": "macro-f1,auroc"}
-    )
-    assert data_of(chosen).task.metrics == ("accuracy", "macro-f1", "auroc")
-    assert make_model(chosen).fc.out_features == 2
+    chosen = Config.make({"dataset": "mine", "metrics": "balanced-accuracy"})
+    assert "balanced-accuracy" in data_of(chosen).task.metrics
     _, out = quick_run(
         **{"metrics": "balanced-accuracy", "eval-on": "global,personal-own"}
     )
