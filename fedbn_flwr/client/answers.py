@@ -9,7 +9,6 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.protocol import (
     METRICS,
@@ -18,7 +17,13 @@ from fedbn_flwr.messages.protocol import (
     num_partitions_of,
     partition_of,
 )
-from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
+from fedbn_flwr.messages.records import (
+    from_record,
+    of_kind,
+    tensors,
+    to_record,
+    to_state,
+)
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
 from fedbn_flwr.training.wrappers import (
     load_state,

@@ -26,7 +26,6 @@ from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
@@ -34,7 +33,7 @@ from fedbn_flwr.messages.protocol import (
     TrainConfig,
     merged_config,
 )
-from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides

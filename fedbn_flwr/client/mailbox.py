@@ -12,9 +12,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import OUTBOX
-from fedbn_flwr.messages.records import to_record, to_state
+from fedbn_flwr.messages.records import of_kind, to_record, to_state
 from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["fill_outbox", "is_filled", "open_outbox", "records_in", "take_records"]

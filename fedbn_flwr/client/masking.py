@@ -26,7 +26,6 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.averaging import Array, State, check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import MaskingError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     EXCHANGE,
@@ -59,7 +58,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
     without_empty,
 )
-from fedbn_flwr.messages.records import to_record, views
+from fedbn_flwr.messages.records import of_kind, to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates
 from fedbn_flwr.privacy.masks import Party, PublicKeys, about
 from fedbn_flwr.privacy.ring import FixedPoint

@@ -35,7 +35,6 @@ from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import NamedConfigErrors, StateError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
@@ -55,7 +54,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
     partition_of,
 )
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import from_record, of_kind, to_record
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
 __all__ = ["local_bn"]

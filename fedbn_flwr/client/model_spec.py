@@ -22,13 +22,13 @@ from fedbn_flwr.checked_file import read_checked, write_checked
 from fedbn_flwr.client.kept import KeptState, state_dir
 from fedbn_flwr.client.kept_files import partition_folder
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     MODEL_SPEC,
     SPEC_SHAPES,
     Continuity,
     partition_of,
 )
+from fedbn_flwr.messages.records import of_kind
 
 __all__ = ["ModelSpec", "StateLocation"]
 

@@ -15,7 +15,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
     ATTEMPT,
@@ -29,7 +28,7 @@ from fedbn_flwr.messages.protocol import (
     STEP_SENT,
     UNION,
 )
-from fedbn_flwr.messages.records import from_record, tensors, to_record
+from fedbn_flwr.messages.records import from_record, of_kind, tensors, to_record
 from fedbn_flwr.transport import NextExchange, Replay
 
 __all__ = ["clear_log", "log_answer", "log_sent", "replay"]

@@ -9,9 +9,8 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import merged_config
-from fedbn_flwr.messages.records import to_record, views
+from fedbn_flwr.messages.records import of_kind, to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, clipped
 
 __all__ = ["clipped_update"]

@@ -3,10 +3,9 @@
 In reading order:
 
 - ``protocol``: every name in a message, and its configs and answers as values.
-- ``records``: state dicts to Flower's ArrayRecords and back, to the bit.
-- ``kinds``: the records of a message of one kind.
+- ``records``: state dicts to Flower's ArrayRecords and back, to the bit; the bytes of
+  a round's messages.
 - ``moments``: the moments of BatchNorm layers as entries of a message.
-- ``traffic``: the bytes of a round's messages.
 - ``packing``: all arrays of a message in one piece, over a network.
 - ``numpy_client``: a message as the arguments of a NumPyClient, and its reply.
 - ``legacy``: messages of Flower's older loop as messages with named arrays.

@@ -18,7 +18,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.compat.flower import answer, filled
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
     INFO,
@@ -27,7 +26,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     merged_config,
 )
-from fedbn_flwr.messages.records import decode, to_record, view
+from fedbn_flwr.messages.records import decode, of_kind, to_record, view
 
 __all__ = [
     "Config",

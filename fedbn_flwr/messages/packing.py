@@ -30,9 +30,14 @@ from fedbn_flwr.compat.flower import (
     readdressed,
 )
 from fedbn_flwr.errors import PackingError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import PACKED
-from fedbn_flwr.messages.records import LONGEST_HEADER, npy_header, npy_layout, view
+from fedbn_flwr.messages.records import (
+    LONGEST_HEADER,
+    npy_header,
+    npy_layout,
+    of_kind,
+    view,
+)
 
 __all__ = [
     "FORMAT",

@@ -27,7 +27,7 @@ from typing import Any, Self
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.kinds import of_kind
+from fedbn_flwr.messages.records import of_kind
 from fedbn_flwr.seeds import derive_seed
 
 __all__ = [

@@ -11,13 +11,14 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from io import BytesIO
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
@@ -26,12 +27,14 @@ from fedbn_flwr.errors import StateError
 
 __all__ = [
     "LONGEST_HEADER",
+    "Traffic",
     "decode",
     "encode",
     "from_record",
     "npy_header",
     "npy_layout",
     "num_bytes",
+    "of_kind",
     "select",
     "state_sha256",
     "tensors",
@@ -256,3 +259,62 @@ def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
     for partition, sha256 in sorted(parts, key=lambda item: int(item[0])):
         digest.update(f"local {partition} {sha256}\n".encode())
     return digest.hexdigest()
+
+
+Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
+
+
+def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
+    """Return the records of this class by name, in order, in a dict of its own."""
+    # Not by isinstance, which for these classes, ABCs, is a call in Python.
+    found: dict[str, Record] = {}
+    for key, record in content.items():
+        if kind in type(record).__mro__:
+            found[key] = record  # type: ignore[assignment]
+    return found
+
+
+@dataclass
+class Traffic:
+    """Bytes of the arrays in the messages, without headers; counts are listed apart, as
+    in the papers.
+
+    Counts are integer entries (int64 counters), and the examples per element in
+    exchanges (``batchnorm.sync``).
+
+    Attributes:
+        exchanges: round trips between the server and its clients.
+        down: bytes of floats that the server sent; one broadcast of the same arrays
+            counts once, as in the papers.
+        up: bytes of floats that all clients sent.
+        counters_down: bytes of counts that the server sent; a broadcast counts once.
+        counters_up: bytes of counts that all clients sent.
+    """
+
+    exchanges: int = 0
+    down: int = 0
+    up: int = 0
+    counters_down: int = 0
+    counters_up: int = 0
+
+    @property
+    def megabytes(self) -> float:
+        """Floats down and up in MB of 2^20 bytes, as in the papers."""
+        return (self.down + self.up) / 2**20
+
+    def plus(self, other: Traffic, times: int = 1) -> Traffic:
+        """Return the sum of this traffic and ``times`` the other."""
+        names = [field.name for field in fields(self)]
+        return Traffic(
+            *(getattr(self, name) + times * getattr(other, name) for name in names)
+        )
+
+    def count_down(self, size: tuple[int, int]) -> None:
+        """Count one broadcast: (bytes of floats, bytes of others)."""
+        self.down += size[0]
+        self.counters_down += size[1]
+
+    def count_up(self, size: tuple[int, int]) -> None:
+        """Count one client's arrays: (bytes of floats, bytes of others)."""
+        self.up += size[0]
+        self.counters_up += size[1]

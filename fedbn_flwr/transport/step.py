@@ -12,8 +12,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
-from fedbn_flwr.messages.kinds import of_kind
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import Traffic, of_kind
 from fedbn_flwr.transport.barrier import Member
 from fedbn_flwr.transport.polling_grid import Pauses, over_network, polls
 from fedbn_flwr.transport.through_user_code import Reducer

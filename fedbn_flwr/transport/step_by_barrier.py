@@ -11,7 +11,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.messages.protocol import BARRIER
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import Traffic
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.step import Limits, StepResult, send_until, with_config
 

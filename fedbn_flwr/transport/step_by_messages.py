@@ -17,7 +17,6 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.sync import exchange_bytes
 from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     ATTEMPT,
     EXCHANGE,
@@ -25,8 +24,13 @@ from fedbn_flwr.messages.protocol import (
     STEP_ONLY,
     UNION,
 )
-from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import (
+    Traffic,
+    from_record,
+    of_kind,
+    tensors,
+    to_record,
+)
 from fedbn_flwr.transport.barrier import Member, TaggedTensor, odd_ones
 from fedbn_flwr.transport.step import (
     Enough,

@@ -17,10 +17,9 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
-from fedbn_flwr.messages.records import encode, from_record, to_record
+from fedbn_flwr.messages.records import encode, from_record, of_kind, to_record
 from fedbn_flwr.mods import local_bn, masked_update, packed
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN

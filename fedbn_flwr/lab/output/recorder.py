@@ -45,8 +45,13 @@ from fedbn_flwr.messages.protocol import (
     TRAIN_LOSS,
     VALIDATION,
 )
-from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import (
+    Traffic,
+    from_record,
+    state_sha256,
+    tensors,
+    to_state,
+)
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.wrappers import load_state

@@ -20,8 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.runs.start_checks import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
-from fedbn_flwr.messages.records import num_bytes, to_record, to_state
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FixBNMethod, freezing_method
 from fedbn_flwr.training.freezing import stays_in_eval

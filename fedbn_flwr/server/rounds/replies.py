@@ -15,10 +15,9 @@ from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
-from fedbn_flwr.messages.records import num_bytes, views
+from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Reply, Size
 from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.methods.travels import Beside

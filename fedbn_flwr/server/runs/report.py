@@ -12,7 +12,6 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from fedbn_flwr.errors import split_code
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -20,7 +19,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     STEPS,
 )
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import Traffic, of_kind
 from fedbn_flwr.training.tasks import METRICS, quantity_of
 
 __all__ = ["AVERAGED", "RoundReport", "average_metrics"]

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import Traffic
 from fedbn_flwr.server.methods.travels import model_needs
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.federation import torch_clients

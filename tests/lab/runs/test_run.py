@@ -37,8 +37,7 @@ from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
-from fedbn_flwr.messages.records import state_sha256, to_state
-from fedbn_flwr.messages.traffic import Traffic
+from fedbn_flwr.messages.records import Traffic, state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pictures import drawn
