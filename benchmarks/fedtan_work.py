@@ -29,7 +29,7 @@ from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import STRATEGIES, Strategy
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
 CLIENTS, STEPS, BATCH = 5, 5, 128

@@ -35,7 +35,7 @@ from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.batches import set_memory_format
 
 IMAGES, BATCH, ROUNDS = 320, 32, 2
 TRAINING = LocalTraining(

@@ -20,8 +20,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fedbn_flwr.batchnorm.outer_affine import outer_affine
-from fedbn_flwr.training.freezing import stays_in_eval
-from fedbn_flwr.training.modes import is_scripted_batchnorm
+from fedbn_flwr.training.freezing import is_scripted_batchnorm, stays_in_eval
 
 __all__ = [
     "BatchNormLayer",

@@ -21,16 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.batches import Batches, join_last, with_positions
+from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
     per_channel,
 )
 from fedbn_flwr.training.checkpointing import is_recomputed
-from fedbn_flwr.training.freezing import left_in_eval
-from fedbn_flwr.training.inputs import inputs_for
-from fedbn_flwr.training.modes import kept_modes, refuse_scripted
+from fedbn_flwr.training.freezing import kept_modes, left_in_eval, refuse_scripted
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import named_error, takes_one_example
 

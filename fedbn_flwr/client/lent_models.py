@@ -23,11 +23,9 @@ from torch.nn.parameter import is_lazy
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
-from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
-from fedbn_flwr.training.inputs import inputs_for
 from fedbn_flwr.training.layout import Layout
-from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, no_tensors, unwrap
 

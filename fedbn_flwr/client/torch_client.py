@@ -196,14 +196,16 @@ class TorchClient(NumPyClient):
         kept = self._open_kept(lent, config, sent)
         # In an exchange by messages the model came in an earlier message, and the log
         # has it.
+        reducer = None
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
+            reducer = replay(self.context, config)
         hooks = make_hooks(
             sent.hooks,
             HookContext(
                 config,
                 frozenset(local),
-                replay(self.context, config),
+                reducer,
                 functools.partial(self.data.validation_loss, task=self.task),
             ),
         )
@@ -227,7 +229,8 @@ class TorchClient(NumPyClient):
         )
         # Nothing is kept before all steps were taken: an exception leaves the client as
         # it was before the round.
-        clear_log(self.context)
+        if sent.attempt is not None:
+            clear_log(self.context)
         state = to_state(lent.state)
         if local:
             kept.keep({name: state[name] for name in local}, sent.server_round)

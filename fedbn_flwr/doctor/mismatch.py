@@ -22,8 +22,8 @@ from fedbn_flwr.doctor.clients import (
     outputs_of,
 )
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.inputs import inputs_for
 
 __all__ = ["Loss", "Mismatch", "accuracy", "default_loss", "mismatch"]
 

@@ -23,8 +23,8 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
+from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
-from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.wrappers import no_tensors
 

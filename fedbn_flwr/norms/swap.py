@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.norms.report import Replacement, named
-from fedbn_flwr.training.modes import refuse_scripted
+from fedbn_flwr.training.freezing import refuse_scripted
 
 __all__ = [
     "LayerMaker",

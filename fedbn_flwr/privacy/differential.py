@@ -65,8 +65,7 @@ from fedbn_flwr.privacy.coordinates import (
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
-from fedbn_flwr.server.methods.method import Facts, Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import NONE, PartSet

@@ -48,8 +48,7 @@ from fedbn_flwr.privacy.masks import (
     seed_mask,
 )
 from fedbn_flwr.privacy.ring import FixedPoint
-from fedbn_flwr.server.methods.method import Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Node, Reply
 from fedbn_flwr.server.rounds.replies import error_text
 from fedbn_flwr.server.runs.report import RoundReport
 

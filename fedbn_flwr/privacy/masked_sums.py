@@ -71,8 +71,7 @@ from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
-from fedbn_flwr.server.methods.method import Facts, Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.protection import Protection

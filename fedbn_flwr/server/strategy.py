@@ -693,7 +693,8 @@ class Strategy(FlowerFedAvg):
             self._forget_run(self.run.num_rounds, self.run.timeout)
         run = self.run
         run.set_model(arrays)
-        check_wrapper(self.methods, run.parts, warn=not run.reports)
+        if not run.reports:
+            check_wrapper(self.methods, run.parts)
         # Neither our start nor to_legacy calls: a loop of the user's or of Flower's.
         if not run.begun:
             self._begin()

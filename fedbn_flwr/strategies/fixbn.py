@@ -86,8 +86,7 @@ from fedbn_flwr.server.methods.method_params import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Beside, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import hold_eval
-from fedbn_flwr.training.modes import refuse_scripted
+from fedbn_flwr.training.freezing import hold_eval, refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [

@@ -1,17 +1,33 @@
-"""Batches of a client's data: the data interface of training and evaluation. Torch
-only.
+"""Batches of a client's data: the data interface of training and evaluation, and how a
+batch's inputs get to the model: to its device, dtype and memory format. Torch only.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-__all__ = ["Batches", "join_last", "with_positions"]
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.wrappers import unwrap
+
+__all__ = [
+    "Batches",
+    "Entries",
+    "device_of",
+    "inputs_for",
+    "join_last",
+    "map_inputs",
+    "set_memory_format",
+    "with_positions",
+]
 
 
 class Batches(Protocol):
@@ -73,3 +89,174 @@ def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
     """
     *others, last = batches
     return [*others[:-1], torch.cat([others[-1], last])] if others else []
+
+
+class Entries(Protocol):
+    """A model, or its ``Layout``."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters."""
+
+    def buffers(self) -> Iterable[Tensor]:
+        """Return the buffers."""
+
+
+def inputs_for(model: Entries) -> Callable[[Any], Any]:
+    """Return the function that brings a batch's inputs to the model's device, dtype and
+    memory format.
+
+    Inputs in several parts keep their structure.
+    """
+    device, dtype = device_of(model), _dtype_of(model)
+    # ``set_memory_format`` has put the model into one of the two formats. A tensor may
+    # be in both at once, and then says nothing: one channel, or 1x1 kernels.
+    memory_format = torch.contiguous_format
+    for p in model.parameters():
+        in_channels_last = p.dim() == 4 and p.is_contiguous(
+            memory_format=torch.channels_last
+        )
+        if in_channels_last and not p.is_contiguous():
+            memory_format = torch.channels_last
+            break
+
+    def prepared(inputs: Any) -> Any:
+        if not isinstance(inputs, Tensor):  # such as a packed sequence
+            return inputs.to(device)
+        wanted = dtype if inputs.is_floating_point() else None
+        # A copy from a GPU to the CPU that does not block may be read before it has
+        # ended.
+        inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
+        if inputs.dim() != 4:
+            return inputs
+        return inputs.contiguous(memory_format=memory_format)
+
+    return functools.partial(map_inputs, prepared)
+
+
+def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
+    """Return the same structure with ``function`` of each tensor, and of what else has
+    a method ``to``.
+
+    Texts and numbers stay as they are. A mapping of a class of its own becomes a dict.
+    """
+    if isinstance(inputs, Tensor) or hasattr(inputs, "to"):
+        return function(inputs)
+    if isinstance(inputs, Mapping):
+        return {name: map_inputs(function, part) for name, part in inputs.items()}
+    if not isinstance(inputs, (list, tuple)):
+        return inputs
+    parts = [map_inputs(function, part) for part in inputs]
+    if hasattr(inputs, "_fields"):  # a named tuple takes its parts one by one
+        return type(inputs)(*parts)
+    return type(inputs)(parts)
+
+
+def device_of(model: Entries) -> torch.device:
+    """Return the device of the model's first parameter, else buffer; BatchNorm alone
+    may have no parameter.
+    """
+    first = next(_entries(model), None)
+    return torch.get_default_device() if first is None else first.device
+
+
+def _dtype_of(model: Entries) -> torch.dtype:
+    """Return the dtype of the model's first real entry, else that of its first complex
+    one, else the default.
+    """
+    first_complex = None
+    for entry in _entries(model):
+        if entry.is_floating_point():
+            return entry.dtype
+        # a complex table that is not trained says nothing of the inputs
+        if entry.is_complex() and entry.requires_grad and first_complex is None:
+            first_complex = entry.dtype
+    return first_complex or torch.get_default_dtype()
+
+
+def _entries(model: Entries) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+# modules whose layers work in channels-last
+_KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")
+# models that are not tried again: of many clients, or in each message
+_WORKING: set[tuple[str, str, str]] = set()
+
+
+def set_memory_format(
+    model: nn.Module, example: Callable[[], Any] | None = None
+) -> nn.Module:
+    """Give the model's 4-d entries the memory format that suits it, in place, and
+    return the model.
+
+    Channels-last makes most convolutions faster, and changes the last bits. Values,
+    shapes and names stay: a state dict is the same in both formats.
+
+    It is channels-last for models with 2-d convolutions in float32 or less and without
+    instance norm, for which it is slow in torch; other models stay as they are. A model
+    with layers of a user's own becomes contiguous if it works in that format only:
+    ``x.view(-1, 400)`` needs each image in one piece. Only the model counts, so every
+    engine and every node decides alike.
+
+    Args:
+        model: the model, on its device.
+        example: returns inputs of two examples, on which a model with layers of a
+            user's own is tried; it is called once for all equal models. None = such a
+            model is not tried.
+    """
+    convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
+    wide = any(m.weight.dtype == torch.float64 for m in convolutions)
+    if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
+        return model
+    wanted = torch.channels_last
+    if example is not None and _is_contiguous_only(unwrap(model), example):
+        wanted = torch.contiguous_format
+    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
+
+
+def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
+    """Return whether a model works in the contiguous format and not in channels-last."""
+    if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
+        return False
+    # The text of a model has its layers with their sizes.
+    kind = type(model).__module__, type(model).__qualname__, repr(model)
+    if kind in _WORKING:
+        return False
+    # users' data may raise anything, and the training will raise it again
+    with suppress(Exception), seeded(0):
+        inputs = example()
+        if not _fails(model, torch.channels_last, inputs):
+            _WORKING.add(kind)
+            return False
+        return not _fails(model, torch.contiguous_format, inputs)
+    return False
+
+
+def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> bool:
+    """Return whether a copy of the model raises in this format, in a step or in a test."""
+    try:
+        trial = copied(model)
+    except Exception:  # it holds a lock, say, and is not tried
+        return False
+    trial.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
+    try:
+        with torch.enable_grad():
+            outputs = trial.train()(inputs_for(trial)(inputs))
+            if isinstance(outputs, Tensor) and outputs.requires_grad:
+                outputs.square().sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            trial.eval()(inputs_for(trial)(inputs))
+    except Exception:
+        return True
+    return False
+
+
+def _normalises_each_channel(module: nn.Module) -> bool:
+    """Return whether the statistics are those of one channel of one example, as in
+    instance norm.
+    """
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups == module.num_channels
+    return isinstance(module, _InstanceNorm)

@@ -14,10 +14,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.batches import Batches, join_last, with_positions
-from fedbn_flwr.training.inputs import device_of, inputs_for
+from fedbn_flwr.training.batches import (
+    Batches,
+    device_of,
+    inputs_for,
+    join_last,
+    with_positions,
+)
+from fedbn_flwr.training.freezing import (
+    is_scripted_batchnorm,
+    kept_modes,
+    refuse_scripted,
+)
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
-from fedbn_flwr.training.modes import is_scripted_batchnorm, kept_modes, refuse_scripted
 from fedbn_flwr.training.single_examples import refusing_layers
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 

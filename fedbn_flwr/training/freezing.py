@@ -1,5 +1,5 @@
-"""Train some layers only: the other parameters stay as they are, as one does with a
-pretrained network. Torch only.
+"""Train and eval modes of a model's layers, and training of some layers only: the other
+parameters stay as they are, as one does with a pretrained network. Torch only.
 
 A BatchNorm layer outside the named ones has two more questions: by which statistics it
 normalises, and whether its running ones move. ``eval`` (the default): the running ones,
@@ -11,33 +11,93 @@ arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
 
 A model may come with BatchNorm in eval mode, which ``model.train()`` would undo: its
 author froze it, and it stays so. Parameters without ``requires_grad`` say nothing about
-the statistics, as in torch.
+the statistics, as in torch. Of BatchNorm in TorchScript the mode is all that can be
+changed.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.modes import kept_modes
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [
     "FrozenBN",
     "hold_eval",
     "holds_eval",
+    "is_scripted_batchnorm",
     "keep_eval",
+    "kept_modes",
     "left_in_eval",
+    "refuse_scripted",
     "stays_in_eval",
     "train_only",
     "unlike_in_tests",
 ]
+
+_SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Restore every module's train or eval mode at the end of the block."""
+    # each module by itself: ``train(mode)`` of the model would give all the same
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def is_scripted_batchnorm(module: nn.Module) -> bool:
+    """Return whether a layer is BatchNorm in TorchScript.
+
+    Its state has the layer's entries, and its forward pass is out of reach.
+    """
+    # TorchScript keeps the name of the class only.
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        and getattr(module, "original_name", "") in _SCRIPTED
+    )
+
+
+def refuse_scripted(model: nn.Module, what: str) -> None:
+    """Refuse a model with BatchNorm in TorchScript, on which ``what`` has no effect.
+
+    Layers that the model keeps in eval mode, those of a frozen backbone, are left as
+    they are.
+
+    Raises:
+        NormLayerError: there is such a layer; the message names the first.
+    """
+    scripted = {
+        path: module
+        for path, module in model.named_modules()
+        if is_scripted_batchnorm(module)
+    }
+    if not scripted:
+        return
+    # A model may have a ``train`` of its own that leaves layers in eval mode: ask it.
+    with kept_modes(model):
+        model.train()
+        refused = [path for path, module in scripted.items() if module.training]
+    if refused:
+        kind = type(scripted[refused[0]]).__name__
+        raise NormLayerError(
+            f"{what}: BatchNorm layer {refused[0] or 'model'!r} is a {kind}, in which"
+            " it would have no effect. Use the plain module."
+        )
+
 
 FrozenBN = Literal["eval", "train"]
 

@@ -21,8 +21,7 @@ from torch.utils.data import (
 )
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.inputs import map_inputs
+from fedbn_flwr.training.batches import Batches, map_inputs
 from fedbn_flwr.training.randomness import drawing_from
 
 __all__ = ["LoadedBatches", "batches_of", "first_batch", "num_examples"]

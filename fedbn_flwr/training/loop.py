@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.batches import Batches, with_positions
+from fedbn_flwr.training.batches import Batches, device_of, inputs_for, with_positions
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     LossAndOutputs,
     RetryStep,
     around_step,
 )
-from fedbn_flwr.training.inputs import device_of, inputs_for
 from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.optimizers import make_optimizer, take_step

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import FedBNError, NormLayerError
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.modes import is_scripted_batchnorm, kept_modes
+from fedbn_flwr.training.freezing import is_scripted_batchnorm, kept_modes
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_example"]

@@ -17,7 +17,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 
 

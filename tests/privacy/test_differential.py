@@ -32,8 +32,7 @@ from fedbn_flwr.privacy.accounting import PrivacyAccountant
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
-from fedbn_flwr.server.methods.method import Facts, Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import (

@@ -14,8 +14,7 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import encode, to_record
-from fedbn_flwr.server.methods.method import Facts
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Beside, Travels
 from fedbn_flwr.server.rounds.replies import Terms, read_arrays

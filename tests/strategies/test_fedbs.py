@@ -15,8 +15,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NothingTrainedError, ReplyError
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.messages.records import from_record, tensors
-from fedbn_flwr.server.methods.method import Ask, Facts, Replies, Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.replies import Terms
 from fedbn_flwr.strategies import FedProx
 from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState

@@ -10,8 +10,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.inputs import inputs_for
-from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.batches import inputs_for, set_memory_format
 from tests.support.small_vision import VISION
 
 LAST = {"memory_format": torch.channels_last}

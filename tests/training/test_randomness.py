@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.numpy_state import NumpyState
-from fedbn_flwr.training.randomness import Generators, drawing_from, seeded
+from fedbn_flwr.training.randomness import Generators, NumpyState, drawing_from, seeded
 from fedbn_flwr.training.turns import Wait, interrupted, turn
 
 X = torch.ones(40, 6)

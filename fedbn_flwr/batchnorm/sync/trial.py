@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.training.modes import kept_modes
+from fedbn_flwr.training.freezing import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state
 

@@ -39,8 +39,8 @@ from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_mo
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.inputs import inputs_for
 
 __all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_exported"]
 

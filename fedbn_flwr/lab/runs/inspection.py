@@ -23,8 +23,7 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FixBNMethod, freezing_method
-from fedbn_flwr.training.freezing import stays_in_eval
-from fedbn_flwr.training.modes import kept_modes
+from fedbn_flwr.training.freezing import kept_modes, stays_in_eval
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 

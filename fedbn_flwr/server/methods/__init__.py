@@ -2,8 +2,8 @@
 
 In the order in which to read them:
 
-- ``method``: the interface of a paper's algorithm, and what it is told of a round.
-- ``node``: a client as a method sees it.
+- ``method``: a client as a method sees it, the interface of a paper's algorithm, and
+  what it is told of a round.
 - ``travels``: the declaration of what is sent, local and frozen in each phase.
 - ``params``: the settings of all methods; ``method_params``: those of one each.
 - ``options``: what every method can have beside its own; ``momentum`` and ``shared_bn``

@@ -104,11 +104,11 @@ _INSTEAD = (
 )
 
 
-def check_wrapper(methods: Methods, parts: Parts, warn: bool) -> None:
+def check_wrapper(methods: Methods, parts: Parts) -> None:
     """Check that Flower's wrapper around the strategy, if any, does what it says.
 
-    ``warn``: warn of the weights of the clients, and of counters, which the wrapper
-    treats as weights of the model.
+    Warns of the weights of the clients, and of counters, which the wrapper treats as
+    weights of the model.
 
     Raises:
         ConfigError: something of the clients bypasses the wrapper, or the wrapper would
@@ -130,8 +130,6 @@ def check_wrapper(methods: Methods, parts: Parts, warn: bool) -> None:
             f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}."
             f" {_INSTEAD}."
         )
-    if not warn:
-        return
     logger.warning(
         "%s expects that all clients weigh the same, and strategy %r weighs the clients"
         " by |D_i|, so that one of them can move the average by more than its noise is"

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from fedbn_flwr.compat.flower import filled, readdressed
 from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.records import Traffic, num_bytes, select
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
 from fedbn_flwr.server.runs.run import Run
 

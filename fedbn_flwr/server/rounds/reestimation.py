@@ -38,8 +38,8 @@ from fedbn_flwr.errors import ClientPartError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
+from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.moments import pooled_statistics, unmeasured
-from fedbn_flwr.server.methods.node import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
 from fedbn_flwr.server.rounds.replies import (
     error_text,

@@ -18,8 +18,7 @@ from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
-from fedbn_flwr.server.methods.method import Facts, Reply, Size
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
 from fedbn_flwr.server.methods.travels import Beside
 from fedbn_flwr.server.runs.report import RoundReport
 

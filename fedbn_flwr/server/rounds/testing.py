@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.dispatch import (

@@ -15,8 +15,7 @@ from fedbn_flwr.batchnorm.averaging import SumAhead, average
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, TrainConfig
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.method import Ask, Facts, Replies, Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
 from fedbn_flwr.server.rounds.replies import (
     Refused,

@@ -16,8 +16,7 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
     named_state,
 )
-from fedbn_flwr.server.methods.method import Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Node, Reply
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, LatestBN
 
 __all__ = ["Kept"]

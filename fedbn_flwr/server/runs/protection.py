@@ -14,8 +14,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.server.methods.method import Facts, Reply
-from fedbn_flwr.server.methods.node import Node
+from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.transport import Member
