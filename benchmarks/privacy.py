@@ -36,7 +36,7 @@ from fedbn_flwr.messages.protocol import OWN, TEST_SETS
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.wrappers import load_state
+from fedbn_flwr.training.model_state import load_state
 
 CLIENTS, ROUNDS = 10, 20
 NOISES = (0.0, 0.03, 0.1, 0.3, 1.0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedbn_flwr.engines import InProcessGrid
     from fedbn_flwr.norms import replace_norm
     from fedbn_flwr.privacy import DPWrapper
-    from fedbn_flwr.training.wrappers import unwrap
+    from fedbn_flwr.training.model_state import unwrap
 
 __all__ = [
     "DPWrapper",
@@ -46,7 +46,7 @@ _WHERE = {
     "replace_norm": "norms",
     "split_state": "batchnorm.parts",
     "to_legacy": "compat.legacy_strategy",
-    "unwrap": "training.wrappers",
+    "unwrap": "training.model_state",
 }
 _ROOMS = (
     "batchnorm",

@@ -22,7 +22,7 @@ from fedbn_flwr.engines import in_process
 from fedbn_flwr.lab.data import Samples, Subset
 from fedbn_flwr.messages import numpy_client, records
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
-from fedbn_flwr.training import LearningRate, LocalTraining, layout, loop
+from fedbn_flwr.training import LearningRate, LocalTraining, loop, model_state
 
 SIZES = (6, 13, 9, 21)
 ROUNDS, STEPS = 3, 2
@@ -134,7 +134,7 @@ parameters named_parameters buffers named_buffers modules named_modules children
 state_dict train zero_grad
 """
 WALKS = {getattr(nn.Module, name).__code__ for name in _OF_MODULES.split()} | {
-    layout._structure.__code__
+    model_state._structure.__code__
 }
 
 

@@ -19,8 +19,8 @@ from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.training.freezing import kept_modes, refuse_scripted, stays_in_eval
+from fedbn_flwr.training.model_state import not_compiled
 from fedbn_flwr.training.replaced_method import replace_method
-from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
     "ForwardFunction",

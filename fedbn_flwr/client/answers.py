@@ -25,7 +25,7 @@ from fedbn_flwr.messages.records import (
     to_state,
 )
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
-from fedbn_flwr.training.wrappers import (
+from fedbn_flwr.training.model_state import (
     load_state,
     unwrap,
     view_with_names,

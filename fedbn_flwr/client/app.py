@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,6 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.client.update_clipping import clipped_update
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
@@ -40,6 +40,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.messages.versions import as_text, own_versions
+from fedbn_flwr.privacy.coordinates import CLIP
 
 __all__ = ["SizedApp", "client_app"]
 
@@ -130,7 +131,7 @@ def client_app(
     # From outside to inside: what leaves the client is masked or clipped after the
     # user's mods, and in one piece last; what the client draws is seeded innermost, so
     # that the noise of a privacy mod before it is not the server's to subtract.
-    every = [masked_if_asked, clipped_update, seeded_client, *mods]
+    every = [protected_if_asked, seeded_client, *mods]
     if on_network_node():  # elsewhere no array has a cost of its own, and a mod has one
         every.insert(0, packed)
     # A user's mod may see or refuse queries: then each node must be asked.
@@ -229,13 +230,18 @@ class _ClientMessages:
         )
 
 
-def masked_if_asked(
+def protected_if_asked(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """``masked_update``, whose modules are imported where the server asks for masks: a
-    Flower mod.
+    """``masked_update`` around ``clipped_update``, each imported where the server asks
+    for it: a Flower mod.
     """
-    if merged_config(message).keys().isdisjoint((MASK_PRESENT, MASK_STAGE)):
+    config = merged_config(message)
+    if CLIP in config:
+        from fedbn_flwr.client.update_clipping import clipped_update
+
+        call_next = functools.partial(clipped_update, call_next=call_next)
+    if config.keys().isdisjoint((MASK_PRESENT, MASK_STAGE)):
         return call_next(message, context)
     from fedbn_flwr.client.masking import masked_update
 

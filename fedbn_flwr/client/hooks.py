@@ -38,12 +38,12 @@ from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
 from fedbn_flwr.training.loaded import LoadedBatches
+from fedbn_flwr.training.model_state import not_compiled, view_with_names
 from fedbn_flwr.training.optimizer_hooks import (
     before_steps,
     parameters_of,
     stepping_optimizers,
 )
-from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 
 __all__ = ["Hooks", "bn_rules"]
 

@@ -19,14 +19,16 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
-from fedbn_flwr.client.entries import (
+from fedbn_flwr.client.kept import ClientStorage, KeptState
+from fedbn_flwr.client.lent_models import (
+    BuildModel,
+    LentModel,
     Received,
     entries_that_stay,
+    lender,
     load_received,
     returned_entries,
 )
-from fedbn_flwr.client.kept import ClientStorage, KeptState
-from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.moments import encode_moments
@@ -58,6 +60,7 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.settings import LocalTraining
@@ -200,15 +203,11 @@ class TorchClient(NumPyClient):
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
             reducer = replay(self.context, config)
-        hooks = make_hooks(
-            sent.hooks,
-            HookContext(
-                config,
-                frozenset(local),
-                reducer,
-                functools.partial(self.data.validation_loss, task=self.task),
-            ),
-        )
+        hooks: dict[str, ClientHook] = {}
+        if sent.hooks:
+            loss = functools.partial(self.data.validation_loss, task=self.task)
+            about = HookContext(config, frozenset(local), reducer, loss)
+            hooks = make_hooks(sent.hooks, about)
         # The model begins as the server's, but for the entries that stay here.
         extras, prefix = load_received(lent, parameters, config, kept.load(local))
         for hook in hooks.values():

@@ -28,9 +28,9 @@ from fedbn_flwr.doctor.state import (
 )
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.training.model_state import unwrap, wrapper_prefix
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
-from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
 
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
 

@@ -35,7 +35,7 @@ from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.doctor.thresholds import MIN_CLIENTS
 from fedbn_flwr.errors import DataError, FedBNError
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.wrappers import load_state
+from fedbn_flwr.training.model_state import load_state
 
 __all__ = ["Measuring"]
 

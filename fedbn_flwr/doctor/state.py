@@ -16,8 +16,8 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.training.model_state import wrapper_prefix
 from fedbn_flwr.training.state_file import load_file, open_state
-from fedbn_flwr.training.wrappers import wrapper_prefix
 
 __all__ = [
     "STATE_FILES",

@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +79,9 @@ def work(
         seed = None
         if not getattr(app, "seeds_itself", False):
             seed = message_seed(message, context)
-        with turn(seed), use_reducers(reducers.__getitem__), NamedConfigErrors():
+        # only a synchronised step has reducers
+        finding = use_reducers(reducers.__getitem__) if reducers else nullcontext()
+        with turn(seed), finding, NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(

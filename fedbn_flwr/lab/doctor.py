@@ -56,8 +56,8 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.travels import model_needs
 from fedbn_flwr.strategies.fixbn import freezing_method
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.state_file import tensors_by_name
-from fedbn_flwr.training.wrappers import load_state
 
 __all__ = [
     "diagnose_model",

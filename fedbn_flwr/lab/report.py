@@ -36,7 +36,7 @@ from fedbn_flwr.lab.files import (
 )
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
-from fedbn_flwr.lab.output.global_tests import headlines
+from fedbn_flwr.lab.output.run_tests import headlines
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
 from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study

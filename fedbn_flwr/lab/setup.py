@@ -25,8 +25,8 @@ from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
+from fedbn_flwr.training.model_state import no_tensors
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.wrappers import no_tensors
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.models import InitReport

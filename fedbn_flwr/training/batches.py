@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [
     "Batches",

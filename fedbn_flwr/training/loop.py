@@ -28,14 +28,13 @@ from fedbn_flwr.training.client_hook import (
     RetryStep,
     around_step,
 )
-from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.losses import LossFn
+from fedbn_flwr.training.model_state import Layout, load_state, named_compiler, unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples, named_error
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.wrappers import load_state, named_compiler, unwrap
 
 __all__ = ["TrainResult", "train"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torchvision.models import mnasnet0_5, resnet18
 
-from fedbn_flwr.training.layout import Layout
+from fedbn_flwr.training.model_state import Layout
 
 
 class Doubled(nn.Linear):

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.sync.layer import (
 from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.checkpointing import in_checkpoint
-from fedbn_flwr.training.wrappers import not_compiled
+from fedbn_flwr.training.model_state import not_compiled
 
 __all__ = ["SynchronisedStep"]
 

@@ -24,8 +24,8 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     check_names,
 )
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
 from fedbn_flwr.training.replaced_method import replace_method
-from fedbn_flwr.training.wrappers import compiled_modules, not_compiled, unwrap
 
 __all__ = ["synchronised"]
 

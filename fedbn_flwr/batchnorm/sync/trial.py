@@ -15,8 +15,8 @@ from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.freezing import kept_modes
+from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["refuse_batch_renorm", "try_synchronised_step"]
 

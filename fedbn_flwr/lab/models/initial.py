@@ -28,8 +28,8 @@ from fedbn_flwr.lab.models.extras import (
     published_timm,
 )
 from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
+from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.state_file import load_file, open_state
-from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
 

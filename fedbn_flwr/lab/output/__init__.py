@@ -5,8 +5,7 @@ In reading order:
 - ``folder``: the files of the folder, written whole or not at all; its lock.
 - ``recorder``: what a run writes, round by round and at its end.
 - ``checkpoint``: the server's checkpoints, and where a run starts.
-- ``checkpoint_manager``: when one is saved, and what clients must know of it.
-- ``global_tests``, ``client_tests``, ``site_tests``: the tests, by what is tested.
+- ``run_tests``, ``site_tests``: the tests of the run, and those of each site.
 - ``run_notes``: what a run notes of data and model before it trains.
 - ``summary``, ``model_description``: what the last files say beside numbers.
 - ``statistics_log``, ``curves``, ``tensorboard_log``: a file each.

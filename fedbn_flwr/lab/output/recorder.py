@@ -21,15 +21,16 @@ from fedbn_flwr.client.personal_model import ABSENT, KEPT_HASHES, why_absent
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
-from fedbn_flwr.lab.output.client_tests import (
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
+from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
+from fedbn_flwr.lab.output.run_tests import (
+    GlobalTests,
     HeldOut,
     client_means,
     client_means_by_domain,
+    headlines,
     tested_at_clients,
 )
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
-from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
-from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.output.site_tests import table_of_run
 from fedbn_flwr.lab.output.summary import (
     HELD_OUT,
@@ -54,7 +55,7 @@ from fedbn_flwr.messages.records import (
 )
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import Strategy
-from fedbn_flwr.training.wrappers import load_state
+from fedbn_flwr.training.model_state import load_state
 
 __all__ = ["OnRound", "Recorder"]
 
@@ -98,6 +99,8 @@ class Recorder:
         self._strategy = strategy
         self._on_round = on_round
         self._task = data_of(config).test_task
+        # the tests that are shown; the first one decides
+        self._headlines = headlines(config)
         dataset = data.dataset if data else None
         self._model_description = ModelDescription.of(config, dataset)
         # A protection may forbid what tells of single clients, or of few.
@@ -230,7 +233,7 @@ class Recorder:
             self.stopping.add(line)
             self._note_stop()
         shown = []
-        for name in (*headlines(self._config), TRAIN_LOSS):
+        for name in (*self._headlines, TRAIN_LOSS):
             if name in line:
                 what = " (mean over clients)" if name.startswith("personal") else ""
                 shown.append(f"{name} {line[name]:.4f}{what}")
@@ -312,7 +315,7 @@ class Recorder:
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
         # The best round by the test is told, and never chosen by.
-        headline = headlines(self._config)[0]
+        headline = self._headlines[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})

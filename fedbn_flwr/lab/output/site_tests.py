@@ -20,7 +20,7 @@ from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.wrappers import load_state
+from fedbn_flwr.training.model_state import load_state
 
 __all__ = ["HELD_OUT", "site_names", "table_of_run"]
 

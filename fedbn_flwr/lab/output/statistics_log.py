@@ -39,47 +39,45 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, entry_name
 from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance, layers_of
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.method import Reply
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["StatisticsLog", "local_statistics", "weight"]
+__all__ = ["StatisticsLog", "local_statistics", "rounds_with_statistics", "weight"]
 
 _CLIENTS = 64  # in a line: more would take hundreds of kilobytes
 
 Tensors = Mapping[str, Tensor]
 
 
-class StatisticsLog:
-    """A strategy's ``on_replies``: it makes a round's line, which ``write`` writes."""
+def rounds_with_statistics(rounds: int) -> frozenset[int]:
+    """Return the rounds that have a line, of a run of so many."""
+    # Often at first, when much changes; so lines cost 1 % of a run.
+    due = {1, rounds}
+    every = 10
+    while every <= rounds:
+        due.update(range(every, min(10 * every, rounds + 1), every))
+        every *= 10
+    return frozenset(due)
 
-    def __init__(
-        self, folder: RunFolder, rounds: int, model: nn.Module, strategy: Strategy
-    ) -> None:
-        self._folder = folder
-        self._rounds = rounds
+
+class StatisticsLog:
+    """Makes the lines of a run, of its model and strategy."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
         self._strategy = strategy
         self._layers: dict[str, _BatchNorm] = {}
         for path, layer in layers_of(model, every_path=True).items():
             if layer.running_mean is not None:
                 self._layers[path] = layer
-        self._line: dict[str, Any] | None = None
 
-    def is_due(self, server_round: int) -> bool:
-        """Return whether the round has a line."""
-        if server_round in (1, self._rounds):
-            return True
-        # Often at first, when much changes; so lines cost 1 % of a run.
-        every: int = max(10, 10 ** (len(str(server_round)) - 1))
-        return server_round % every == 0
-
-    def __call__(
+    def line(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
-    ) -> None:
-        """Make the line of a round, of its replies and the state before and after."""
-        if not self.is_due(server_round):
-            return
+    ) -> dict[str, Any]:
+        """Return the line of a round, of its replies and the state before and after.
+
+        {}: the model has no BatchNorm, or the method sends no statistics.
+        """
         run = self._strategy.run
         replies = replies[:_CLIENTS]
         names = run.parts.select([Part.STATISTICS, Part.COUNTERS])
@@ -93,20 +91,14 @@ class StatisticsLog:
         for path, layer in self._layers.items():
             if all(entry_name(path, "running_mean") in state for state in states):
                 layers[path] = _distances(path, layer, sent, then, states)
-        # none where the model has no BatchNorm, or the method sends no statistics
-        if layers:
-            self._line = {
-                "round": server_round,
-                "phase": run.report.phase,
-                "clients": [reply.node.label for reply in replies],
-                "layers": layers,
-            }
-
-    def write(self) -> None:
-        """Write the line of this round, if there is one."""
-        if self._line:
-            self._folder.append(STATISTICS_FILE, self._line)
-        self._line = None
+        if not layers:
+            return {}
+        return {
+            "round": server_round,
+            "phase": run.report.phase,
+            "clients": [reply.node.label for reply in replies],
+            "layers": layers,
+        }
 
 
 def _distances(

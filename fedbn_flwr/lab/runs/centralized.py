@@ -39,7 +39,7 @@ from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.loop import TrainResult
-from fedbn_flwr.training.wrappers import load_state, unwrap
+from fedbn_flwr.training.model_state import load_state, unwrap
 
 __all__ = ["centralized", "reference_config"]
 

@@ -44,6 +44,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.runs.start_checks import Checked
@@ -93,6 +94,10 @@ class RunClients:
     def __init__(self, config: Config, build: BuildModel) -> None:
         self._config = config
         self._build = build
+        self._tests = method_of(config).tests
+        self._by_function = data_of(config).by_function
+        self._settings = local_training(config)
+        self._state_in_out = state_in_out(config)
         # Nodes of a process may say different numbers of parts.
         split = functools.partial(partitioned_data, config)
         self._split = functools.lru_cache(maxsize=4)(split)
@@ -118,12 +123,28 @@ class RunClients:
             self._build,
             train,
             tests,
-            local_training(config),
+            self._settings,
             context=context,
             seed=config.seed,
-            task=data_of(config).test_task,
-            state_dir=_state_dir(config, context),
+            task=self._task,
+            state_dir=self._state_dir(context),
         )
+
+    @functools.cached_property
+    def _task(self) -> Task:
+        # Not with the rest: own data are read for it, and a client tells their errors.
+        return data_of(self._config).test_task
+
+    def _state_dir(self, context: Context) -> Path | None:
+        """Return a node's state folder.
+
+        For ``state-dir=out`` it is in the run's output folder.
+        """
+        of_run = self._config.state_dir
+        own = str(context.node_config.get(STATE_DIR, ""))
+        if (own or of_run) == STATE_IN_OUT:
+            return self._state_in_out
+        return state_dir(context, of_run)
 
     def num_examples(self, context: Context) -> int:
         """Return the number of training examples of a node with a partition."""
@@ -136,11 +157,10 @@ class RunClients:
         Its validation data, if any, are one of these.
         """
         config = self._config
-        of_site = data_of(config).by_function and on_network_node()
+        of_site = self._by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
             # data of the node's own, all for it
-            asked = {*method_of(config).tests}
-            shared = asked & {"personal-global", "personal-domains"}
+            shared = {*self._tests} & {"personal-global", "personal-domains"}
             if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
                     f"eval-on={','.join(sorted(shared))} needs a test set that all"
@@ -155,23 +175,12 @@ class RunClients:
             client, num_clients = _part(context)
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
-            if "personal-domains" in method_of(config).tests:
+            if "personal-domains" in self._tests:
                 for name, view in split.domain_views().items():
                     tests[domain_test(name)] = view
         if config.validation_share:
             tests[VALIDATION] = split.validation_view(client)
         return split.train_view(client), tests
-
-
-def _state_dir(config: Config, context: Context) -> Path | None:
-    """Return a node's state folder.
-
-    For ``state-dir=out`` it is in the run's output folder.
-    """
-    own = str(context.node_config.get(STATE_DIR, ""))
-    if (own or config.state_dir) == STATE_IN_OUT:
-        return state_in_out(config)
-    return state_dir(context, config.state_dir)
 
 
 def _part(context: Context) -> tuple[int, int]:

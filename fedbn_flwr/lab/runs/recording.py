@@ -1,4 +1,6 @@
-"""Records a federated run while its strategy does the rounds, and writes its results."""
+"""Records a federated run while its strategy does the rounds: saves its checkpoints, and
+writes its results.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +8,30 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import DivergedError, NothingTrainedError
+from fedbn_flwr.errors import DivergedError, NothingTrainedError, NotResumableError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE, RunFolder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
-from fedbn_flwr.lab.output.statistics_log import StatisticsLog
+from fedbn_flwr.lab.output.statistics_log import StatisticsLog, rounds_with_statistics
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import from_record, to_record, views
 from fedbn_flwr.server.methods.method import Reply
 from fedbn_flwr.server.runs.failures import divergence, nothing_trained
 from fedbn_flwr.server.runs.recording import Recording
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["RunRecord", "divergence_of", "ends_diverged"]
+__all__ = ["CheckpointManager", "RunRecord", "divergence_of", "ends_diverged"]
 
 logger = logging.getLogger("flwr")
 
@@ -51,11 +55,14 @@ class RunRecord(Recording):
         self._config, self._strategy = config, strategy
         self._recorder = Recorder(folder, config, model, data, strategy, on_round)
         self._checkpoints = checkpoints
-        self._statistics = None
+        self._folder = folder
+        self._statistics = StatisticsLog(model, strategy)
         # What is protected reaches the server as an average alone.
+        self._with_statistics: frozenset[int] = frozenset()
         if not config.protected:
-            rounds = config.num_server_rounds
-            self._statistics = StatisticsLog(folder, rounds, model, strategy)
+            self._with_statistics = rounds_with_statistics(config.num_server_rounds)
+        # the line of this round
+        self._line: dict[str, Any] = {}
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -100,8 +107,8 @@ class RunRecord(Recording):
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
         """Compare the statistics in the replies with the global ones."""
-        if self._statistics:
-            self._statistics(server_round, replies, before, after)
+        if server_round in self._with_statistics:
+            self._line = self._statistics.line(server_round, replies, before, after)
 
     def end_round(
         self,
@@ -111,8 +118,9 @@ class RunRecord(Recording):
     ) -> None:
         """Write the lines of a round, and then its checkpoint if one is due."""
         # A resume cuts lines after its checkpoint off; absent ones it could not write.
-        if self._statistics:
-            self._statistics.write()
+        if self._line:
+            self._folder.append(STATISTICS_FILE, self._line)
+            self._line = {}
         self._recorder.write(self._strategy.run.report)
         self._checkpoints.after_round(server_round, self._recorder.stopping)
 
@@ -195,3 +203,115 @@ def divergence_of(
         diverged_at=line[DIVERGED_AT],
     )
     return DivergedError(divergence(report, advice), report.diverged_at, result)
+
+
+logger = logging.getLogger("flwr")
+
+
+class CheckpointManager:
+    """Saves checkpoints during a run.
+
+    Args:
+        checkpoints: the checkpoints of the run's folder.
+        config: the resolved config.
+        strategy: the strategy to save; it is restored from ``saved``.
+        saved: the checkpoint to resume from.
+
+    Attributes:
+        checkpoints: as given.
+        continuity: the run and its saved rounds, for clients with a state folder.
+        resumed_after: the rounds after which the run was resumed so far.
+
+    Raises:
+        ConfigError: clients kept state in memory only, which is lost.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        config: Config,
+        strategy: Strategy,
+        saved: Checkpoint | None,
+    ) -> None:
+        self.checkpoints = checkpoints
+        self._config = config
+        self._strategy = strategy
+        self._warned: set[str] = set()
+        # the run after the last whole round
+        self._whole: Checkpoint | None = None
+        self._run = uuid4().hex[:16]
+        self.resumed_after: list[int] = []
+        if saved:
+            volatile = saved.strategy["kept"]["volatile"]
+            if volatile:
+                raise NotResumableError(
+                    f"cannot resume: client(s) {', '.join(volatile)} kept their part in"
+                    " memory only, and it is lost. Give runs of this strategy a state"
+                    " folder (state-dir) from the start."
+                )
+            after = saved.server_round
+            logger.info("resumed after round %d from %s", after, checkpoints.folder)
+            strategy.load_state_dict(saved.strategy, after)
+            checkpoints.set_aside_after(after)
+            self._run = saved.run
+            self.resumed_after = [*saved.resumed_after, after]
+        self.continuity = self._continuity()
+
+    def after_round(
+        self, server_round: int, stopping: EarlyStopping | None = None
+    ) -> None:
+        """Save a checkpoint if one is due; warn of clients that lose what they keep."""
+        if self._config.series:
+            what = f"series={self._config.series} has no effect for them"
+            self._warn_of_volatile(what)
+        if not self._config.checkpoint_every:
+            return
+        self._whole = self._checkpoint(server_round)
+        last = server_round == self._config.num_server_rounds
+        last = last or self._strategy.stops_after(server_round)
+        if self.checkpoints.due(server_round, last, stopping):
+            self._save(self._whole, stopping)
+
+    def on_signal(self, stopping: EarlyStopping | None = None) -> None:
+        """Save the last whole round of a run that a signal ends in mid-round."""
+        if self._whole and self._whole.server_round not in self.checkpoints.rounds:
+            self._save(self._whole, stopping)
+
+    def after_run(self, stopping: EarlyStopping | None = None) -> None:
+        """Save the last round's checkpoint, unless ``after_round`` has done so."""
+        # It could not know yet that the run would be stopped.
+        if not self._strategy.reports:
+            return
+        last = self._strategy.reports[-1].server_round
+        if last in self.checkpoints.rounds:
+            return
+        if self.checkpoints.due(last, True, stopping):
+            self._save(self._checkpoint(last), stopping)
+
+    def _checkpoint(self, server_round: int) -> Checkpoint:
+        """Return the run as it is."""
+        # Nothing is copied: a round makes new arrays and states.
+        state = views(self._strategy.run.arrays)
+        strategy = self._strategy.state_dict()
+        return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
+
+    def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
+        self.checkpoints.save(checkpoint, stopping)
+        self.continuity = self._continuity()
+        self._warn_of_volatile("this run cannot be resumed")
+
+    def _warn_of_volatile(self, what: str) -> None:
+        """Warn once of ``what`` follows if clients keep their part in memory only."""
+        volatile = self._strategy.run.kept.volatile
+        if volatile and what not in self._warned:
+            self._warned.add(what)
+            logger.warning(
+                "client(s) %s keep their part in memory only: %s. Set state-dir, in the"
+                " run's config or in each node's.",
+                ", ".join(sorted(volatile)),
+                what,
+            )
+
+    def _continuity(self) -> Continuity:
+        series = self._config.series or self._run
+        return Continuity(series, self._run, tuple(self.checkpoints.rounds))

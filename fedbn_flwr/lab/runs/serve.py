@@ -18,11 +18,10 @@ from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.output.checkpoint import StartingPoint, starting_point
-from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
-from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.lab.output.run_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
@@ -30,7 +29,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
 )
 from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, count_nodes
-from fedbn_flwr.lab.runs.recording import RunRecord
+from fedbn_flwr.lab.runs.recording import CheckpointManager, RunRecord
 from fedbn_flwr.lab.runs.start_checks import (
     Checked,
     moved_buffers,

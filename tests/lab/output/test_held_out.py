@@ -18,7 +18,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.sites import sites_of_run
-from fedbn_flwr.lab.output.client_tests import _means
+from fedbn_flwr.lab.output.run_tests import _means
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 

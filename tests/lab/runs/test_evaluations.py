@@ -33,7 +33,7 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.client_tests import client_means
+from fedbn_flwr.lab.output.run_tests import client_means
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.inspection import inspect_model

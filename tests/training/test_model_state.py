@@ -27,7 +27,7 @@ from fedbn_flwr.strategies import (
     Standalone,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
+from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
 from tests.support.loops_of_others import METHODS, compare_with_ours
 
 
