@@ -60,7 +60,7 @@ from fedbn_flwr.training.evaluation import (
     evaluate,
     without_running_statistics,
 )
-from fedbn_flwr.training.freezing import kept_modes, refuse_scripted
+from fedbn_flwr.training.freezing import refuse_scripted, unchanged
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [
@@ -187,7 +187,7 @@ def try_batches(
     last = torch.split(torch.arange(len(data)), task.test_batch)[-1]
     if mode != "batch" or len(last) != 1:
         return
-    with kept_modes(model), torch.no_grad(), adapted(model, mode):
+    with unchanged(model), torch.no_grad(), adapted(model, mode):
         model.eval()(inputs_for(model)(data.batch(last)[0]))
 
 

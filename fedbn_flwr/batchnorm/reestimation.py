@@ -28,7 +28,7 @@ from fedbn_flwr.training.channels import (
     per_channel,
 )
 from fedbn_flwr.training.checkpointing import is_recomputed
-from fedbn_flwr.training.freezing import kept_modes, left_in_eval, refuse_scripted
+from fedbn_flwr.training.freezing import left_in_eval, refuse_scripted, unchanged
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import named_error, takes_one_example
 
@@ -307,7 +307,7 @@ def reestimate_statistics(
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
 
-    The model does not change. In the pass it is in train mode: BatchNorm normalises
+    The model does not change, nor what its other layers hold. In the pass it is in train mode: BatchNorm normalises
     with each batch's own statistics, and running ones are neither used nor changed.
     Layers that the model itself keeps in eval mode, or has in it while it is in train
     mode, are left out.
@@ -336,7 +336,7 @@ def reestimate_statistics(
     """
     refuse_scripted(model, "re-estimated statistics")
     in_eval = left_in_eval(model).values()
-    with kept_modes(model), torch.no_grad():
+    with unchanged(model), torch.no_grad():
         # The modes of the pass.
         model.train(layers is None)
         for layer in in_eval:
@@ -349,7 +349,8 @@ def reestimate_statistics(
         prepared = inputs_for(model)
         # The model's own forward says nothing of layers that ``forward`` alone reaches.
         tried = model if forward is None else None
-        batches = _positions(tried, data, batch_size, prepared)
+        with seeded(seed):
+            batches = _positions(tried, data, batch_size, prepared)
         with gathered_inputs(watched) as gathered, ExitStack() as closing:
             closing.callback(stop_tracking(watched))
             closing.enter_context(seeded(seed))

@@ -21,11 +21,12 @@ import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.replaced_method import replace_method
@@ -41,6 +42,7 @@ __all__ = [
     "refuse_scripted",
     "stays_in_eval",
     "train_only",
+    "unchanged",
     "unlike_in_tests",
 ]
 
@@ -57,6 +59,37 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore at the end of the block all that a forward pass may change in a model.
+
+    They are modes, parameters, buffers, and tensors and plain values among the
+    attributes of its modules: running statistics of any layer, counters, codebooks,
+    averages. Each tensor is the same object as before, with its values.
+    """
+    tensors: list[Any] = []
+    plain: list[Any] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, value in held.items():
+                if isinstance(value, Tensor) and not is_lazy(value):
+                    tensors.append((held, name, value, value.detach().clone()))
+                elif value is None or isinstance(value, (bool, int, float, str)):
+                    plain.append((held, name, value))
+    try:
+        with kept_modes(model):
+            yield
+    finally:
+        for table, name, value in plain:
+            table[name] = value
+        with torch.no_grad():
+            for table, name, tensor, before in tensors:
+                table[name] = tensor
+                # A write counts as a change in torch: only where there is something.
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
 
 
 def is_scripted_batchnorm(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import FedBNError, NormLayerError
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.freezing import is_scripted_batchnorm, kept_modes
+from fedbn_flwr.training.freezing import is_scripted_batchnorm, unchanged
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_example"]
@@ -123,7 +123,7 @@ def refusing_layers(
         handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
     fails = False
     try:
-        with kept_modes(model), torch.no_grad():
+        with unchanged(model), seeded(0), torch.no_grad():
             model.eval()(inputs)
     except FedBNError:  # a test with statistics of its inputs has its own error
         raise

@@ -5,6 +5,7 @@ the model does not change.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,11 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm import reestimation
+from fedbn_flwr.batchnorm.adaptation import try_batches
 from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
+from fedbn_flwr.batchnorm.sync import try_synchronised_step
+from fedbn_flwr.doctor import diagnose
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.strategies.fbn import SurveyedStatistics
+from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.single_examples import takes_one_example
 from tests.support.many_layers import Many
+from tests.support.points import Points
+from tests.support.strange_layers import others_move
 
 
 def slow(
@@ -127,6 +139,56 @@ def test_the_model_does_not_change(points, mlp) -> None:
     )
     assert about == modes(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def surveyed(hook: ClientHook) -> Callable[[nn.Module, Points], None]:
+    """Let the hook measure before a round's first step."""
+
+    def measure(model: nn.Module, data: Points) -> None:
+        hook.begin(model)
+        hook.survey(model, data, 4, 0)
+        hook.end(model)
+
+    return measure
+
+
+def refused(model: nn.Module, data: Points) -> None:
+    last = Points(data.inputs[:1], data.targets[:1])
+    with pytest.raises(NormLayerError):
+        try_batches(model, last, "batch")
+
+
+PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
+    "re-estimation": lambda model, data: reestimate_statistics(
+        model, data, batch_size=4
+    ),
+    "fbn": surveyed(SurveyedStatistics(warm_up=False)),
+    "hbn": surveyed(HybridStatistics(warm_up=False, share=False)),
+    "one example": lambda model, data: takes_one_example(model, data.inputs[:1]),
+    "synchronised step": lambda model, data: try_synchronised_step(
+        model, data.inputs[:2], 2
+    ),
+    "refused test": refused,
+    "doctor": lambda model, data: diagnose(
+        model, [DataLoader(TensorDataset(data.inputs, data.targets), 4)] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("measure", PASSES.values(), ids=PASSES)
+def test_a_pass_that_measures_changes_nothing_in_other_layers(points, measure) -> None:
+    """Each tensor is the same one, bit for bit, and each number is."""
+    model, data = others_move().train(), points(9)
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    measure(model, data)
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in [*before.named_parameters(), *before.named_buffers()]:
+        assert now[name] is tensors[name], name
+        assert torch.equal(now[name], value), name
+    assert torch.equal(model.average, before.average)
+    assert (model.passes, modes(model)) == (before.passes, modes(before))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.training.freezing import kept_modes
-from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.freezing import unchanged
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["refuse_batch_renorm", "try_synchronised_step"]
@@ -56,9 +55,8 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
             the passes call other layers.
     """
     refuse_batch_renorm(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        with kept_modes(model):
+        with unchanged(model):
             first, drawn = _pass(model.train(), inputs, batch_size, seed=0)
             # Without random numbers further passes are the same.
             with seeded(0):
@@ -69,7 +67,6 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
                     _refuse_other_calls(first, again)
     finally:
         model.zero_grad(set_to_none=True)
-        load_state(model, before)
 
 
 def _pass(

@@ -23,7 +23,7 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FixBNMethod, freezing_method
-from fedbn_flwr.training.freezing import kept_modes, stays_in_eval
+from fedbn_flwr.training.freezing import stays_in_eval, unchanged
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 
@@ -378,7 +378,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     shape = (2, *data_of(config).shape)
     inputs = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     try:
-        with kept_modes(model), torch.enable_grad():
+        with unchanged(model), torch.enable_grad():
             model.eval()(inputs)
     finally:
         for handle in handles:
