@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from fedbn_flwr.doctor.by_batch import held_layers, layers_of
+from fedbn_flwr.doctor.by_batch import eval_layers, layers_of
 from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.doctor.mismatch import default_loss
 from fedbn_flwr.errors import NormLayerError
@@ -133,9 +133,9 @@ def deviations(
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
-    working, held = copied(model).eval(), held_layers(model)
+    working, in_eval = copied(model).eval(), eval_layers(model)
     for path, layer in layers_of(working).items():
-        layer.train(path not in held)
+        layer.train(path not in in_eval)
     return working
 
 

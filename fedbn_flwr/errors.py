@@ -149,7 +149,7 @@ class ReplyError(FedBNError, ValueError):
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client part; if all do, the run ends."""
+    """A client's app lacks the method's client half; if all do, the run ends."""
 
     code = "client-part"
 

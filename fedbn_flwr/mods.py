@@ -1,4 +1,4 @@
-"""The client part for other people's apps: ``from fedbn_flwr.mods import local_bn``."""
+"""The client half for other people's apps: ``from fedbn_flwr.mods import local_bn``."""
 
 from __future__ import annotations
 

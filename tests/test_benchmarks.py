@@ -140,7 +140,7 @@ def test_a_round_of_fixbn_enters_its_freeze_and_not_what_comes_before() -> None:
         part: {(place.partition(":")[0], place.rpartition(" ")[2]) for place in places}
         for part, places in entered(ROOT, "fixbn").items()
     }
-    freeze = ("training/freezing.py", "hold_eval")
+    freeze = ("training/freezing.py", "force_eval")
     aggregate = ("server/strategy.py", "aggregate_train")
     assert {freeze, aggregate} <= calls["a round"] - calls["before round 1"]
     start = ("server/strategy.py", "start")

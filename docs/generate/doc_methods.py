@@ -309,11 +309,11 @@ def _combinations() -> str:
     ]
     lines = [_COMBINATIONS_HEAD, "| method | runs beside |", "|---|---|"]
     for name, method in named:
-        beside = []
+        extra = []
         for other_name, other in named:
             if other is not method and _combine(method, other):
-                beside.append(f"`{other_name}`")
-        lines.append(f"| `{name}` | {', '.join(beside)} |")
+                extra.append(f"`{other_name}`")
+        lines.append(f"| `{name}` | {', '.join(extra)} |")
     lines += ["", "Methods that are not combined with others:", ""]
     lines += [
         f"- `{method.name}`: {method.alone}."

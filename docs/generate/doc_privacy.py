@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedbn_flwr.privacy.differential import beside_models
-from fedbn_flwr.server.methods.sent_beside import sent_beside
+from fedbn_flwr.privacy.differential import not_covered
+from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -13,12 +13,12 @@ __all__ = ["privacy_table"]
 
 
 def _of_clients(methods: Methods) -> str:
-    return "; ".join(beside_models(methods)) or _works(methods)
+    return "; ".join(not_covered(methods)) or _works(methods)
 
 
 def _masked(methods: Methods) -> str:
     return "; ".join(
-        beside.text for beside in sent_beside(methods) if not beside.masked
+        disclosure.text for disclosure in disclosures(methods) if not disclosure.masked
     ) or _works(methods)
 
 

@@ -197,7 +197,9 @@ def _group_of(name: str) -> str:
     method = METHODS[name](METHODS[name].Params())
     phases = declared(method)
     statistics = any(
-        phase.exchanges or phase.held or "moments" in {one.size for one in phase.beside}
+        phase.exchanges
+        or phase.frozen
+        or "moments" in {one.size for one in phase.extras}
         for phase in phases
     )
     if method.role == "server-step":

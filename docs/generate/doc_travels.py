@@ -66,11 +66,11 @@ def cost_of(method: Method[Any, Any]) -> str:
 def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
     shared = _shared(travels.local)
     down = [
-        f"`{beside.key}`: {_RECORDS[beside.size]}, not in round 1"
-        for beside in travels.beside
-        if beside.down
+        f"`{extra.key}`: {_RECORDS[extra.size]}, not in round 1"
+        for extra in travels.extras
+        if extra.down
     ]
-    up = [f"`{beside.key}`: {_RECORDS[beside.size]}" for beside in travels.beside]
+    up = [f"`{extra.key}`: {_RECORDS[extra.size]}" for extra in travels.extras]
     step = (
         ["per BN layer of the first step: the vectors of its exchanges"]
         if travels.exchanges
@@ -80,9 +80,11 @@ def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
     moments = (
         ["before a test: the moments of each BN layer"] if travels.reestimates else []
     )
-    held = f"{_listed(travels.held)} return as they were sent" if travels.held else ""
+    frozen = (
+        f"{_listed(travels.frozen)} return as they were sent" if travels.frozen else ""
+    )
     yield "sent down", "; ".join([shared, *down, *step, *before_test])
-    yield "sent up", "; ".join(filter(None, [shared, held, *up, *step, *moments]))
+    yield "sent up", "; ".join(filter(None, [shared, frozen, *up, *step, *moments]))
     yield (
         "kept",
         "; ".join(filter(None, [_listed(travels.local), travels.kept])) or "nothing",

@@ -5,7 +5,7 @@ In reading order:
 - ``parts``: a state by layer type: affine, statistics, counters and the rest.
 - ``averaging``: the average of clients' states, and what can be averaged.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
-- ``taken_forward``: a layer's forward pass taken over by a method, and normalisation.
+- ``replaced_forward``: a method's forward pass in place of a layer's; normalisation.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.
 - ``sync``: one BatchNorm over all clients of a round, FedTAN's first step.
 - ``outer_affine``: gamma and beta that a layer's owner applies, for ``parts``.

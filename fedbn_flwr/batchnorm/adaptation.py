@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
-from fedbn_flwr.batchnorm.taken_forward import watch_inputs
+from fedbn_flwr.batchnorm.replaced_forward import watch_inputs
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import Batches, inputs_for
 from fedbn_flwr.training.evaluation import (

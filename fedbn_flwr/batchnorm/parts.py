@@ -240,7 +240,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     applies them right after it, see ``outer_affine``.
 
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
-    are AFFINE. What a subclass has beside BatchNorm's own entries is REST.
+    are AFFINE. What a subclass has besides BatchNorm's own entries is REST.
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}

@@ -1,7 +1,7 @@
 """What a run may ask of a node: the paths and modules that the server names.
 
 A node's own settings win always. ``allow-paths`` and ``allow-modules`` of its config
-say what a run may name beside them; over a network nothing, unless they say so, and on
+say what a run may name besides them; over a network nothing, unless they say so, and on
 one machine everything. They hold where the node's operator has chosen the app: an app
 that comes with the run is code, and reads and writes what its process may.
 """

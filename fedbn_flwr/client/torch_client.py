@@ -20,13 +20,13 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import ClientData, ClientStreams, Examples
 from fedbn_flwr.client.kept import ClientStorage, KeptState
-from fedbn_flwr.client.lent_models import (
+from fedbn_flwr.client.model_cache import (
     BuildModel,
-    LentModel,
+    CachedModel,
     Received,
     entries_that_stay,
-    lender,
     load_received,
+    model_cache,
     returned_entries,
 )
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
@@ -78,7 +78,7 @@ class TorchClient(NumPyClient):
         model: the model on its device; it is trained in place. It may be compiled or in
             DDP: sent and kept entries have the names of the inner module, or the
             received names. Or a function that builds it: a process calls it once, again
-            only for clients that work at the same time, and lends the model to one
+            only for clients that work at the same time, and gives the model to one
             client after another. Pass the same function object for every message.
         train_data: the client's training data, a torch ``Dataset`` of (input, target)
             with a length, or ``Batches``, as ``training.batches_of(loader)`` makes them
@@ -144,7 +144,7 @@ class TorchClient(NumPyClient):
         self.data = ClientData.of(train_data, test_data)
         self.streams = ClientStreams.of(context, partition_id, seed)
         self.storage = ClientStorage(context, partition_id, state_dir)
-        self._lend = lender(model, self.data.two_inputs)
+        self._cached_model = model_cache(model, self.data.two_inputs)
 
     def fit(
         self, parameters: list[Array], config: Config
@@ -177,9 +177,9 @@ class TorchClient(NumPyClient):
         """Do ``fit``, and return arrays that share the model's memory: copy them before
         the next message.
         """
-        with self._lend() as lent:
+        with self._cached_model() as cached:
             try:
-                returned, metrics = self._fit(lent, parameters, config)
+                returned, metrics = self._fit(cached, parameters, config)
             except StopStep as stop:
                 # By messages a synchronised step stops where it needs an exchange with
                 # the other clients; it goes on with the answer in the next message.
@@ -191,12 +191,12 @@ class TorchClient(NumPyClient):
         return list(returned.values()), len(self.data.train), metrics
 
     def _fit(
-        self, lent: LentModel, parameters: list[Array], config: Config
+        self, cached: CachedModel, parameters: list[Array], config: Config
     ) -> tuple[dict[str, Array], Config]:
-        _refuse_before_training(lent, config)
+        _refuse_before_training(cached, config)
         sent = TrainConfig.read(config)
-        local = entries_that_stay(lent, sent.local_entries)
-        kept = self._open_kept(lent, config, sent)
+        local = entries_that_stay(cached, sent.local_entries)
+        kept = self._open_kept(cached, config, sent)
         # In an exchange by messages the model came in an earlier message, and the log
         # has it.
         reducer = None
@@ -209,11 +209,11 @@ class TorchClient(NumPyClient):
             about = HookContext(config, frozenset(local), reducer, loss)
             hooks = make_hooks(sent.hooks, about)
         # The model begins as the server's, but for the entries that stay here.
-        extras, prefix = load_received(lent, parameters, config, kept.load(local))
+        extras, prefix = load_received(cached, parameters, config, kept.load(local))
         for hook in hooks.values():
             hook.receive(extras, kept.hook_state(hook))
         result = train(
-            lent.model,
+            cached.model,
             self.data.train,
             self.settings,
             learning_rate=self.settings.learning_rate.at(
@@ -224,13 +224,13 @@ class TorchClient(NumPyClient):
             ),
             hooks=list(hooks.values()),
             task=self.task,
-            layout=lent.layout,
+            layout=cached.layout,
         )
         # Nothing is kept before all steps were taken: an exception leaves the client as
         # it was before the round.
         if sent.attempt is not None:
             clear_log(self.context)
-        state = to_state(lent.state)
+        state = to_state(cached.state)
         if local:
             kept.keep({name: state[name] for name in local}, sent.server_round)
         kept.save_hook_state(hooks.values(), sent.server_round)
@@ -264,15 +264,15 @@ class TorchClient(NumPyClient):
         test_sets = self.data.asked_for(sent.test_sets)
         metrics: Config = {}
         first: EvalResult | None = None
-        with self._lend() as lent:
-            self._load(lent, parameters, config, sent)
+        with self._cached_model() as cached:
+            self._load(cached, parameters, config, sent)
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
                 if len(data) == 0:
                     metrics[count] = 0
                     continue
-                result = evaluate(lent.model, data, task=self.task)
+                result = evaluate(cached.model, data, task=self.task)
                 metrics |= {**result.named(prefix), count: result.num_examples}
                 if first is None:
                     first = result
@@ -292,32 +292,32 @@ class TorchClient(NumPyClient):
             ``batchnorm.reestimation``; nothing is kept.
         """
         sent = MessageConfig.read(config)
-        with self._lend() as lent:
-            prefix = self._load(lent, parameters, config, sent).prefix
+        with self._cached_model() as cached:
+            prefix = self._load(cached, parameters, config, sent).prefix
             moments = reestimate_statistics(
-                lent.plain,
+                cached.plain,
                 self.data.train,
                 batch_size=self.settings.batch_size,
                 seed=self.streams.generator(sent, "statistics").initial_seed(),
             )
-            entries = to_state(encode_moments(moments, lent.state))
+            entries = to_state(encode_moments(moments, cached.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.data.train), {ARRAY_NAMES: names}
 
     def _load(
         self,
-        lent: LentModel,
+        cached: CachedModel,
         parameters: list[Array],
         config: Config,
         sent: MessageConfig,
     ) -> Received:
         """Load the received and the kept entries for a pass without training."""
-        kept = self._open_kept(lent, config, sent)
-        local = entries_that_stay(lent, sent.local_entries)
-        return load_received(lent, parameters, config, kept.load(local))
+        kept = self._open_kept(cached, config, sent)
+        local = entries_that_stay(cached, sent.local_entries)
+        return load_received(cached, parameters, config, kept.load(local))
 
     def _open_kept(
-        self, lent: LentModel, config: Config, sent: MessageConfig
+        self, cached: CachedModel, config: Config, sent: MessageConfig
     ) -> KeptState:
         """Return the client's kept state, restored to the one that the server expects."""
         if MOD in config:
@@ -325,12 +325,12 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient,"
                 " which keeps and sends its part itself. Leave the mod out."
             )
-        return self.storage.open(lent.parts, lent.fingerprint, sent)
+        return self.storage.open(cached.parts, cached.fingerprint, sent)
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
-        with self._lend() as lent:
-            return [array.copy() for array in to_state(lent.state).values()]
+        with self._cached_model() as cached:
+            return [array.copy() for array in to_state(cached.state).values()]
 
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step
@@ -342,8 +342,8 @@ class TorchClient(NumPyClient):
         """
         size = len(self.data.train)
         if config.get(SYNCHRONISES) and size:
-            with self._lend() as lent:
-                lent.try_step(self.data.train)
+            with self._cached_model() as cached:
+                cached.try_step(self.data.train)
         properties: Config = {}
         if self.partition_id is not None:
             properties[PARTITION_ID] = self.partition_id
@@ -354,11 +354,11 @@ class TorchClient(NumPyClient):
     @property
     def parts(self) -> Parts:
         """The split of the model's state."""
-        with self._lend() as lent:
-            return lent.parts
+        with self._cached_model() as cached:
+            return cached.parts
 
 
-def _refuse_before_training(lent: LentModel, config: Config) -> None:
+def _refuse_before_training(cached: CachedModel, config: Config) -> None:
     """Refuse a round without a number; under masked sums also layers that divide by
     their counter, which then counts rounds.
     """
@@ -370,7 +370,7 @@ def _refuse_before_training(lent: LentModel, config: Config) -> None:
             f" {{'{SERVER_ROUND}': server_round}}"
         )
     if MASK_PRESENT in config:
-        refuse_cumulative(lent.plain, "masked-sums=true")
+        refuse_cumulative(cached.plain, "masked-sums=true")
 
 
 def _metrics(result: TrainResult) -> Config:

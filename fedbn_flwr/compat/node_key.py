@@ -97,13 +97,13 @@ def try_key(
         try:
             node_id = client.ActivateNode(request).node_id
         except httpx.HTTPStatusError as error:
-            told = FlowerError.from_json(error.response.text)
+            refusal = FlowerError.from_json(error.response.text)
             # such as the answer of a proxy
-            if told is None:
+            if refusal is None:
                 text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
                 raise RefusedKey(text) from error
-            refused = told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
-            raise RefusedKey(told.message, REFUSED if refused else "") from error
+            refused = refusal.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+            raise RefusedKey(refusal.message, REFUSED if refused else "") from error
         # An activation that is not ended would keep the node itself out for a while.
         with suppress(httpx.HTTPError):  # the activation ends by itself
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))

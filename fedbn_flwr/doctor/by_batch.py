@@ -39,7 +39,7 @@ __all__ = [
     "Statistics",
     "batch_moments",
     "distance",
-    "held_layers",
+    "eval_layers",
     "layers_of",
     "moments_seen",
     "noise",
@@ -91,26 +91,26 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
-def held_layers(model: nn.Module) -> list[str]:
+def eval_layers(model: nn.Module) -> list[str]:
     """Return the paths of the BatchNorm layers that stay in eval mode in training.
 
-    They are those that are not in train mode after ``train``: ``hold_eval`` or a
+    They are those that are not in train mode after ``train``: ``force_eval`` or a
     ``train`` of the model's own holds them; and those that a model in train mode has in
     eval mode. A shared layer has all of its paths.
     """
-    held = stays_in_eval(model)
+    in_eval = stays_in_eval(model)
     layers = layers_of(model, every_path=True)
-    return [path for path, layer in layers.items() if layer in held]
+    return [path for path, layer in layers.items() if layer in in_eval]
 
 
 def normalising_by_batch(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode whose BatchNorm layers normalise by the batch.
 
-    Held layers use their running statistics, as in training.
+    Layers in eval mode use their running statistics, as in training.
     """
-    working, held = copied(model).eval(), held_layers(model)
+    working, in_eval = copied(model).eval(), eval_layers(model)
     for path, layer in layers_of(working).items():
-        if path not in held:
+        if path not in in_eval:
             layer.training = True
             # torch's flag for "leave the running statistics alone".
             layer.track_running_stats = False

@@ -47,8 +47,8 @@ def small_batch(m: Measured) -> Finding | None:
     small = [size for size in sizes if size <= SMALL_BATCH]
     if not small or 2 * len(small) < len(sizes):
         return None
-    # Held layers use no batch, batch renormalisation corrects its noise.
-    if m.num_layers and len({*m.held, *m.corrected}) == m.num_layers:
+    # Layers in eval mode use no batch, batch renormalisation corrects its noise.
+    if m.num_layers and len({*m.in_eval, *m.corrected}) == m.num_layers:
         return None
     # Each channel of a large image has many values, so 3 or 4 images may be enough.
     if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.doctor.by_batch import held_layers, layers_of
+from fedbn_flwr.doctor.by_batch import eval_layers, layers_of
 from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
 from fedbn_flwr.doctor.findings import Diagnosis, listed, number_of
@@ -200,10 +200,10 @@ def _notes(m: Measured, tests: Sequence[ClientData]) -> list[str]:
             "training and test were compared on training examples: pass test_loaders"
             " for others."
         )
-    if m.held:
+    if m.in_eval:
         notes.append(
-            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode"
-            f" ({listed(m.held)}): in training they normalise by fixed statistics, so"
+            f"{len(m.in_eval)} of {m.num_layers} BatchNorm layers are held in eval mode"
+            f" ({listed(m.in_eval)}): in training they normalise by fixed statistics, so"
             " what is said of batches and of clients leaves them out."
         )
     skewed = m.skew is not None and m.skew.counts
@@ -298,12 +298,12 @@ def _of_state(
     if local_keys is not None:
         m.missed = missed_entries(parts, _without_prefix(parts, local_keys))
     if model is not None:
-        m.held = held_layers(model)
+        m.in_eval = eval_layers(model)
 
     # What the layers say of themselves.
     momenta, corrected, untracked = {}, [], []
     for path, layer in layers.items():
-        if path not in m.held:
+        if path not in m.in_eval:
             momenta[path] = layer.momentum
         if isinstance(layer, BatchRenorm):
             corrected.append(path)

@@ -50,7 +50,7 @@ class Measured:
         momenta: momentum of the layers that training moves, by path; None = a mean over
             all batches.
         missed: see ``state.missed_entries``.
-        held: BatchNorm layers that are kept in eval mode in training, too: the rules
+        in_eval: BatchNorm layers that are kept in eval mode in training, too: the rules
             for batches and clients leave them out.
         corrected: layers of batch renormalisation, which corrects the noise of a batch.
         training_layers: BatchNorm layers that are in train mode in the model as it was
@@ -82,7 +82,7 @@ class Measured:
     unmoved: Mapping[str, int] = field(default_factory=dict)
     momenta: Mapping[str, float | None] = field(default_factory=dict)
     missed: Missed | None = None
-    held: Collection[str] = ()
+    in_eval: Collection[str] = ()
     corrected: Collection[str] = ()
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()

@@ -107,7 +107,7 @@ class Measuring:
             # A client may lack the layer, or all of them, see ``batch_moments``.
             batches = [seen[path] for seen in by_client if path in seen]
             together = list(chain(*batches))
-            if not together or path in self._m.held:
+            if not together or path in self._m.in_eval:
                 continue
             levels = [noise(seen, layer.eps) for seen in batches if len(seen) > 1]
             if levels:
@@ -124,10 +124,10 @@ class Measuring:
     def _between_clients(self) -> None:
         """Measure how clients differ: first the odd ones, then the others together."""
         m = self._m
-        # Held layers normalise by fixed statistics, whatever the clients have.
+        # Layers in eval mode normalise by fixed statistics, whatever the clients have.
         seen = groups_of(self._model, self._clients, self._generator)
         layers = {
-            path: rows for path, rows in seen.layers.items() if path not in m.held
+            path: rows for path, rows in seen.layers.items() if path not in m.in_eval
         }
         seen = Groups(layers, seen.owner)
         counts = None

@@ -204,7 +204,7 @@ class Missed:
 
 
 def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
-    """Return the BatchNorm entries that should be local beside the ones that are.
+    """Return the BatchNorm entries that should be local besides the ones that are.
 
     Gamma and beta belong together, and mean and variance do: FedBN keeps both pairs,
     SiloBN the statistics, MTFL gamma and beta. A pair of which the split keeps nothing

@@ -27,7 +27,7 @@ from fedbn_flwr.messages.protocol import message_seed
 from fedbn_flwr.training.turns import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
-__all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work", "work_of"]
+__all__ = ["Done", "InProcessMember", "Job", "OwnProcess", "work", "work_of"]
 
 logger = logging.getLogger("flwr")
 
@@ -42,7 +42,7 @@ def work_of(message: Message) -> tuple[int, str]:
     return message.metadata.dst_node_id, message.metadata.message_type
 
 
-class LocalMember(NamedTuple):
+class InProcessMember(NamedTuple):
     """A client that takes part in a synchronised step."""
 
     barrier_id: str
@@ -56,7 +56,7 @@ class Job:
 
     message: Message
     context: Context
-    member: LocalMember | None
+    member: InProcessMember | None
     done: Done
 
 

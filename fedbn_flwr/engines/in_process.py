@@ -39,7 +39,7 @@ from fedbn_flwr.compat.flower import (
     set_reply_address,
     stamped,
 )
-from fedbn_flwr.engines.client_work import Job, LocalMember, OwnProcess, work_of
+from fedbn_flwr.engines.client_work import InProcessMember, Job, OwnProcess, work_of
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
@@ -195,7 +195,7 @@ class InProcessGrid(ImmediateGrid):
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``.
 
-        A client finds it by ``transport.local_reducer(barrier_id)``.
+        A client finds it by ``transport.in_process_reducer(barrier_id)``.
         """
         self._barriers[barrier_id] = barrier
         self._host.open_barrier(barrier_id, barrier)
@@ -337,7 +337,7 @@ class InProcessGrid(ImmediateGrid):
         member = None
         for barrier_id, barrier in self._barriers.items():
             if node_id in barrier.members:
-                member = LocalMember(barrier_id, barrier, node_id)
+                member = InProcessMember(barrier_id, barrier, node_id)
                 break
 
         def begin() -> None:

@@ -24,7 +24,11 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
-from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
+from fedbn_flwr.training.freezing import (
+    force_eval_as_built,
+    train_only,
+    unlike_in_tests,
+)
 from fedbn_flwr.training.model_state import no_tensors
 from fedbn_flwr.training.settings import LocalTraining
 
@@ -155,7 +159,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
         )
 
     # what is frozen: by the model's own function, then by train-only
-    kept = keep_eval(model)
+    kept = force_eval_as_built(model)
     if kept:
         warnings.append(
             f"model {config.model!r}: {kept} frozen-bn has no effect on them."

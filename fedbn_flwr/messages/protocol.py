@@ -618,7 +618,7 @@ class TrainConfig(MessageConfig):
 
     Attributes:
         hooks: names of the client hooks to apply, in order.
-        extras: names of the method's records beside the model; others are the user's.
+        extras: names of the method's records besides the model; others are the user's.
         frozen: whether BN is frozen in this round, for the learning rate. The method
             writes it.
         attempt: attempt of a synchronised step by messages, of which this message is

@@ -5,7 +5,7 @@ In reading order:
 - ``registry``: ``replace_norm``, and the table of norms with their papers.
 - ``batch``, ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: one
   norm each (``group`` has layer and instance norm, too).
-- ``feature``: the length of the features before the classifier, beside any norm.
+- ``feature``: the length of the features before the classifier, besides any norm.
 - ``swap``: finds the BatchNorm layers by type, and replaces them.
 - ``wiring``: which norm layers get the output of a convolution.
 - ``convolution``: convolutions with other filters, in the place of plain ones.

@@ -1,4 +1,4 @@
-r"""Feature normalisation: features of a fixed length, beside any norm but fixup.
+r"""Feature normalisation: features of a fixed length, besides any norm but fixup.
 
 Zhang, Beitollahi, Bie, Chen 2024, "Understanding the Role of Layer Normalization in
 Label-Skewed Federated Learning", TMLR, arXiv:2308.09565 (FN), read in the authors' code

@@ -30,7 +30,7 @@ def has_own_forward(
 
     A layer with torch's forward pass is not tried. Another one is, on a copy with
     random entries: it is BatchNorm's if it has the same outputs. A layer that cannot be
-    tried, or that has entries beside BatchNorm's, has its own.
+    tried, or that has entries besides BatchNorm's, has its own.
 
     Args:
         layer: it does not change.

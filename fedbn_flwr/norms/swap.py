@@ -113,13 +113,13 @@ def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
     lost = []
     for path, layer, _, _ in places:
         # timm's layers hold an Identity where others hold an activation.
-        held = [
+        inner = [
             type(child).__name__
             for child in layer.children()
             if not isinstance(child, nn.Identity)
         ]
-        if held:
-            lost.append(named(path, layer, f" holds {', '.join(held)}"))
+        if inner:
+            lost.append(named(path, layer, f" holds {', '.join(inner)}"))
         elif has_own_forward(layer, training=True):
             lost.append(named(path, layer, " has a forward pass of its own"))
         elif layer._forward_hooks or layer._forward_pre_hooks:

@@ -65,14 +65,14 @@ from fedbn_flwr.privacy.coordinates import (
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
+from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
-from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import NONE, PartSet
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.report import RoundReport
 
-__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
+__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "not_covered"]
 
 logger = logging.getLogger("flwr")
 
@@ -85,9 +85,9 @@ _RATE = 0.2
 _NOISY = 0.3
 
 
-def beside_models(methods: Methods) -> list[str]:
+def not_covered(methods: Methods) -> list[str]:
     """Return what the methods take from clients that gets no noise, in words."""
-    return [beside.text for beside in sent_beside(methods)]
+    return [disclosure.text for disclosure in disclosures(methods)]
 
 
 class ClientLevelDP(Protection):
@@ -145,7 +145,7 @@ class ClientLevelDP(Protection):
         """
         self._begin()
         self._local = methods.local
-        problems = beside_models(methods)
+        problems = not_covered(methods)
         if problems:
             subject = f"strategy {methods.name!r} with dp={self.settings.dp}"
             raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))

@@ -71,8 +71,8 @@ from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
+from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
-from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.report import RoundReport
@@ -101,12 +101,12 @@ _ANSWERS_ARE_PUBLIC = (
 def refusals(methods: Methods) -> list[str]:
     """Return what the methods take from single clients that no mask hides."""
     lines = []
-    for beside in sent_beside(methods):
-        if beside.masked:
+    for disclosure in disclosures(methods):
+        if disclosure.masked:
             continue
-        line = f"strategy {methods.name!r} with masked-sums=true: {beside.text}"
-        if beside.key:
-            line += f" ({beside.key!r} in the reply)"
+        line = f"strategy {methods.name!r} with masked-sums=true: {disclosure.text}"
+        if disclosure.key:
+            line += f" ({disclosure.key!r} in the reply)"
         lines.append(line)
     return lines
 

@@ -30,7 +30,7 @@ class DPWrapper:
     renormalisation, ``momentum=None``) need another norm.
 
     Args:
-        strategy: the strategy; what it takes from clients beside their updates is
+        strategy: the strategy; what it takes from clients besides their updates is
             refused when a run starts.
         noise_multiplier: z, the noise in the sum of updates in units of
             ``clipping_norm``.

@@ -25,10 +25,10 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_default_aggregation, log_start
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
+from fedbn_flwr.server.methods.disclosures import check_wrapper
 from fedbn_flwr.server.methods.method import Method, RunSettings
 from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.sent_beside import check_wrapper
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import PartSet
 from fedbn_flwr.server.rounds import testing
@@ -664,7 +664,7 @@ class Strategy(FlowerFedAvg):
         run.begin()
 
         # What a user may not expect of the model that the run returns.
-        treated = self.methods.whole.local | self.methods.whole.held
+        treated = self.methods.whole.local | self.methods.whole.frozen
         if Part.AFFINE in treated and Part.REST not in treated:
             testing.warn_of_affine_elsewhere(run)
         if not self.completes_tests:
@@ -720,20 +720,20 @@ class Strategy(FlowerFedAvg):
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
         replies = train_synchronised(self.run, messages, grid)
-        return self._note_travelled(messages, replies)
+        return self._note_delivery(messages, replies)
 
     def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
         """Send messages without a synchronised step; return the replies in time."""
         messages = list(messages)
         replies = polling(grid).receive(messages, timeout=self.run.timeout)
-        return self._note_travelled(messages, replies)
+        return self._note_delivery(messages, replies)
 
-    def _note_travelled(
+    def _note_delivery(
         self, messages: Sequence[Message], replies: Sequence[Message]
     ) -> Sequence[Message]:
         # A class of the user's may leave messages or replies out, before and after.
         sent_to = frozenset(message.metadata.dst_node_id for message in messages)
-        self.run.travelled = sent_to, replies
+        self.run.delivery = sent_to, replies
         return replies
 
     def aggregate_train(
@@ -787,7 +787,7 @@ class Strategy(FlowerFedAvg):
         self._close_unread(arrays)
         self._follow_recording()
         self.run.options = self._options()
-        self.run.travelled = None
+        self.run.delivery = None
         self._half = half = _Half(configure, server_round, played, next(played), arrays)
         return half
 

@@ -31,7 +31,7 @@ from fedbn_flwr.server.methods.method import (
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.together import why_not_combined
-from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Beside, Travels
+from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import Combination, Strategy
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold
 from fedbn_flwr.strategies.fbn import FBN
@@ -65,8 +65,8 @@ __all__ = [
     "TRACKED",
     "Ask",
     "BNScaffold",
-    "Beside",
     "Combination",
+    "Extra",
     "Facts",
     "FedAdagrad",
     "FedAdam",
@@ -253,7 +253,7 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
 
 
 def _overrides(strategy: StrategyClass) -> list[str]:
-    """Return what the user's classes of a strategy define beside its method."""
+    """Return what the user's classes of a strategy define besides its method."""
     if isinstance(strategy, Combination):
         return []
     names: set[str] = set()

@@ -86,10 +86,10 @@ from fedbn_flwr.batchnorm.reestimation import (
     batch_statistics,
     mixture,
 )
-from fedbn_flwr.batchnorm.taken_forward import (
+from fedbn_flwr.batchnorm.replaced_forward import (
     layers_in_training,
     normalise,
-    take_forward,
+    replace_forward,
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
@@ -97,7 +97,7 @@ from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
 from fedbn_flwr.server.methods.method_params import BNScaffoldParams
 from fedbn_flwr.server.methods.moments import by_layer, unmeasured
 from fedbn_flwr.server.methods.shared_bn import LatestBN
-from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
@@ -176,7 +176,7 @@ class BNControlVariates(ControlVariates):
             NormLayerError: the class of a layer has a forward pass of its own, or
                 TorchScript holds it.
         """
-        self._undo = take_forward(model, self._forward)
+        self._undo = replace_forward(model, self._forward)
         self._corrections = {}
         for path, layer in layers_in_training(model).items():
             correction = self._correction_of(path, layer)
@@ -304,11 +304,11 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
             " clients' data"
         )
-        beside = (
-            Beside(BN_VARIATES, "moments", why, down=True),
-            Beside(FLOOR_SHARE, "scalar", "", read="log"),
+        extras = (
+            Extra(BN_VARIATES, "moments", why, down=True),
+            Extra(FLOOR_SHARE, "scalar", "", read="log"),
         )
-        return (replace(scaffold, beside=(*scaffold.beside, *beside)),)
+        return (replace(scaffold, extras=(*scaffold.extras, *extras)),)
 
     def on_clients(self, state: BNVariates, facts: Facts) -> list[Ask]:
         """Ask for the variates of BN; send c, (u, s) and rho."""

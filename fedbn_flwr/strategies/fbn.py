@@ -96,7 +96,7 @@ from fedbn_flwr.batchnorm.reestimation import (
     reestimate_statistics,
     stop_tracking,
 )
-from fedbn_flwr.batchnorm.taken_forward import layers_in_training, watch_inputs
+from fedbn_flwr.batchnorm.replaced_forward import layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import (
@@ -113,12 +113,12 @@ from fedbn_flwr.server.methods.method_params import (
     trimmed_share,
 )
 from fedbn_flwr.server.methods.moments import pooled_statistics, unmeasured
-from fedbn_flwr.server.methods.travels import TRACKED, Beside, Travels
+from fedbn_flwr.server.methods.travels import TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
-from fedbn_flwr.training.freezing import hold_eval
+from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -174,11 +174,11 @@ class GlobalStatistics(ClientHook):
         """Let the layers normalise as the round asks, and note their inputs."""
         self._model = model
         self._layers = list(layers_in_training(model).values())
-        self._hold()
+        self._change_layers()
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Restore the layers."""
-        self._release()
+        self._restore_layers()
         self._moments = encode_moments(self._measured(model), model.state_dict())
         return {}
 
@@ -189,21 +189,21 @@ class GlobalStatistics(ClientHook):
     def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._sums.by_path(model)
 
-    def _hold(self) -> None:
+    def _change_layers(self) -> None:
         if self._warm_up:
             self._undo = [stop_tracking(self._layers)]
         else:
-            self._undo = [hold_eval(layer) for layer in self._layers]
+            self._undo = [force_eval(layer) for layer in self._layers]
         self._undo += [watch_inputs(layer, self._note) for layer in self._layers]
 
-    def _release(self) -> None:
+    def _restore_layers(self) -> None:
         # Last in, first out: each hold restores what it has found.
         while self._undo:
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         # Not in a test in the middle of the training. The mode is the model's, because
-        # the layers are held in eval. A reentrant checkpoint computes the first of its
+        # the layers stay in eval mode. A reentrant checkpoint computes the first of its
         # two passes without gradients.
         if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
@@ -236,11 +236,11 @@ class SurveyedStatistics(Surveyed, GlobalStatistics):
     ) -> None:
         """Pass the data through the model."""
         # The pass is one of plain BN, each batch normalised with its own statistics.
-        self._release()
+        self._restore_layers()
         try:
             super().survey(model, data, batch_size, seed)
         finally:
-            self._hold()
+            self._change_layers()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         """Leave the inputs of the steps out."""
@@ -293,12 +293,12 @@ class PooledStatisticsMethod(Method[P, S]):
     State = Pooled
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that statistics are held, and the moments beside the model."""
+        """Return that statistics are frozen, and the moments besides the model."""
         why = (
             f"strategy={self.name} sends the moments of BatchNorm's inputs on the"
             " clients' data"
         )
-        return (Travels(held=TRACKED, beside=(Beside(BN_MOMENTS, "moments", why),)),)
+        return (Travels(frozen=TRACKED, extras=(Extra(BN_MOMENTS, "moments", why),)),)
 
     @abstractmethod
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:

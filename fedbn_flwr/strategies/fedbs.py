@@ -60,17 +60,17 @@ from torch import nn
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
 from fedbn_flwr.server.methods.method_params import FedBSParams
-from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedBS", "FedBSMethod", "FedBSState", "ReportValidationLoss"]
+__all__ = ["FedBS", "FedBSMethod", "FedBSState", "MeasureValidationLoss"]
 
 logger = logging.getLogger("flwr")
 
 
-class ReportValidationLoss(ClientHook):
+class MeasureValidationLoss(ClientHook):
     """Client half: report the trained model's loss on the client's validation data.
 
     ``validation_loss`` is None in a training loop of another project, which reports the
@@ -110,7 +110,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     State = FedBSState
     client_hooks = {
         **FedProxMethod.client_hooks,
-        "report-validation": lambda context: ReportValidationLoss(
+        "report-validation": lambda context: MeasureValidationLoss(
             context.validation_loss
         ),
     }
@@ -120,10 +120,10 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         # Both phases ask for it: the loss of phase 2 shows in the metrics alone.
         key = Key(self.params.loss_key, "float: F_k", "client", "server")
         why = "the clients' losses are the weights of the average"
-        loss = (Beside(key, "scalar", why, required=True),)
+        loss = (Extra(key, "scalar", why, required=True),)
         return (
-            Travels("loss-weighted", weights=key, beside=loss),
-            Travels("proximal", weights="equal", beside=loss),
+            Travels("loss-weighted", weights=key, extras=loss),
+            Travels("proximal", weights="equal", extras=loss),
         )
 
     def phase(self, state: FedBSState, number: int) -> str:

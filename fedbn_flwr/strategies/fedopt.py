@@ -101,7 +101,7 @@ class ServerStep(Method[P, ServerMoments]):
 
     A method implements ``step``.
 
-    Entries that stay with the clients or that are held (``combined(FedAdam, FixBN)``)
+    Entries that stay with the clients or that are frozen (``combined(FedAdam, FixBN)``)
     are not stepped.
 
     Attributes:
@@ -139,7 +139,7 @@ class ServerStep(Method[P, ServerMoments]):
         averaged = {*facts.parts.statistics, *split_state(facts.before).statistics}
         moments = dict(state.moments)
         for name, mean in model.items():
-            if name in averaged or name in facts.held:
+            if name in averaged or name in facts.frozen:
                 continue
             if not np.issubdtype(mean.dtype, np.floating):
                 continue

@@ -83,10 +83,10 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies, Role
 from fedbn_flwr.server.methods.method_params import FixBNParams
-from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Beside, Travels
+from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import hold_eval, refuse_scripted
+from fedbn_flwr.training.freezing import force_eval, refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -94,7 +94,7 @@ __all__ = [
     "FixBNMethod",
     "FreezeBN",
     "Frozen",
-    "ReportDrift",
+    "MeasureDrift",
     "freezing_method",
 ]
 
@@ -126,7 +126,7 @@ class FreezeBN(ClientHook):
         """
         refuse_scripted(model, "frozen BatchNorm")
         layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-        self._undo = [hold_eval(layer) for layer in layers]
+        self._undo = [force_eval(layer) for layer in layers]
         if not self.affine:
             return
         own = {p for layer in layers for p in layer.parameters(recurse=False)}
@@ -147,7 +147,7 @@ class FreezeBN(ClientHook):
         return {}
 
 
-class ReportDrift(ClientHook):
+class MeasureDrift(ClientHook):
     """Client half of the automatic T*: report delta_m.
 
     delta_m = ||statistics after - received||_1 / number of entries.
@@ -220,7 +220,7 @@ class FixBNMethod(Method[Any, Frozen]):
     key: ClassVar[str] = "freeze-at"
     client_hooks = {
         "freeze-bn": lambda context: FreezeBN(bool(context.config[FREEZE_AFFINE])),
-        "report-drift": lambda context: ReportDrift(),
+        "report-drift": lambda context: MeasureDrift(),
     }
 
     @property
@@ -249,10 +249,10 @@ class FixBNMethod(Method[Any, Frozen]):
         first = self.first_phase()
         if self.at == "auto":
             why = f"{self.key}=auto follows delta_m of each client; use a fixed round"
-            delta = Beside(DELTA, "scalar", why, read="mean", required=True)
-            first = replace(first, beside=(delta,))
+            delta = Extra(DELTA, "scalar", why, read="mean", required=True)
+            first = replace(first, extras=(delta,))
         last = None if num_rounds is None else self.freezes_after(num_rounds)
-        return replace(first, last=last), Travels("frozen", held=self.parts)
+        return replace(first, last=last), Travels("frozen", frozen=self.parts)
 
     def begin(self, facts: Facts) -> Frozen:
         """Set the round if it is known."""
@@ -285,7 +285,7 @@ class FixBNMethod(Method[Any, Frozen]):
         """Restore frozen entries bit for bit; look for T* while it is not known."""
         if self.phase(state, facts.number) == "frozen":
             # The server's step of another method may have moved them.
-            return facts.hold(model), state
+            return facts.with_frozen(model), state
         if state.frozen_after is not None:
             return model, state
         # B.6: T* is the first round at which the mean of delta_m has become steady,
@@ -370,8 +370,8 @@ def _untouched(method: Any, seen: Any) -> bool:
     # A run that freezes from the start is warned of before it.
     if not last or seen.number != last + 1:
         return False
-    held = frozenset(facts.held)
-    pairs = [pair for pair in facts.parts.moments() if held.issuperset(pair)]
+    frozen = frozenset(facts.frozen)
+    pairs = [pair for pair in facts.parts.moments() if frozen.issuperset(pair)]
     for mean, var in pairs:
         if (facts.before[mean] != 0).any() or (facts.before[var] != 1).any():
             return False

@@ -27,7 +27,7 @@ and $v_g$, and $a = \mathrm{sigmoid}(-\alpha)$ per channel:
 $$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
 y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
 
-$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the
+$\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it with the
 parameters, with the learning rate (the largest one of its groups), without weight
 decay, and it stays with the client. Gradients flow through $\mu_B$, $v_B$ and $\alpha$.
 In tests $\mu_g$ and $v_g$ normalise.
@@ -91,16 +91,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, batch_statistics, pool
-from fedbn_flwr.batchnorm.taken_forward import (
+from fedbn_flwr.batchnorm.replaced_forward import (
     normalise,
+    replace_forward,
     replaceable_layers,
-    take_forward,
 )
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
 from fedbn_flwr.server.methods.method_params import HBNParams
-from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fbn import (
     WARM_UP,
@@ -201,7 +201,7 @@ class HybridStatistics(SurveyedStatistics):
         return super().end(model)
 
     def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether the layer has global statistics beside the batch's."""
+        """Return whether the layer has global statistics besides the batch's."""
         return not self._warm_up and layer in self._alpha
 
     def reply(self) -> Extras:
@@ -223,16 +223,16 @@ class HybridStatistics(SurveyedStatistics):
                 entries[entry_name(path, "alpha")] = self._alpha[module].detach()
         return entries
 
-    def _hold(self) -> None:
+    def _change_layers(self) -> None:
         # Once a round: after the pass of ``survey`` alpha is the same.
         if not self._alpha:
             for path, layer in self._model.named_modules():
                 if layer in self._layers:
                     self._alpha[layer] = self._start_of(layer, path)
         if self._warm_up:
-            super()._hold()
+            super()._change_layers()
         else:
-            self._undo = [take_forward(self._model, self._mixed)]
+            self._undo = [replace_forward(self._model, self._mixed)]
 
     def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
         like: Tensor = layer.running_mean  # type: ignore[assignment]
@@ -293,13 +293,13 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         (pooled,) = super().travels(num_rounds)
         if not self.params.share_alpha:
             return (pooled,)
-        alpha = Beside(
+        alpha = Extra(
             ALPHA,
             "channels",
             "share-alpha=true sends each client's alpha beside the model",
             down=True,
         )
-        return (replace(pooled, beside=(*pooled.beside, alpha)),)
+        return (replace(pooled, extras=(*pooled.extras, alpha)),)
 
     def on_clients(self, state: HBNState, facts: Facts) -> list[Ask]:
         """Ask the clients to mix; send the mean of alpha if they share it."""

@@ -81,7 +81,7 @@ from fedbn_flwr.server.methods.method import (
     Role,
 )
 from fedbn_flwr.server.methods.method_params import ScaffoldParams
-from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
@@ -256,7 +256,7 @@ class ScaffoldMethod(Method[P, S]):
         return (
             Travels(
                 each=frozenset({Part.AFFINE, Part.REST}),
-                beside=(Beside(VARIATES, "trainable", why, down=True, required=True),),
+                extras=(Extra(VARIATES, "trainable", why, down=True, required=True),),
                 undo=True,
                 decides=frozenset({"server step", "gradients"}),
                 kept="c_i, and the one before the round",

@@ -52,7 +52,7 @@ from collections.abc import Callable
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
-from fedbn_flwr.batchnorm.taken_forward import layers_in_training
+from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.travels import TRACKED, Travels
 from fedbn_flwr.server.strategy import Strategy
@@ -91,8 +91,8 @@ class StaticBNMethod(Method):
     client_hooks = {"untracked-statistics": lambda context: Untracked()}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return that statistics are held, and re-estimated."""
-        return (Travels(held=TRACKED, reestimates=True),)
+        """Return that statistics are frozen, and re-estimated."""
+        return (Travels(frozen=TRACKED, reestimates=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients not to track statistics; those of the reply show it."""

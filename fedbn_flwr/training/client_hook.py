@@ -1,4 +1,4 @@
-"""``ClientHook``: the client part of a method, by the calls that a round of local
+"""``ClientHook``: the client half of a method, by the calls that a round of local
 training makes. Torch only.
 """
 
@@ -38,7 +38,7 @@ class RetryStep(BaseException):
 
 
 class ClientHook:
-    """The client part of a method in local training. Here every hook does nothing; a
+    """The client half of a method in local training. Here every hook does nothing; a
     method overrides what it needs.
 
     Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step

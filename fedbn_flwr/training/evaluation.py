@@ -23,8 +23,8 @@ from fedbn_flwr.training.batches import (
 )
 from fedbn_flwr.training.freezing import (
     is_scripted_batchnorm,
-    kept_modes,
     refuse_scripted,
+    restored_modes,
 )
 from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.single_examples import refusing_layers
@@ -104,7 +104,7 @@ def evaluate(
     device, prepared = device_of(model), inputs_for(model)
     sums = _Sums(task, device)
     # Not inference_mode: a tensor that the model keeps from it cannot be trained on.
-    with kept_modes(model), torch.no_grad():
+    with restored_modes(model), torch.no_grad():
         model.eval()
         size = batch_size or _test_batch(model, task)
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)

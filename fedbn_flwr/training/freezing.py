@@ -33,13 +33,13 @@ from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [
     "FrozenBN",
-    "hold_eval",
-    "holds_eval",
+    "force_eval",
+    "force_eval_as_built",
+    "is_forced_eval",
     "is_scripted_batchnorm",
-    "keep_eval",
-    "kept_modes",
     "left_in_eval",
     "refuse_scripted",
+    "restored_modes",
     "stays_in_eval",
     "train_only",
     "unchanged",
@@ -50,7 +50,7 @@ _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
 @contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
+def restored_modes(model: nn.Module) -> Iterator[None]:
     """Restore every module's train or eval mode at the end of the block."""
     # each module by itself: ``train(mode)`` of the model would give all the same
     modes = {module: module.training for module in model.modules()}
@@ -72,14 +72,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     tensors: list[Any] = []
     plain: list[Any] = []
     for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
-            for name, value in held.items():
+        for replaced in (module._parameters, module._buffers, vars(module)):
+            for name, value in replaced.items():
                 if isinstance(value, Tensor) and not is_lazy(value):
-                    tensors.append((held, name, value, value.detach().clone()))
+                    tensors.append((replaced, name, value, value.detach().clone()))
                 elif value is None or isinstance(value, (bool, int, float, str)):
-                    plain.append((held, name, value))
+                    plain.append((replaced, name, value))
     try:
-        with kept_modes(model):
+        with restored_modes(model):
             yield
     finally:
         for table, name, value in plain:
@@ -121,7 +121,7 @@ def refuse_scripted(model: nn.Module, what: str) -> None:
     if not scripted:
         return
     # A model may have a ``train`` of its own that leaves layers in eval mode: ask it.
-    with kept_modes(model):
+    with restored_modes(model):
         model.train()
         refused = [path for path, module in scripted.items() if module.training]
     if refused:
@@ -174,10 +174,10 @@ def train_only(
         if isinstance(layer, _BatchNorm):
             named = any(p in wanted for p in layer.parameters(recurse=False))
             if not named and not _under(path, names):
-                hold_eval(layer)
+                force_eval(layer)
 
 
-def hold_eval(layer: nn.Module) -> Callable[[], None]:
+def force_eval(layer: nn.Module) -> Callable[[], None]:
     """Keep a layer in eval mode, also through ``model.train()``; return the function
     that undoes this.
     """
@@ -192,10 +192,10 @@ def hold_eval(layer: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def holds_eval(layer: nn.Module) -> bool:
-    """Return whether a layer is kept in eval mode by ``hold_eval``."""
-    held = vars(layer).get("train")
-    return isinstance(held, functools.partial) and held.func is _stay
+def is_forced_eval(layer: nn.Module) -> bool:
+    """Return whether a layer is kept in eval mode by ``force_eval``."""
+    replaced = vars(layer).get("train")
+    return isinstance(replaced, functools.partial) and replaced.func is _stay
 
 
 def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -214,7 +214,7 @@ def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def keep_eval(model: nn.Module) -> str:
+def force_eval_as_built(model: nn.Module) -> str:
     """Keep the layers of ``left_in_eval`` as they are, through ``model.train()``;
     return what to tell the user.
 
@@ -225,10 +225,10 @@ def keep_eval(model: nn.Module) -> str:
     # A layer that is used twice has two paths, and is told by its first.
     left: dict[_BatchNorm, str] = {}
     for path, layer in left_in_eval(model).items():
-        if not holds_eval(layer):
+        if not is_forced_eval(layer):
             left.setdefault(layer, path)
     for layer in left:
-        hold_eval(layer)
+        force_eval(layer)
     if not left:
         return ""
     paths = list(left.values())
@@ -275,11 +275,11 @@ def _listed(paths: Sequence[str]) -> str:
 def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     """Return the BatchNorm layers that training leaves in eval mode.
 
-    They are those of ``left_in_eval``, those of ``hold_eval`` and those that a
+    They are those of ``left_in_eval``, those of ``force_eval`` and those that a
     ``train`` of the model's own leaves so.
     """
     layers = set(left_in_eval(model).values())
-    with kept_modes(model):
+    with restored_modes(model):
         model.train()
         for module in model.modules():
             if isinstance(module, _BatchNorm) and not module.training:

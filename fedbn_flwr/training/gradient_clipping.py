@@ -120,7 +120,7 @@ def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
         module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)
     ]
     head = layers[-1:]
-    # from the last layer back, as long as the layer before stands beside it
+    # from the last layer back, as long as the layer before stands besides it
     for layer in reversed(layers[:-1]):
         if not _beside(model, layer, head[0]):
             break

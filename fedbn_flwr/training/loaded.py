@@ -174,7 +174,7 @@ def num_examples(loader: Any) -> int:
 
 def first_batch(loader: Any) -> int:
     """Return the batch size of a loader or of its batch sampler; 0 if neither has one."""
-    # torch's loader has None beside a batch sampler of the user's
+    # torch's loader has None besides a batch sampler of the user's
     if loader.batch_size:
         return int(loader.batch_size)
     sampler = getattr(loader, "batch_sampler", None)
@@ -192,7 +192,7 @@ def _chosen(loader: Any) -> list[int] | None:
     if batches is None:
         sampler = getattr(loader, "sampler", None)
     else:
-        # Beside a batch sampler of one's own the loader's sampler is a
+        # Besides a batch sampler of one's own the loader's sampler is a
         # SequentialSampler that it never asks.
         sampler = getattr(batches, "sampler", batches)
     if sampler is None:

@@ -71,8 +71,8 @@ class Layout:
         if self._places is None:
             return dict(self.model.state_dict())
         state = {}
-        for name, (held, leaf) in self._places.items():
-            state[name] = held[leaf].detach()  # type: ignore[union-attr]
+        for name, (owner, leaf) in self._places.items():
+            state[name] = owner[leaf].detach()  # type: ignore[union-attr]
         return state
 
     def parameters(self) -> list[nn.Parameter]:
@@ -128,8 +128,8 @@ def _places(model: nn.Module) -> dict[str, _Place] | None:
     state = model.state_dict(keep_vars=True)
     if list(state) != list(places):
         return None
-    for name, (held, leaf) in places.items():
-        if held[leaf] is not state[name]:
+    for name, (owner, leaf) in places.items():
+        if owner[leaf] is not state[name]:
             return None
     return places
 

@@ -28,11 +28,11 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
             ``torch.optim.Optimizer`` does.
     """
     # No two libraries call the inner one alike: it is found among the attributes.
-    held: list[Any] = []
+    values: list[Any] = []
     for value in getattr(optimizer, "__dict__", {}).values():
-        held += value if isinstance(value, (list, tuple)) else [value]
+        values += value if isinstance(value, (list, tuple)) else [value]
     found: list[torch.optim.Optimizer] = []
-    for inner in held:
+    for inner in values:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             found += [one for one in stepping_optimizers(inner) if one not in found]
     # It may call itself an optimizer, and never call torch's ``__init__``.

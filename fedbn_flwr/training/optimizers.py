@@ -1,5 +1,5 @@
 """The optimizers of local training: torch's SGD, Adam and AdamW, with torch's defaults
-beside our settings.
+besides our settings.
 
 Their methods are called without torch's wrappers, which import the compiler to keep
 them out of compiled code. The import takes longer than 100 steps of a small model, and

@@ -22,7 +22,7 @@ import torch
 
 __all__ = [
     "Generators",
-    "NumpyState",
+    "NumpyGenerator",
     "drawing_from",
     "seed_generators",
     "seed_secretly",
@@ -34,7 +34,7 @@ _WORDS = 624
 _BYTES = 4 * _WORDS + 4  # the words of MT19937, and the position in them
 
 
-class NumpyState(NamedTuple):
+class NumpyGenerator(NamedTuple):
     """A state of NumPy's default generator, saved and restored in a fraction of the
     time of ``np.random.get_state``.
 
@@ -56,7 +56,7 @@ class NumpyState(NamedTuple):
     whole: Any = None
 
     @classmethod
-    def now(cls) -> NumpyState:
+    def now(cls) -> NumpyGenerator:
         """Return the present state."""
         bits = _bits()
         if not bits:
@@ -138,14 +138,14 @@ class Generators(NamedTuple):
 
     torch: torch.Tensor
     cuda: list[torch.Tensor]
-    numpy: NumpyState
+    numpy: NumpyGenerator
     python: Any
 
     @classmethod
     def now(cls) -> Generators:
         """Return the present state."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        return cls(torch.get_rng_state(), cuda, NumpyState.now(), random.getstate())
+        return cls(torch.get_rng_state(), cuda, NumpyGenerator.now(), random.getstate())
 
     def restore(self) -> None:
         """Give the generators this state."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["Opened", "all_tensors", "load_file", "open_state", "tensors_by_name"]
 
-# What stands beside the weights in many files: options of the command line, and best
+# What stands besides the weights in many files: options of the command line, and best
 # metrics as NumPy's numbers.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
 _SCALAR = np.float64(0).__reduce__()[0]
@@ -26,7 +26,7 @@ _HARMLESS: list[Any] = [
     _SCALAR,
     (_SCALAR, "numpy.core.multiarray.scalar"),
 ]
-# of what training programs save beside the epoch
+# of what training programs save besides the epoch
 _INSIDE = ("state_dict", "model_state_dict", "model")
 
 
@@ -63,9 +63,7 @@ class Opened(NamedTuple):
 
 
 def tensors_by_name(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of a state, also of one beside other things in a mapping; none
-    if it has no names.
-    """
+    """Return the tensors of a state, also among other things; none without names."""
     return open_state(content).entries
 
 
@@ -82,7 +80,7 @@ def open_state(content: Any) -> Opened:
             for key, value in content.items()
             if isinstance(value, Tensor)
         }
-        # an epoch, the best accuracy: numbers beside the state, no state
+        # an epoch, the best accuracy: numbers besides the state, no state
         beside = all(value.ndim == 0 for value in own.values())
         if not usual and (len(inside) != 1 or not beside):
             at = ".".join(steps)

@@ -93,8 +93,8 @@ class Barrier:
         exchanges: answered exchanges of all attempts.
         bytes_down: bytes of the answers; each broadcast counts once.
         bytes_up: bytes of the members' tensors.
-        apart_down: bytes of the columns beside the answers' rows of channels, likewise.
-        apart_up: bytes of the columns beside those of the members' tensors.
+        apart_down: bytes of the columns besides the answers' rows, likewise.
+        apart_up: bytes of the columns besides those of the members' tensors.
     """
 
     def __init__(

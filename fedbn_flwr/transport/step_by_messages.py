@@ -214,7 +214,7 @@ class _Post:
         by_query = answer is not None and node_id not in self._without_query
         entries = {**config, STEP_ONLY: True} if by_query else config
         message = with_config(self._first[node_id], entries)
-        # The client has kept the model and what travels beside it.
+        # The client has kept the model and what travels besides it.
         if node_id in self._begun:
             for key in of_kind(message.content, ArrayRecord):
                 message.content[key] = ArrayRecord()

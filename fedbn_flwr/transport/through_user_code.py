@@ -35,7 +35,7 @@ __all__ = [
     "Reducer",
     "RetryStep",
     "StopStep",
-    "local_reducer",
+    "in_process_reducer",
     "use_reducers",
     "wrap_reducers",
     "wrapped",
@@ -114,7 +114,7 @@ _NOTHING = _OfClient()
 
 
 def use_reducers(find: Callable[[str], Reducer]) -> AbstractContextManager[None]:
-    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block.
+    """Let ``in_process_reducer`` use ``find(barrier_id)`` inside the block.
 
     An engine calls it around a client's work.
     """
@@ -138,7 +138,7 @@ def _with(**given: Any) -> Iterator[None]:
         _OF_CLIENT.reset(token)
 
 
-def local_reducer(barrier_id: str) -> Reducer:
+def in_process_reducer(barrier_id: str) -> Reducer:
     """Return this client's reducer at a barrier in this process.
 
     Raises:

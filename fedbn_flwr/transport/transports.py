@@ -14,7 +14,7 @@ from fedbn_flwr.messages.protocol import BARRIER, MASK_PRESENT
 from fedbn_flwr.transport.step import Transport
 from fedbn_flwr.transport.step_by_channel import ByChannel
 from fedbn_flwr.transport.step_by_messages import ByMessages
-from fedbn_flwr.transport.through_user_code import Reducer, local_reducer, wrapped
+from fedbn_flwr.transport.through_user_code import Reducer, in_process_reducer, wrapped
 
 __all__ = ["TRANSPORTS", "connect"]
 
@@ -37,5 +37,5 @@ def connect(config: Mapping[str, Any]) -> Reducer:
         if reducer is not None:
             break
     else:
-        reducer = local_reducer(str(config[BARRIER]))
+        reducer = in_process_reducer(str(config[BARRIER]))
     return wrapped(reducer, required=MASK_PRESENT in config)

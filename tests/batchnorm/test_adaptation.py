@@ -20,7 +20,7 @@ from fedbn_flwr.batchnorm.adaptation import (
 from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
-from fedbn_flwr.training.freezing import hold_eval
+from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 IMAGES = (3, 32, 32)
@@ -103,7 +103,7 @@ def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
         nn.BatchNorm1d(4),
     ]
     model, data = nn.Sequential(*layers).double(), points(9)
-    hold_eval(model[2])
+    force_eval(model[2])
     batch = outputs(model, data, "batch", len(data))
     assert not torch.allclose(batch, outputs(model, data, "", len(data)), atol=1e-2)
     monkeypatch.setattr(adaptation, "PRIOR", 0)

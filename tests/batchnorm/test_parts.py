@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from fedbn_flwr.batchnorm.parts import Parts, fixed_entries, learning_parts, split_state
-from fedbn_flwr.training.freezing import hold_eval
+from fedbn_flwr.training.freezing import force_eval
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -257,7 +257,7 @@ def test_buffers_that_no_layer_moves_are_fixed() -> None:
     assert fixed_entries(model) == {"window"}
     assert learning_parts(model) == split_state(model)
     model.norms[0].weight.requires_grad_(False)
-    hold_eval(model.norms[0])
+    force_eval(model.norms[0])
     assert fixed_entries(model) == {
         "window",
         "norms.0.weight",

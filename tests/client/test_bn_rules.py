@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.batchnorm.taken_forward import take_forward, watch_inputs
+from fedbn_flwr.batchnorm.replaced_forward import replace_forward, watch_inputs
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import (
     ConfigError,
@@ -121,14 +121,14 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
         assert train()["statistics-delta"] > 0
 
 
-@pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])
+@pytest.mark.parametrize("forward", ["replace_forward", "watch_inputs"])
 def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
     """An average of the weights is such a copy, made in mid-training; it must leave the
     original alone.
     """
     model, noted = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), []
-    if forward == "take_forward":
-        undo = take_forward(model, lambda layer, x: noted.append(layer) or x)
+    if forward == "replace_forward":
+        undo = replace_forward(model, lambda layer, x: noted.append(layer) or x)
     else:
         undo = watch_inputs(model[0], lambda layer, x: noted.append(layer))
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]

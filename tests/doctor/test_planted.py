@@ -17,14 +17,14 @@ from torchvision.models import resnet18
 
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Training, diagnose_state
-from fedbn_flwr.doctor.by_batch import held_layers
+from fedbn_flwr.doctor.by_batch import eval_layers
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.norms.renorm import use_batch_renorm
-from fedbn_flwr.training.freezing import hold_eval
+from fedbn_flwr.training.freezing import force_eval
 from tests.support.trained import trained_network
 
 NUM_CLIENTS = 4
@@ -490,7 +490,7 @@ class _Holding(nn.Sequential):
         return self
 
 
-@pytest.mark.parametrize("by", ["hold_eval", "its own train"])
+@pytest.mark.parametrize("by", ["force_eval", "its own train"])
 @pytest.mark.parametrize("held", [(1,), (1, 4)])
 def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
     held: tuple[int, ...], by: str, ground: Ground
@@ -503,8 +503,8 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
         model.held = held
     else:
         for index in held:
-            hold_eval(model[index])
-    assert held_layers(model) == [str(index) for index in held]
+            force_eval(model[index])
+    assert eval_layers(model) == [str(index) for index in held]
     found = diagnose(model, ground.by_class(batch_size=2))
     assert ids(found)[:2] == (["small-batch", "label-skew"] if held == (1,) else [])
     assert all(finding.numbers["layer"] == "4" for finding in found.findings[:2])

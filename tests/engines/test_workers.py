@@ -56,7 +56,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import turn
-from fedbn_flwr.transport import Member, RetryStep, local_reducer
+from fedbn_flwr.transport import Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step import Limits, StepResult
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from tests.support.federation import Outcome
@@ -377,7 +377,7 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
 
 def member_work(message: Message, context: Context) -> Message:
     """A member's work: two exchanges, repeated after RetryStep."""
-    reducer = local_reducer(str(message.content["config"][BARRIER]))
+    reducer = in_process_reducer(str(message.content["config"][BARRIER]))
     while True:
         try:
             reducer.begin()

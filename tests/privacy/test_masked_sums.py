@@ -33,7 +33,7 @@ from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.strategies import (
     FBN,
     STRATEGIES,
-    Beside,
+    Extra,
     FedAdam,
     FedAvg,
     FedBN,
@@ -626,12 +626,14 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
     weight = 0.0
 
     class Spied(TorchClient):
-        def _fit(self, lent, parameters, config):
+        def _fit(self, cached, parameters, config):
             nonlocal weight
             weight = float(len(self.data.train))
-            before = {name: value.clone().numpy() for name, value in lent.state.items()}
-            found = super()._fit(lent, parameters, config)
-            for name, value in lent.state.items():
+            before = {
+                name: value.clone().numpy() for name, value in cached.state.items()
+            }
+            found = super()._fit(cached, parameters, config)
+            for name, value in cached.state.items():
                 now = value.clone().numpy()
                 seen.append(
                     (weight, {name: now, f"update of {name}": now - before[name]})
@@ -733,7 +735,7 @@ class MeanMethod(Method):
     read = "mean"
 
     def travels(self, num_rounds=None):
-        return (Travels(beside=(Beside(BESIDE, "trainable", "", read=self.read),)),)
+        return (Travels(extras=(Extra(BESIDE, "trainable", "", read=self.read),)),)
 
 
 class Mean(Strategy):

@@ -16,7 +16,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import encode, to_record
 from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.shared_bn import LatestBN
-from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.rounds.replies import Terms, read_arrays
 
 STATE: dict[str, Array] = {
@@ -26,8 +26,8 @@ STATE: dict[str, Array] = {
     "bn.num_batches_tracked": np.asarray(3),
 }
 SIZE = sum(array.nbytes for array in STATE.values())
-MORE = Beside(Key("more", "ArrayRecord", "client", "server"), "trainable", "")
-TRAVELS = Travels(local=frozenset({Part.COUNTERS}), beside=(MORE,))
+MORE = Extra(Key("more", "ArrayRecord", "client", "server"), "trainable", "")
+TRAVELS = Travels(local=frozenset({Part.COUNTERS}), extras=(MORE,))
 TERMS = Terms(
     strategy="fedavg",
     facts=Facts(1, None, split_state(STATE), STATE, TRAVELS),

@@ -504,7 +504,7 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(
             Message(Error(6, ""), reply_to=Message(RecordDict(), i, "train"))
             for i in came_from
         ]
-        run.travelled = (frozenset(sent_to), came)
+        run.delivery = (frozenset(sent_to), came)
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
     assert list(report.rejected) == [8]
     assert re.search(

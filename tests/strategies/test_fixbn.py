@@ -17,7 +17,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
-from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freezing_method
+from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift, freezing_method
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
@@ -402,7 +402,7 @@ def test_subclasses_and_3d_layers_are_frozen_and_group_norm_is_not() -> None:
 
 def test_drift_of_a_model_without_statistics_is_not_reported() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    hook = ReportDrift()
+    hook = MeasureDrift()
     hook.begin(model)
     assert hook.end(model) == {}
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import moments_of
-from fedbn_flwr.batchnorm.taken_forward import normalise
+from fedbn_flwr.batchnorm.replaced_forward import normalise
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.methods.sent_beside import sent_beside
+from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.strategies import FBN, HBN
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
@@ -168,12 +168,12 @@ def test_only_without_the_batch_a_round_is_a_centralized_step_with_frozen_bn_and
 
 def test_shared_alpha_is_named_where_a_protection_would_have_to_hide_it() -> None:
     keys = [
-        [beside.key for beside in HBN(share_alpha=share).methods.whole.beside]
+        [beside.key for beside in HBN(share_alpha=share).methods.whole.extras]
         for share in (True, False)
     ]
     assert keys == [["bn-moments", "bn-alpha"], ["bn-moments"]]
     assert [
-        len(sent_beside(HBN(share_alpha=share).methods)) for share in (True, False)
+        len(disclosures(HBN(share_alpha=share).methods)) for share in (True, False)
     ] == [2, 1]
 
 

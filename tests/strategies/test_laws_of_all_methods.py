@@ -369,9 +369,9 @@ def all_nan(state: dict[str, Array]) -> None:
 
 
 class HeldByTheRound(FixBNMethod):
-    """FixBN without its own guard: the round itself restores what is held."""
+    """FixBN without its own guard: the round itself restores what is frozen."""
 
-    name = "held-by-the-round"
+    name = "frozen-by-the-round"
 
     def aggregate(
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
@@ -409,7 +409,7 @@ HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
         functools.partial(STRATEGIES["fedtan2"], fedtan_rounds=0),
         ("statistics", "counters"),
     ),
-    "held by the round": (
+    "frozen by the round": (
         functools.partial(Holding, freeze_at=0),
         ("statistics", "counters"),
     ),
@@ -442,7 +442,9 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
     counter; other methods average it.
     """
     make, parts = HELD[case]
-    held = {name for part in parts for name in getattr(split_state(two_layers()), part)}
+    frozen = {
+        name for part in parts for name in getattr(split_state(two_layers()), part)
+    }
 
     def change(state: dict[str, Array]) -> None:
         state[entry] = state[entry] + 1
@@ -453,9 +455,9 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
     data = [points(size, i) for i, size in enumerate(SIZES)]
     run = federate(make(), moved_layers, data, rounds=1, local_steps=1, wrap=app)
     (report,) = run.strategy.reports
-    assert report.participants == ([0, 2] if entry in held else [0, 1, 2])
-    if entry in held:
+    assert report.participants == ([0, 2] if entry in frozen else [0, 1, 2])
+    if entry in frozen:
         assert f"entry '{entry}' changed " in run.reason(1)
     # the others have statistics of their own
-    if entry in held and case.startswith(("fixbn", "fedtan2", "held")):
+    if entry in frozen and case.startswith(("fixbn", "fedtan2", "frozen")):
         assert bits(run.history[1][entry]) == bits(run.history[0][entry])

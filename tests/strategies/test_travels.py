@@ -9,15 +9,15 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.sent_beside import sent_beside
 from fedbn_flwr.server.methods.together import Methods, reads_unsaid
 from fedbn_flwr.server.methods.travels import (
     TRACKED,
-    Beside,
     Exchanges,
+    Extra,
     Travels,
     in_parallel,
     model_needs,
@@ -44,12 +44,12 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
     )
     one = Travels(
         local=frozenset({Part.AFFINE}),
-        held=TRACKED,
+        frozen=TRACKED,
         each=frozenset({Part.REST}),
         weights=metric,
-        beside=(
-            Beside(moments, "moments", "why"),
-            Beside(metric, "scalar", "why", required=True),
+        extras=(
+            Extra(moments, "moments", "why"),
+            Extra(metric, "scalar", "why", required=True),
         ),
         exchanges=Exchanges((1, 3)),
         reestimates=True,
@@ -79,18 +79,16 @@ def test_privacy_hears_of_metrics_that_the_server_reads(
             metric = Key("metric", "", "client", "server")
             return (
                 Travels(
-                    beside=(
-                        Beside(metric, "scalar", "a metric tells of it", read=read),
-                    )
+                    extras=(Extra(metric, "scalar", "a metric tells of it", read=read),)
                 ),
             )
 
-    assert [one.text for one in sent_beside(Methods((Measuring,), Params()))] == told
+    assert [one.text for one in disclosures(Methods((Measuring,), Params()))] == told
 
 
 def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
-    assert model_needs(Travels(held=TRACKED, needs=(affine,))) == [
+    assert model_needs(Travels(frozen=TRACKED, needs=(affine,))) == [
         frozenset(),
         statistics,
         affine,
@@ -101,7 +99,7 @@ def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     "travels",
     [
         Travels(weights="equal"),
-        Travels(held=TRACKED),  # each reply is checked for them
+        Travels(frozen=TRACKED),  # each reply is checked for them
         Travels(each=TRACKED),
         Travels(exchanges=Exchanges((1, 3))),
     ],
@@ -126,7 +124,7 @@ def test_privacy_hears_of_all_that_is_read_beside_the_update(travels: Travels) -
         def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
             return (travels,)
 
-    assert len(sent_beside(Methods((Reading,), Params()))) == 1
+    assert len(disclosures(Methods((Reading,), Params()))) == 1
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
@@ -135,7 +133,7 @@ def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
 ) -> None:
     class Holding(Early):
         def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-            return Travels("a", last=1, held=held), Travels("b", held=TRACKED)
+            return Travels("a", last=1, frozen=held), Travels("b", frozen=TRACKED)
 
     assert Methods((Holding,), Params()).freezes_bn is freezes
 
@@ -182,7 +180,7 @@ class OnlyUp(Method):
     undeclared = False
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        return (Travels(beside=(Beside(SENT, "trainable", "tells all", read="log"),)),)
+        return (Travels(extras=(Extra(SENT, "trainable", "tells all", read="log"),)),)
 
     def on_clients(self, state: None, facts: Any) -> list[Ask]:
         return [
@@ -201,7 +199,7 @@ def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_b
 
     strategy = Mine()
     assert strategy.methods.whole.extra_copies == (0, 1)
-    assert [one.text for one in sent_beside(strategy.methods)] == ["tells all"], (
+    assert [one.text for one in disclosures(strategy.methods)] == ["tells all"], (
         "arrays tell, also if only reported"
     )
     run = strategy.run

@@ -12,8 +12,8 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.freezing import (
     FrozenBN,
-    hold_eval,
-    keep_eval,
+    force_eval,
+    force_eval_as_built,
     left_in_eval,
     stays_in_eval,
     train_only,
@@ -105,8 +105,8 @@ def test_batchnorm_that_a_model_has_in_eval_mode_stays_so() -> None:
     model[3].eval()
     model[2].eval()
     assert list(left_in_eval(model)) == ["3.0"]
-    assert "3.0" in keep_eval(model)
-    assert keep_eval(model) == "", "told once"
+    assert "3.0" in force_eval_as_built(model)
+    assert force_eval_as_built(model) == "", "told once"
     for one in (model, copy.deepcopy(model)):
         one.eval()
         one.train()
@@ -119,7 +119,7 @@ def test_a_model_in_eval_mode_as_a_whole_and_parameters_without_gradient_say_not
     None
 ):
     for model in (normed().eval(), normed().requires_grad_(False)):
-        assert keep_eval(model) == ""
+        assert force_eval_as_built(model) == ""
         assert all(module.training for module in model.train().modules())
 
 
@@ -132,7 +132,7 @@ def test_a_shared_layer_is_held_once_and_a_train_of_the_models_own_counts() -> N
 
     shared = nn.BatchNorm1d(3).eval()
     model = normed(shared, shared)
-    assert "1 BatchNorm layer" in keep_eval(model)
+    assert "1 BatchNorm layer" in force_eval_as_built(model)
     own = Own(*normed())
     own.train(False)
     assert stays_in_eval(own) == {own[1]}
@@ -151,7 +151,7 @@ def test_tracking_that_was_switched_off_later_is_told_and_that_of_the_layers_mak
     told = unlike_in_tests(made)
     assert "2 BatchNorm" in told
     assert "(1, 3.0)" in told
-    hold_eval(made[1])
+    force_eval(made[1])
     assert "(3.0)" in unlike_in_tests(made), (
         "a layer in eval mode trains as it is tested"
     )

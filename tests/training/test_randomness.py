@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.randomness import Generators, NumpyState, drawing_from, seeded
+from fedbn_flwr.training.randomness import (
+    Generators,
+    NumpyGenerator,
+    drawing_from,
+    seeded,
+)
 from fedbn_flwr.training.turns import Wait, interrupted, turn
 
 X = torch.ones(40, 6)
@@ -47,7 +52,7 @@ def test_draws_repeat_and_the_generators_are_restored() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> None:
-    own, oracle, choose = list[NumpyState](), list[Any](), random.Random(seed)
+    own, oracle, choose = list[NumpyGenerator](), list[Any](), random.Random(seed)
     other = np.random.RandomState(7)
     with seeded(7):
         for _ in range(300):
@@ -72,7 +77,7 @@ def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> Non
             elif what == "uniform":
                 assert np.random.rand() == other.rand()
             elif what == "save":
-                own.append(NumpyState.now())
+                own.append(NumpyGenerator.now())
                 oracle.append(other.get_state())
             elif own:
                 place = choose.randrange(len(own))

@@ -15,7 +15,7 @@ from fedbn_flwr.transport import (
     Barrier,
     Dropped,
     RetryStep,
-    local_reducer,
+    in_process_reducer,
     use_reducers,
 )
 
@@ -267,16 +267,16 @@ def test_a_reducer_of_an_earlier_attempt_must_retry(members) -> None:
 def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
     barrier = Barrier(members(1), timeout=10)
     with use_reducers({"a": barrier.reducer(100)}.__getitem__):
-        assert local_reducer("a").begin() == 2
+        assert in_process_reducer("a").begin() == 2
         with pytest.raises(
             EngineError,
             match="no barrier 'b' in this process; fedtan-transport must be",
         ):
-            local_reducer("b")
-        (elsewhere,) = at_once(partial(local_reducer, "a"))
+            in_process_reducer("b")
+        (elsewhere,) = at_once(partial(in_process_reducer, "a"))
         assert isinstance(elsewhere, EngineError)
     with pytest.raises(EngineError):
-        local_reducer("a")
+        in_process_reducer("a")
 
 
 def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(

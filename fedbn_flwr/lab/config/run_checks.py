@@ -144,11 +144,11 @@ def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
 def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
     """Return what of this run bypasses the noise, or does not fit it."""
     # Runs without privacy do not import it.
-    from fedbn_flwr.privacy.differential import beside_models
+    from fedbn_flwr.privacy.differential import not_covered
 
     data, asked = data_of(config), f"dp={config.dp}"
     lines = dp_conflicts(method.dp)
-    for what in beside_models(method.methods):
+    for what in not_covered(method.methods):
         lines.append(f"strategy {config.title!r} with {asked}: {what}")
     lines += _uncovered(config, method, "epsilon does")
     # An example with a new class would add an output to everybody's model.
@@ -175,14 +175,14 @@ def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
 
 
 def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str]:
-    """Yield what tells of the clients' data beside their updates."""
+    """Yield what tells of the clients' data besides their updates."""
     tells = f"reports results on the clients' data, which {protects} not cover"
-    told = []
+    tests = []
     for name in method.tests:
         if name.startswith("personal") or name == "global-train":
-            told.append(name)
-    if told:
-        yield f"eval-on={','.join(told)} {tells}: use eval-on=global"
+            tests.append(name)
+    if tests:
+        yield f"eval-on={','.join(tests)} {tells}: use eval-on=global"
     if config.validation_share:
         yield f"validation-share {tells}: leave it out"
     if config.held_out_clients:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.folders import image_files, root_of
-from fedbn_flwr.lab.data.image_files import hold
+from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.training.tasks import SEGMENTATION
@@ -52,7 +52,9 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
     # From label ids to the 19 classes that count; all others are ignored.
     table = np.full(256, IGNORE, np.uint8)
     table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
-    train, test = hold(images, groups, lengths, shape, masks=masks, mask_table=table)
+    train, test = open_images(
+        images, groups, lengths, shape, masks=masks, mask_table=table
+    )
     return Loaded(train, test, tuple(names))
 
 

@@ -17,7 +17,12 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.folders import Files, files_of_classes, hold_files, root_of
+from fedbn_flwr.lab.data.folders import (
+    Files,
+    files_of_classes,
+    open_image_files,
+    root_of,
+)
 from fedbn_flwr.lab.data.readers import (
     IDX_FILES,
     Loaded,
@@ -194,17 +199,17 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
         train_groups += [number] * len(train_files)
         test_groups += [number] * len(test_files)
     # Together, so that what fits into memory is decided for all domains at once.
-    held = hold_files([train, test], shape)
+    loaded = open_image_files([train, test], shape)
     return Loaded(
-        held[0].regrouped(torch.tensor(train_groups)),
-        held[1].regrouped(torch.tensor(test_groups)),
+        loaded[0].regrouped(torch.tensor(train_groups)),
+        loaded[1].regrouped(torch.tensor(test_groups)),
         tuple(files),
     )
 
 
 def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
     """Return the (train, test) files; every 5th file of a class is a test file."""
-    train, test = hold_files(_train_and_test(files), shape)
+    train, test = open_image_files(_train_and_test(files), shape)
     return train, test
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.image_files import hold
+from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
@@ -15,8 +15,8 @@ from fedbn_flwr.lab.data.shapes import Shape
 __all__ = [
     "Files",
     "files_of_classes",
-    "hold_files",
     "image_files",
+    "open_image_files",
     "read_imagenet",
     "read_tiny_imagenet",
     "root_of",
@@ -60,15 +60,17 @@ def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
     return files
 
 
-def hold_files(
+def open_image_files(
     parts: Sequence[Files], shape: Shape, centre: bool = False
 ) -> list[Samples]:
-    """Return the images of each part: ``data.image_files.hold``."""
+    """Return the images of each part: ``data.image_files.open_images``."""
     paths, labels = list[Path](), list[int]()
     for part in parts:
         paths += [path for path, _ in part]
         labels += [label for _, label in part]
-    return hold(paths, labels, [len(part) for part in parts], shape, centre=centre)
+    return open_images(
+        paths, labels, [len(part) for part in parts], shape, centre=centre
+    )
 
 
 def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
@@ -117,5 +119,5 @@ def _class_folders(folder: Path, most: int) -> list[str]:
 
 
 def _both(train: Files, test: Files, shape: Shape) -> Loaded:
-    held = hold_files([train, test], shape, centre=True)
-    return Loaded(held[0], held[1])
+    loaded = open_image_files([train, test], shape, centre=True)
+    return Loaded(loaded[0], loaded[1])

@@ -1,6 +1,6 @@
 """The command behind ``make certs``, which needs Python and ``cryptography`` alone.
 
-Beside the keys it writes what ``docker-compose.yml`` needs to know of them into
+Besides the keys it writes what ``docker-compose.yml`` needs to know of them into
 ``.env``: the user whose they are.
 """
 

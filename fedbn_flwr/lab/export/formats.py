@@ -37,7 +37,7 @@ def encode_torch_export(
     Args:
         model: in eval mode.
         example: a batch of at least two inputs.
-        about: what to write beside the graph: an extra file ``about.KEY`` each.
+        about: what to write besides the graph: an extra file ``about.KEY`` each.
     """
     # A batch of one would be traced as a constant: the file would take no other batch.
     program = torch.export.export(

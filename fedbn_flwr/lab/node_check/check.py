@@ -16,7 +16,7 @@ from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.node_check.connection import Connection, check_connection
 from fedbn_flwr.lab.node_check.page import Finding, Page
 from fedbn_flwr.lab.node_check.trial import try_rounds
-from fedbn_flwr.lab.runs.node import client_fn, node_report
+from fedbn_flwr.lab.runs.node import client_fn, describe_data
 from fedbn_flwr.lab.runs.node_guard import check_run
 
 __all__ = ["check_node"]
@@ -59,7 +59,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
         check_run(context)
         with _warnings() as logged:
             client = client_fn(context)
-            report = node_report(config, context)
+            report = describe_data(config, context)
     except ConfigError as error:
         yield Finding("fault", "node-config", _plain(error))
         return

@@ -18,7 +18,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
 
     Args:
         lines: those of ``metrics.jsonl``.
-        score: the metric beside the loss.
+        score: the metric besides the loss.
     """
     # Figures without pyplot, which would ask for a screen; here, as matplotlib takes
     # half a second to import.

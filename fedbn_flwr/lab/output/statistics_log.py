@@ -1,4 +1,4 @@
-"""``statistics.jsonl``: clients' statistics beside the global ones (FixBN, Fig. 3).
+"""``statistics.jsonl``: clients' statistics besides the global ones (FixBN, Fig. 3).
 
 The server writes a line in rounds 1, 10, 20, ..., 90, 100, 200, ... and in the last,
 where it sees the statistics of each client. ::

@@ -1,4 +1,4 @@
-"""What a summary says beside its numbers: the saved model's content, and versions."""
+"""What a summary says besides its numbers: the saved model's content, and versions."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class _Costs:
         more_down = copies_down * self._trained + int(rows_down * self._statistics)
         more_up = copies_up * self._trained + int(rows_up * self._statistics)
         # moments travel with a count, 8 bytes, for each layer
-        records = sum(beside.size == "moments" for beside in self._travels.beside)
+        records = sum(extra.size == "moments" for extra in self._travels.extras)
         counts_up = 8 * self._layers * records
 
         # for an average of local BN the clients send what stays with them, too

@@ -13,7 +13,7 @@ import torch
 from flwr.app import Context
 
 from fedbn_flwr.client.kept import state_dir
-from fedbn_flwr.client.lent_models import BuildModel
+from fedbn_flwr.client.model_cache import BuildModel
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
@@ -49,7 +49,7 @@ from fedbn_flwr.training.tasks import Task
 if TYPE_CHECKING:
     from fedbn_flwr.lab.runs.start_checks import Checked
 
-__all__ = ["RunClients", "client_fn", "node_report"]
+__all__ = ["RunClients", "client_fn", "describe_data"]
 
 
 def client_fn(context: Context) -> TorchClient:
@@ -278,7 +278,7 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         raise DataError(f"data-path={path!r}: {error}") from error
 
 
-def node_report(config: Config, context: Context) -> str:
+def describe_data(config: Config, context: Context) -> str:
     """Return the counts of a node's data: its own, or its part of those of all.
 
     Raises:

@@ -127,7 +127,7 @@ def run(
         engine: "in-process" runs the clients without Flower's runtime, "simulation" in
             Flower's Ray simulation.
         on_round: called with each line of ``metrics.jsonl``.
-        workers: worker processes of the engine in-process, 0 = none beside this one;
+        workers: worker processes of the engine in-process, 0 = none besides this one;
             None = ``default_workers``. The results have the same bits for any number.
         ray_address: ``host:port`` of a Ray cluster for the engine "simulation": the
             clients run on its machines, which get code and data from this one.

@@ -59,10 +59,12 @@ def _memory_need(config: Config) -> float:
     # The process, the data twice (as read and as divided), the models of a round.
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
-    held = sum(part.inputs.nbytes for part in (data.train, data.test) if part.in_memory)
+    in_memory = sum(
+        part.inputs.nbytes for part in (data.train, data.test) if part.in_memory
+    )
     model = sum(value.nbytes for value in make_model(config).state_dict().values())
     models = 2 * share_of(config.fraction_train, clients) + 8
-    return _PROCESS + 2 * held + float(models * model)
+    return _PROCESS + 2 * in_memory + float(models * model)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ In the order in which to read them:
   what it is told of a round.
 - ``travels``: the declaration of what is sent, local and frozen in each phase.
 - ``params``: the settings of all methods; ``method_params``: those of one each.
-- ``options``: what every method can have beside its own; ``momentum`` and ``shared_bn``
+- ``options``: what every method can have, too; ``momentum`` and ``shared_bn``
   are two of them.
 - ``moments``: clients' moments by layer, for a method that pools statistics.
 - ``together``: the methods of one run as one, and what does not fit.
-- ``sent_beside``: what they take from clients beside the model, for privacy.
+- ``disclosures``: what they take from clients besides the model, for privacy.
 
 Not here: the papers' algorithms (``strategies``); the round that calls a method
 (``server.rounds``); its strategy for Flower (``server.strategy``); the client's hooks

@@ -133,9 +133,9 @@ class Facts:
     known: frozenset[str] = frozenset()
 
     @cached_property
-    def held(self) -> tuple[str, ...]:
+    def frozen(self) -> tuple[str, ...]:
         """The entries that return as they were sent."""
-        return self.parts.select(self.travels.held - self.travels.local)
+        return self.parts.select(self.travels.frozen - self.travels.local)
 
     @cached_property
     def local(self) -> tuple[str, ...]:
@@ -163,10 +163,10 @@ class Facts:
                 shapes[entry_name(layer.path, "alpha")] = self.before[mean].shape
         return shapes
 
-    def hold(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model with held entries as they were sent, bit for bit."""
-        held = {name: self.before[name] for name in self.held}
-        return {**model, **held}
+    def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model with frozen entries as they were sent, bit for bit."""
+        frozen = {name: self.before[name] for name in self.frozen}
+        return {**model, **frozen}
 
     def total_rounds(self, setting: str) -> int:
         """Return the number of rounds, which a setting needs.
@@ -193,7 +193,7 @@ class Reply:
         metrics: metrics of the client's training.
         extras: further records that the method reads, by name; read-only as well.
         sizes: bytes of each record.
-        info: what the client part reports.
+        info: what the client half reports.
     """
 
     node: Node
@@ -263,7 +263,7 @@ class Replies(Sequence[Reply]):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What ``problems`` knows of a run beside the method's ``Params``.
+    """What ``problems`` knows of a run besides the method's ``Params``.
 
     The server of a Flower project does not know the clients' training: then a field has
     its default.
@@ -350,7 +350,7 @@ class Ask(NamedTuple):
     Attributes:
         hook: its name in ``client_hooks``.
         config: the config entries that its clients get.
-        sends: the records that go down beside the model, by key; ``travels`` declares
+        sends: the records that go down besides the model, by key; ``travels`` declares
             each.
         shown: whether the reply need not name the hook as applied: it shows the effect,
             or a client may leave it out.
@@ -463,8 +463,8 @@ class Method(Generic[P, S]):
             facts: the round.
             replies: the usable replies, in the order of partition ids, and their
                 weights; their arrays are read-only.
-            model: the average of the replies with the weights p_i, and held entries as
-                they were sent; a new dict.
+            model: the average of the replies with the weights p_i, and frozen entries
+                as they were sent; a new dict.
         """
         return model, state
 

@@ -17,7 +17,7 @@ Buffers of local parts stay with the client.
 
 | | per round |
 |---|---|
-| sent down | scope "global": the averaged buffers beside the model; else nothing more |
+| sent down | scope "global": the averaged buffers, too; else nothing more |
 | sent up | scope "global": the buffers of shared entries |
 | kept | scope "local": all buffers; scope "global": those of local parts |
 | cost | scope "global": the trainable shared floats once more, down and up per client |

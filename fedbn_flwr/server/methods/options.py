@@ -31,7 +31,7 @@ from fedbn_flwr.server.methods.momentum import (
 )
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, ShareBN
-from fedbn_flwr.server.methods.travels import Beside, Travels
+from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
@@ -78,8 +78,8 @@ class MomentumScope(Option[Momentum]):
             "momentum-scope=global sends SGD's momentum beside the model; use none or"
             " local"
         )
-        buffers = Beside(MOMENTUM, "trainable", why, down=True, read="mean")
-        return (Travels(beside=(buffers,)),)
+        buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
+        return (Travels(extras=(buffers,)),)
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
         """Send the scope; with "global" also the averaged buffers."""
@@ -148,7 +148,7 @@ class AveragedBN(Option):
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the copies that clients send."""
         why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
-        return (Travels(beside=(Beside(SHARED_BN, "local", why, read="mean"),)),)
+        return (Travels(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask for the copies; a client may leave them out."""

@@ -17,7 +17,7 @@ training does not apply the client hook shares nothing and is left out.
 | | per round |
 |---|---|
 | sent down | nothing; in a test, the average to clients without own parts |
-| sent up | the client's BN parts, beside the model |
+| sent up | the client's BN parts, besides the model |
 | cost | the floats of the local BN parts up per client |
 """
 

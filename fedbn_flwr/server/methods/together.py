@@ -113,7 +113,7 @@ class Methods:
         """Whether a part of BN is frozen later than from the first phase on."""
         for method in self._methods:
             phases = declared(method)
-            if len(phases) > 1 and phases[-1].held and not phases[0].held:
+            if len(phases) > 1 and phases[-1].frozen and not phases[0].frozen:
                 return True
         return False
 
@@ -137,7 +137,7 @@ class Methods:
     @property
     def reported_metrics(self) -> list[str]:
         """The keys of the metrics that clients send for the methods."""
-        return [beside.key for beside in self.whole.beside if beside.size == "scalar"]
+        return [extra.key for extra in self.whole.extras if extra.size == "scalar"]
 
     # --- a run ------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ def _reestimates(method: Method[Any, Any]) -> bool:
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
     """Yield what follows from what a method declares."""
     # BN's momentum moves running statistics, and there is none that moves.
-    if all(phase.held & TRACKED for phase in declared(method)):
+    if all(phase.frozen & TRACKED for phase in declared(method)):
         for key in ("variance", "bn_momentum"):
             yield Problem(
                 "untracked",

@@ -24,8 +24,8 @@ __all__ = [
     "BATCHNORM",
     "NONE",
     "TRACKED",
-    "Beside",
     "Exchanges",
+    "Extra",
     "PartSet",
     "Travels",
 ]
@@ -46,8 +46,8 @@ ALL: PartSet = BATCHNORM | {Part.REST}
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A record or a metric that a client sends beside the model.
+class Extra:
+    """A record or a metric that a client sends besides the model.
 
     Attributes:
         key: its name in the reply; a record's is also its name in the training message.
@@ -80,7 +80,7 @@ class Exchanges:
         read: "mean" = the server needs weighted sums alone (3L+1), "each" = more than
             these (2L+1).
         link: how they travel.
-        apart: numbers each way beside the channels, for a call of a BN layer.
+        apart: numbers each way besides the channels, for a call of a BN layer.
     """
 
     forward: tuple[int, int]
@@ -108,12 +108,12 @@ class Travels:
         last: the last round of the phase; None = the end of the run, or, before another
             phase, found out in the run.
         local: the parts that stay with the client.
-        held: the parts that return as they were sent; a reply that changed them is
+        frozen: the parts that return as they were sent; a reply that changed them is
             refused.
         each: the parts of which the server reads single replies, and not only their
             average.
         weights: "examples" = |D_i|, "equal", or the key of a metric.
-        beside: what comes beside the model.
+        extras: what comes besides the model.
         exchanges: the exchanges of the first local step; None = none.
         reestimates: whether BN statistics are re-estimated before tests.
         undo: whether a client whose reply is not used goes back to what it kept before:
@@ -127,10 +127,10 @@ class Travels:
     phase: str = ""
     last: int | None = None
     local: PartSet = NONE
-    held: PartSet = NONE
+    frozen: PartSet = NONE
     each: PartSet = NONE
     weights: str = "examples"
-    beside: tuple[Beside, ...] = ()
+    extras: tuple[Extra, ...] = ()
     exchanges: Exchanges | None = None
     reestimates: bool = False
     undo: bool = False
@@ -140,16 +140,16 @@ class Travels:
 
     @property
     def extra_copies(self) -> tuple[int, int]:
-        """Copies of the shared trainable floats beside the model: down and up.
+        """Copies of the shared trainable floats besides the model: down and up.
 
         Down there are none in round 1.
         """
-        records = [beside for beside in self.beside if beside.size == "trainable"]
+        records = [extra for extra in self.extras if extra.size == "trainable"]
         return sum(record.down for record in records), len(records)
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """Copies of the running statistics' floats beside the model: down and up.
+        """Copies of the running statistics' floats besides the model: down and up.
 
         Down there are none in round 1.
 
@@ -158,17 +158,17 @@ class Travels:
         # A running mean and variance for each channel: one number is half of them.
         shares = {"moments": 1.0, "channels": 0.5}
         down = up = 0.0
-        for beside in self.beside:
-            share = shares.get(beside.size, 0.0)
+        for extra in self.extras:
+            share = shares.get(extra.size, 0.0)
             up += share
-            if beside.down:
+            if extra.down:
                 down += share
         return down, up
 
     @property
-    def records(self) -> tuple[Beside, ...]:
-        """The records of arrays beside the model, without the metrics."""
-        return tuple(beside for beside in self.beside if beside.size != "scalar")
+    def records(self) -> tuple[Extra, ...]:
+        """The records of arrays besides the model, without the metrics."""
+        return tuple(extra for extra in self.extras if extra.size != "scalar")
 
     @property
     def needs_all_at_once(self) -> bool:
@@ -186,11 +186,11 @@ def together(declarations: Iterable[Travels]) -> Travels:
         # refuses two methods that differ there.
         total = Travels(
             local=total.local | one.local,
-            held=total.held | one.held,
+            frozen=total.frozen | one.frozen,
             each=total.each | one.each,
             weights=one.weights if total.weights == "examples" else total.weights,
-            beside=total.beside
-            + tuple(beside for beside in one.beside if beside not in total.beside),
+            extras=total.extras
+            + tuple(extra for extra in one.extras if extra not in total.extras),
             exchanges=one.exchanges or total.exchanges,
             reestimates=total.reestimates or one.reestimates,
             undo=total.undo or one.undo,
@@ -245,7 +245,7 @@ def single_decisions(travels: Travels) -> frozenset[str]:
     decides = set(travels.decides)
     if travels.local:
         decides.add("which parts stay with the clients")
-    if travels.held & TRACKED or travels.exchanges:
+    if travels.frozen & TRACKED or travels.exchanges:
         decides.add("the statistics that BN normalises with")
     if travels.exchanges:
         decides.add("gradients")
@@ -255,7 +255,7 @@ def single_decisions(travels: Travels) -> frozenset[str]:
 def in_common(travels: Travels) -> PartSet:
     """Return the parts that all clients must have in common for the method."""
     common = NONE
-    if travels.held & TRACKED or _sends_moments(travels):
+    if travels.frozen & TRACKED or _sends_moments(travels):
         common |= TRACKED
     if travels.exchanges:
         common |= BATCHNORM
@@ -267,7 +267,7 @@ def in_common(travels: Travels) -> PartSet:
 
 def _sends_moments(travels: Travels) -> bool:
     """Return whether clients send moments of BN's inputs."""
-    return any(beside.size == "moments" for beside in travels.beside)
+    return any(extra.size == "moments" for extra in travels.extras)
 
 
 def model_needs(travels: Travels) -> list[PartSet]:
@@ -280,11 +280,11 @@ def model_needs(travels: Travels) -> list[PartSet]:
     # A client that keeps everything keeps something of any model.
     if travels.local and Part.REST not in travels.local:
         needs.append(travels.local)
-    if travels.held or travels.exchanges or measured:
+    if travels.frozen or travels.exchanges or measured:
         needs.append(NONE)
-    if travels.held & TRACKED or measured:
+    if travels.frozen & TRACKED or measured:
         needs.append(frozenset({Part.STATISTICS}))
-    if Part.AFFINE in travels.held:
+    if Part.AFFINE in travels.frozen:
         needs.append(frozenset({Part.AFFINE}))
     return list(dict.fromkeys([*needs, *travels.needs]))
 
@@ -292,8 +292,8 @@ def model_needs(travels: Travels) -> list[PartSet]:
 def sums_suffice(travels: Travels) -> bool:
     """Return whether the server needs nothing but the average, weighted by |D_i|."""
     # Held entries are checked reply by reply.
-    if travels.each or travels.held or travels.exchanges:
+    if travels.each or travels.frozen or travels.exchanges:
         return False
-    if any(beside.read == "each" for beside in travels.beside):
+    if any(extra.read == "each" for extra in travels.extras):
         return False
     return travels.weights == "examples"

@@ -194,8 +194,8 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
     or lost; ``others`` follows.
     """
     seconds = time.monotonic() - sent.at
-    if run.travelled is not None:
-        sent_to, came = run.travelled
+    if run.delivery is not None:
+        sent_to, came = run.delivery
         if any(reply.metadata.src_node_id == node.node_id for reply in came):
             return (
                 "its reply came, and the project's own aggregate_... method did not"
@@ -208,7 +208,7 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
             )
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"
-    if run.travelled is not None:
+    if run.delivery is not None:
         return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
         f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"

@@ -19,7 +19,7 @@ from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
-from fedbn_flwr.server.methods.travels import Beside
+from fedbn_flwr.server.methods.travels import Extra
 from fedbn_flwr.server.runs.report import RoundReport
 
 __all__ = [
@@ -82,7 +82,7 @@ class Terms:
         """The names of the further records that the methods read; others are the
         user's.
         """
-        return frozenset(beside.key for beside in self.facts.travels.records)
+        return frozenset(extra.key for extra in self.facts.travels.records)
 
     def read(self, node: Node, message: Message) -> Reply:
         """Return the reply of a node, whose model fits; ``check`` checks what the
@@ -115,57 +115,57 @@ class Terms:
         return Reply(node, count, state, metrics, extras, sizes, info)
 
     def check(self, reply: Reply) -> None:
-        """Check what travels beside the model, and that held entries return as they
+        """Check what travels besides the model, and that frozen entries return as they
         were sent.
 
         Raises:
             ReplyError: a record or a metric is missing or does not fit.
-            ClientPartError: a held entry has changed.
+            ClientPartError: a frozen entry has changed.
         """
-        for beside in self.facts.travels.beside:
-            if beside.size == "scalar":
-                self._check_metric(reply, beside)
+        for extra in self.facts.travels.extras:
+            if extra.size == "scalar":
+                self._check_metric(reply, extra)
             else:
-                self._check_record(reply.extras.get(beside.key, {}), beside)
+                self._check_record(reply.extras.get(extra.key, {}), extra)
         self._refuse_changed(reply)
 
-    def _check_metric(self, reply: Reply, beside: Beside) -> None:
-        value = reply.metrics.get(beside.key)
-        if beside.required and (value is None or not 0 <= value < math.inf):
+    def _check_metric(self, reply: Reply, extra: Extra) -> None:
+        value = reply.metrics.get(extra.key)
+        if extra.required and (value is None or not 0 <= value < math.inf):
             raise ReplyError(
-                f"metric '{beside.key}' is {value}, and strategy '{self.strategy}'"
+                f"metric '{extra.key}' is {value}, and strategy '{self.strategy}'"
                 " needs a finite number >= 0:"
                 f" {self._hooks_to_apply()}{_no_batchnorm_hint(self.facts.parts)}"
             )
 
-    def _check_record(self, record: State, beside: Beside) -> None:
+    def _check_record(self, record: State, extra: Extra) -> None:
         facts = self.facts
-        if beside.required and not record:
+        if extra.required and not record:
             raise ReplyError(
-                f"record '{beside.key}' is missing, which strategy '{self.strategy}'"
+                f"record '{extra.key}' is missing, which strategy '{self.strategy}'"
                 f" needs: {self._hooks_to_apply()}"
             )
-        if beside.size == "moments":
+        if extra.size == "moments":
             decode_moments(record, facts.before, facts.parts)
-        elif beside.size == "local":
+        elif extra.size == "local":
             local = {name: facts.before[name] for name in facts.local}
             if record:
                 check_state(record, local, facts.parts)
-        elif beside.size == "trainable":
-            _refuse_misshapen(beside.key, record, facts.shapes)
+        elif extra.size == "trainable":
+            _refuse_misshapen(extra.key, record, facts.shapes)
         else:
-            _refuse_misshapen(beside.key, record, facts.channel_shapes)
+            _refuse_misshapen(extra.key, record, facts.channel_shapes)
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
         return f"the client's training must apply the client hook {named}"
 
     def _refuse_changed(self, reply: Reply) -> None:
-        """Refuse a reply in which an entry changed that the client part leaves as it
+        """Refuse a reply in which an entry changed that the client half leaves as it
         was sent.
         """
         phase = self.facts.travels.phase
-        for name in self.facts.held:
+        for name in self.facts.frozen:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
                     f"entry '{name}' changed in training, and strategy"
@@ -175,7 +175,7 @@ class Terms:
                 )
 
     def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
-        """Refuse a reply from an app without the method's client part; the error names
+        """Refuse a reply from an app without the method's client half; the error names
         what is missing.
         """
         local = set(self.facts.local)

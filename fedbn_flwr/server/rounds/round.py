@@ -72,7 +72,7 @@ def play_training(
     # the clients, which are in no reply, after it.
     model = None
     if replies:
-        model = facts.hold(average_replies(run, replies, ahead))
+        model = facts.with_frozen(average_replies(run, replies, ahead))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
 

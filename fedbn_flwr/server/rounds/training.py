@@ -136,19 +136,19 @@ def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
 
 
 def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Return the records that travel beside the model, by key; {} for one that only
+    """Return the records that travel besides the model, by key; {} for one that only
     clients send.
 
     Raises:
         ConfigError: a client hook sends a record that no method declares.
     """
-    records: dict[str, Any] = {beside.key: {} for beside in facts.travels.records}
+    records: dict[str, Any] = {extra.key: {} for extra in facts.travels.records}
     for ask in asks:
         undeclared = ask.sends.keys() - records.keys()
         if undeclared:
             raise ConfigError(
                 f"client hook {ask.hook!r} sends record {min(undeclared)!r}, which no"
-                " method declares: add a Beside with this key to what travels()"
+                " method declares: add an Extra with this key to what travels()"
                 " returns"
             )
         records |= ask.sends
@@ -220,7 +220,7 @@ def read_training(
     ``ahead`` gets each usable one as soon as it is read.
 
     Raises:
-        ClientPartError: no app has the method's client part.
+        ClientPartError: no app has the method's client half.
         ConfigError: all clients raised it, and none has worked before.
     """
 

@@ -103,7 +103,7 @@ class Run:
             ``Result``.
         num_able: number of nodes with training data, N of the papers.
         statistics_at_start: re-estimated statistics at the start of this round.
-        travelled: the nodes that messages of this half of the round went to, and the
+        delivery: the nodes that messages of this half of the round went to, and the
             replies that came; None where another loop than our ``start`` sends them.
     """
 
@@ -140,7 +140,7 @@ class Run:
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     num_able: int = 0
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
-    travelled: tuple[frozenset[int], Sequence[Message]] | None = None
+    delivery: tuple[frozenset[int], Sequence[Message]] | None = None
 
     @property
     def report(self) -> RoundReport:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.folders import files_of_classes, hold_files, image_files
+from fedbn_flwr.lab.data.folders import files_of_classes, image_files, open_image_files
 from fedbn_flwr.lab.data.image_files import decoding
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.shapes import Shape
@@ -47,7 +47,7 @@ def test_images_of_every_mode_are_decoded_in_order(
         for at, mode in enumerate(modes)
     ]
     files = [(path, at) for at, path in enumerate(image_files(tmp_path))]
-    (samples,) = hold_files([files], Shape(3, 6, 8))
+    (samples,) = open_image_files([files], Shape(3, 6, 8))
     assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
     assert samples.targets.tolist() == list(range(7))
 
@@ -66,7 +66,7 @@ def test_images_are_resized_or_cut_to_the_central_square(
     tmp_path: Path, centre: bool
 ) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
-    (samples,) = hold_files(
+    (samples,) = open_image_files(
         [[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3), centre=centre
     )
     seen = image[:, :, 2:6] if centre else image

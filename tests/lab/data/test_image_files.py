@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import Augment, Subset
-from fedbn_flwr.lab.data.folders import hold_files
+from fedbn_flwr.lab.data.folders import open_image_files
 from fedbn_flwr.lab.data.image_files.decoding import pixels
 from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
 from fedbn_flwr.lab.data.samples import Samples
@@ -46,7 +46,7 @@ def on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(files: list[tuple[Path, int]], augment: Augment | None = None) -> Samples:
     originals = bool(augment and "resized-crop" in augment.each)
-    (samples,) = hold_files([files], Shape(3, 16, 16, originals))
+    (samples,) = open_image_files([files], Shape(3, 16, 16, originals))
     return samples
 
 

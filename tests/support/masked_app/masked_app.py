@@ -66,7 +66,7 @@ class Spied(TorchClient):
     spy: Path
     lost = False
 
-    def _fit(self, lent: Any, parameters: Any, config: Any) -> Any:
+    def _fit(self, cached: Any, parameters: Any, config: Any) -> Any:
         exchange, client = SynchronisedStep.exchange, self
 
         def spied(step: SynchronisedStep, tag: str, local: Tensor) -> Tensor:
@@ -74,9 +74,9 @@ class Spied(TorchClient):
             return exchange(step, tag, local)
 
         SynchronisedStep.exchange = spied  # type: ignore[method-assign]
-        before = {name: value.clone() for name, value in lent.state.items()}
-        found = super()._fit(lent, parameters, config)
-        self._write(dict(lent.state), before)
+        before = {name: value.clone() for name, value in cached.state.items()}
+        found = super()._fit(cached, parameters, config)
+        self._write(dict(cached.state), before)
         if self.lost:
             raise RuntimeError("power cut")
         return found

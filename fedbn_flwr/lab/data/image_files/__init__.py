@@ -1,7 +1,8 @@
 """Image files as examples, in memory or on the disk.
 
-``hold`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a larger
-set stays on the disk, and each batch decodes its own images. Both give the same bits.
+``open_images`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a
+larger set stays on the disk, and each batch decodes its own images. Both give the same
+bits.
 
 - ``decoding``: the pixels of one file, and many files in several threads.
 - ``files``: files as the inputs of samples.
@@ -28,7 +29,7 @@ MAX_BYTES = 4 * 2**30
 """Image files with more decoded bytes stay on the disk."""
 
 
-def hold(
+def open_images(
     paths: Sequence[Path],
     labels: Sequence[int],
     parts: Sequence[int],

@@ -33,7 +33,7 @@ class ImageFiles(LazyInputs):
         masks: Sequence[Path] = (),
         mask_table: Bytes | None = None,
     ) -> None:
-        """Create the inputs; see ``hold``. No file is read."""
+        """Create the inputs; see ``open_images``. No file is read."""
         self._paths, self._masks = paths, masks
         self._wanted, self._centre, self._table = shape, centre, mask_table
         self.shape = (len(paths), shape.channels, shape.height, shape.width)

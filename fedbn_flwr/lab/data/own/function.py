@@ -12,7 +12,7 @@ inputs need not be read to count them; ``groups``, a number or a text for each e
 (a patient), which no split separates.
 
 The shape of an input is that of the first example. Where the server has no example, the
-function says it: ``function.input_shape = (1, 32, 32)``, beside ``task`` and
+function says it: ``function.input_shape = (1, 32, 32)``, besides ``task`` and
 ``num-classes`` in the config.
 """
 

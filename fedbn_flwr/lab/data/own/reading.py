@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.data.image_files import hold
+from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.own.arrays import read_arrays
 from fedbn_flwr.lab.data.own.folder import read_folder
 from fedbn_flwr.lab.data.own.function import function_sha256
@@ -96,7 +96,7 @@ def _examples(
     order = np.concatenate(parts)
     paths = [inputs[at] for at in order.tolist()]
     lengths = [len(part) for part in parts]
-    return hold(paths, targets[order].tolist(), lengths, shape)
+    return open_images(paths, targets[order].tolist(), lengths, shape)
 
 
 def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:

@@ -1,6 +1,6 @@
 """A BatchNorm layer's forward pass, taken over by a method for a round's training.
 
-What a method needs to write such a forward pass, beside the statistics of
+What a method needs to write such a forward pass, besides the statistics of
 ``reestimation``: normalisation by any statistics, through which gradients flow.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
-from fedbn_flwr.training.freezing import kept_modes, refuse_scripted, stays_in_eval
+from fedbn_flwr.training.freezing import refuse_scripted, restored_modes, stays_in_eval
 from fedbn_flwr.training.model_state import not_compiled
 from fedbn_flwr.training.replaced_method import replace_method
 
@@ -26,7 +26,7 @@ __all__ = [
     "ForwardFunction",
     "layers_in_training",
     "normalise",
-    "take_forward",
+    "replace_forward",
     "watch_inputs",
 ]
 
@@ -48,7 +48,7 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     """
     refuse_scripted(model, "statistics in training")
     in_eval = stays_in_eval(model)
-    with kept_modes(model):
+    with restored_modes(model):
         model.train()
         layers = {*tracking_layers(model)} - in_eval
     return {path: module for path, module in model.named_modules() if module in layers}
@@ -101,7 +101,7 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
     return type(layer).forward.__get__(layer)  # type: ignore[no-any-return]
 
 
-def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
+def replace_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
     """Let ``compute`` be the layers' forward pass; return the function that undoes it.
 
     The layers are those of ``layers_in_training``. A layer that does not track when it

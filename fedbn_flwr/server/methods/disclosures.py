@@ -1,4 +1,4 @@
-"""What clients send beside the update of the shared entries, from the declarations of
+"""What clients send besides the update of the shared entries, from the declarations of
 the methods: for privacy.
 
 Flower's own wrappers for differential privacy around a strategy of this package: which
@@ -18,13 +18,13 @@ from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.together import Methods, declared, reads_unsaid
 from fedbn_flwr.server.methods.travels import Exchanges, together
 
-__all__ = ["SentBeside", "check_wrapper", "sent_beside"]
+__all__ = ["Disclosure", "check_wrapper", "disclosures"]
 
 logger = logging.getLogger("flwr")
 
 
-class SentBeside(NamedTuple):
-    """What clients send beside their update.
+class Disclosure(NamedTuple):
+    """What clients send besides their update.
 
     Attributes:
         text: what it is, and why it tells of a client, in words.
@@ -37,29 +37,29 @@ class SentBeside(NamedTuple):
     key: str = ""
 
 
-def sent_beside(methods: Methods) -> list[SentBeside]:
-    """Return what clients send, or let the server read, beside their update."""
-    sent: list[SentBeside] = []
+def disclosures(methods: Methods) -> list[Disclosure]:
+    """Return what clients send, or let the server read, besides their update."""
+    sent: list[Disclosure] = []
     for method in methods:
         sent += _sent_for(method)
     # Two methods may send the same, which is said once.
     return list(dict.fromkeys(sent))
 
 
-def _sent_for(method: Method[Any, Any]) -> Iterator[SentBeside]:
+def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     """Yield what one method makes clients send."""
     travels = together(declared(method))
     if Part.REST in travels.local:
-        yield SentBeside("its clients share nothing, so there is nothing to protect")
+        yield Disclosure("its clients share nothing, so there is nothing to protect")
 
     # Records and metrics; a metric that is only logged may be withheld.
     says_why = False
-    for beside in travels.beside:
-        if beside.size != "scalar" or beside.read != "log":
+    for extra in travels.extras:
+        if extra.size != "scalar" or extra.read != "log":
             says_why = True
-            yield SentBeside(beside.why, key=beside.key)
+            yield Disclosure(extra.why, key=extra.key)
     if travels.weights not in ("examples", "equal") and not says_why:
-        yield SentBeside(
+        yield Disclosure(
             f"the clients' {travels.weights} are the weights of the average"
         )
 
@@ -67,7 +67,7 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[SentBeside]:
     if travels.exchanges:
         yield _exchanges(travels.exchanges)
     if travels.reestimates:
-        yield SentBeside(
+        yield Disclosure(
             f"{method.title} collects statistics that are re-estimated on the clients'"
             " data"
         )
@@ -75,25 +75,25 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[SentBeside]:
     # What the server reads of single replies, where a record has not said it already.
     if reads_unsaid(type(method)):
         kind = type(method).__name__
-        yield SentBeside(
+        yield Disclosure(
             f"{kind}.aggregate may read anything of single replies: say in"
             f" {kind}.travels what"
         )
     elif travels.each and not says_why:
-        yield SentBeside(
+        yield Disclosure(
             f"{method.title} reads the {', '.join(sorted(travels.each))} of single"
             " replies"
         )
 
 
-def _exchanges(exchanges: Exchanges) -> SentBeside:
+def _exchanges(exchanges: Exchanges) -> Disclosure:
     text = (
         "the exchanges of its first step hold statistics of the clients' single batches"
     )
     # Sums over all clients can be masked.
     if exchanges.read == "mean":
-        return SentBeside(text, masked=True)
-    return SentBeside(
+        return Disclosure(text, masked=True)
+    return Disclosure(
         f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them"
     )
 
@@ -118,7 +118,7 @@ def check_wrapper(methods: Methods, parts: Parts) -> None:
     wrapper = calling_dp_wrapper()
     if not wrapper:
         return
-    reasons = [beside.text for beside in sent_beside(methods)]
+    reasons = [disclosure.text for disclosure in disclosures(methods)]
     if methods.local and "ServerSide" in wrapper:
         reasons.append(
             "it needs the whole model in each reply, and the clients keep a part of it"

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models import mnasnet0_5, resnet18
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.client.lent_models import LentModel, lender
+from fedbn_flwr.client.model_cache import CachedModel, model_cache
 from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
@@ -82,7 +82,7 @@ def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(
     with pytest.raises(
         StateError, match=f"'{name}' .* Run one batch through the model first"
     ):
-        lender(model if given == "model" else lambda: model)().__enter__()
+        model_cache(model if given == "model" else lambda: model)().__enter__()
 
 
 def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
@@ -111,13 +111,13 @@ def test_a_query_takes_no_model(points, mlp) -> None:
 
 
 def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
-    lend = lender(build := Builds(mlp))
-    with pytest.raises(KeyError), lend() as lent:
-        lent.plain.eval().state_dict()["no such entry"]
-    with lend() as lent:
-        assert lent.plain.training
+    lend = model_cache(build := Builds(mlp))
+    with pytest.raises(KeyError), lend() as cached:
+        cached.plain.eval().state_dict()["no such entry"]
+    with lend() as cached:
+        assert cached.plain.training
     with lend() as again:
-        assert again is lent
+        assert again is cached
     assert build.count == 2
 
 
@@ -158,7 +158,7 @@ def test_buffers_that_a_layer_replaces_are_sent_and_do_not_pass_to_other_clients
 
 def test_the_first_weights_of_a_model_take_nothing_from_the_clients_draws() -> None:
     torch.manual_seed(3)
-    with lender(functools.partial(nn.Linear, 2, 2))():
+    with model_cache(functools.partial(nn.Linear, 2, 2))():
         drawn = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(3), drawn)
@@ -167,11 +167,11 @@ def test_the_first_weights_of_a_model_take_nothing_from_the_clients_draws() -> N
 @pytest.mark.parametrize(("make", "by_copy"), [(resnet18, True), (mnasnet0_5, False)])
 def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
     """Torchvision's MNASNet loads in a way of its own."""
-    lent, other = LentModel.of(make(num_classes=3)), make(num_classes=3)
-    assert lent.by_copy == by_copy
-    lent.load(other.state_dict())
+    cached, other = CachedModel.of(make(num_classes=3)), make(num_classes=3)
+    assert cached.by_copy == by_copy
+    cached.load(other.state_dict())
     for name, value in other.state_dict().items():
-        assert torch.equal(lent.plain.state_dict()[name], value), name
+        assert torch.equal(cached.plain.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("given", ["model", "function"])
@@ -179,18 +179,18 @@ def test_layers_that_the_clients_code_adds_between_messages_are_read_anew(
     mlp, given: str
 ) -> None:
     model = mlp()
-    lend = lender(model if given == "model" else lambda: model)
-    with lend() as lent:
-        names = list(lent.state)
+    lend = model_cache(model if given == "model" else lambda: model)
+    with lend() as cached:
+        names = list(cached.state)
     with lend() as again:
-        assert again is lent
+        assert again is cached
     model.append(nn.BatchNorm1d(3))
     with lend() as changed:
         assert (
             list(changed.state) == list(changed.parts.names) == list(model.state_dict())
         )
         assert changed.parts.names != tuple(names)
-        assert changed.fingerprint != lent.fingerprint
+        assert changed.fingerprint != cached.fingerprint
         assert changed.layout.parameters() == list(model.parameters())
     with lend() as again:
         assert again is changed

@@ -1,4 +1,4 @@
-"""The models of this process: each is built once, and lent to one client at a time; and
+"""The models of this process: each is built once, for one client at a time; and
 the model's entries in a message: which stay with the client, how the received ones get
 into the model, and which go back.
 
@@ -33,7 +33,7 @@ from fedbn_flwr.messages.protocol import ARRAY_NAMES
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
-from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
+from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     Layout,
     load_state,
@@ -46,11 +46,11 @@ from fedbn_flwr.training.randomness import seeded
 
 __all__ = [
     "BuildModel",
-    "LentModel",
+    "CachedModel",
     "Received",
     "entries_that_stay",
-    "lender",
     "load_received",
+    "model_cache",
     "returned_entries",
 ]
 
@@ -59,13 +59,13 @@ logger = logging.getLogger("flwr")
 BuildModel = Callable[[], nn.Module]
 
 # the models that nobody uses now, by the function that built them
-_FREE: weakref.WeakKeyDictionary[BuildModel, list[LentModel]] = (
+_FREE: weakref.WeakKeyDictionary[BuildModel, list[CachedModel]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 @dataclass
-class LentModel:
+class CachedModel:
     """A model, and what is derived from it once.
 
     Attributes:
@@ -92,7 +92,7 @@ class LentModel:
     tried: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module) -> LentModel:
+    def of(cls, model: nn.Module) -> CachedModel:
         """Return the model with what is derived from it."""
         plain = unwrap(model)
         buffers = []
@@ -123,11 +123,11 @@ class LentModel:
         """The entries by name, see ``Layout.state``."""
         return self.layout.state
 
-    def current(self) -> LentModel:
+    def current(self) -> CachedModel:
         """Return this model; if the client's code has added or removed layers since it
         was read, read anew.
         """
-        return self if self.layout.is_current else LentModel.of(self.model)
+        return self if self.layout.is_current else CachedModel.of(self.model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load all entries."""
@@ -162,13 +162,13 @@ class LentModel:
             )
 
 
-def lender(
+def model_cache(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
-) -> Callable[[], AbstractContextManager[LentModel]]:
-    """Return the function that lends a model: the given one, or one that this process
+) -> Callable[[], AbstractContextManager[CachedModel]]:
+    """Return the cache of a model: the given one, or one that this process
     builds with the given function.
 
-    A built model that is not lent serves the next client. It is thrown away if its
+    A built model that is free serves the next client. It is thrown away if its
     client raised an exception, and with the function that builds it. ``example`` is
     that of ``set_memory_format``.
     """
@@ -178,37 +178,39 @@ def lender(
 
 
 def _given(
-    model: nn.Module, example: Callable[[], Any] | None, read: list[LentModel]
-) -> AbstractContextManager[LentModel]:
+    model: nn.Module, example: Callable[[], Any] | None, read: list[CachedModel]
+) -> AbstractContextManager[CachedModel]:
     """Lend the given model; ``read`` has it once it was read."""
-    lent = read.pop().current() if read else _lendable(model, example)
-    read.append(lent)
-    return nullcontext(lent)
+    cached = read.pop().current() if read else _prepared(model, example)
+    read.append(cached)
+    return nullcontext(cached)
 
 
 @contextmanager
-def _built(build: BuildModel, example: Callable[[], Any] | None) -> Iterator[LentModel]:
+def _built(
+    build: BuildModel, example: Callable[[], Any] | None
+) -> Iterator[CachedModel]:
     free = _FREE.setdefault(build, [])
     if free:
-        lent = free.pop().current()
+        cached = free.pop().current()
     else:
         # The first weights are drawn in some processes only; what the client draws is
         # as in the others.
         with seeded(0):
-            lent = _lendable(build(), example)
+            cached = _prepared(build(), example)
     # After an exception the model is not free again: its modes and hooks are as the
     # exception left them.
-    yield lent
-    for parameter in lent.layout.parameters():
+    yield cached
+    for parameter in cached.layout.parameters():
         parameter.grad = None
     # The next client's message brings the state; other buffers are as they were built.
-    for module, name, buffer in lent.buffers:
+    for module, name, buffer in cached.buffers:
         module._buffers[name] = buffer.clone()
-    free.append(lent)
+    free.append(cached)
 
 
-def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
-    """Return the model to lend.
+def _prepared(model: nn.Module, example: Callable[[], Any] | None) -> CachedModel:
+    """Return the model with what is derived from it.
 
     Raises:
         StateError: a lazy layer does not know its shapes yet.
@@ -226,10 +228,10 @@ def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
             " entries). Run one batch through the model first, in the function that"
             " builds it."
         )
-    for told in (keep_eval(plain), unlike_in_tests(plain)):
-        if told:
-            _warn(told)
-    return LentModel.of(set_memory_format(model, example))
+    for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
+        if warning:
+            _warn(warning)
+    return CachedModel.of(set_memory_format(model, example))
 
 
 @functools.cache  # once in a process: a model may be built for every message
@@ -237,7 +239,7 @@ def _warn(text: str) -> None:
     logger.warning("%s", text)
 
 
-def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
+def entries_that_stay(cached: CachedModel, sent: Sequence[str]) -> tuple[str, ...]:
     """Return the entries that stay here under this model's own names; those that are
     sent may have a wrapper's prefix.
 
@@ -245,10 +247,10 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
         ConfigError: gamma and beta of some BatchNorm layers stay, and those of others
             do not; or an entry that stays is the same tensor as a shared one.
     """
-    prefix = wrapper_prefix(sent, lent.parts.names)
+    prefix = wrapper_prefix(sent, cached.parts.names)
     names = tuple(name.removeprefix(prefix) for name in sent)
     # The server has split the model by names alone, and the client knows its layers.
-    affine = lent.parts.affine
+    affine = cached.parts.affine
     shared = [name for name in affine if name not in names]
     if shared and len(shared) < len(affine):
         raise ConfigError(
@@ -258,7 +260,7 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
         )
     if not names:
         return names
-    for first, second in lent.tied.items():
+    for first, second in cached.tied.items():
         if (first in names) != (second in names):
             stays, other = (first, second) if first in names else (second, first)
             raise ConfigError(
@@ -270,7 +272,7 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
 
 
 class Received(NamedTuple):
-    """What a message has beside the model's values.
+    """What a message has besides the model's values.
 
     Attributes:
         extras: entries of further records, by record.
@@ -282,7 +284,10 @@ class Received(NamedTuple):
 
 
 def load_received(
-    lent: LentModel, parameters: list[Array], config: Config, kept: Mapping[str, Array]
+    cached: CachedModel,
+    parameters: list[Array],
+    config: Config,
+    kept: Mapping[str, Array],
 ) -> Received:
     """Load the received entries into the model, kept entries in place of received ones;
     check that none is missing.
@@ -293,7 +298,7 @@ def load_received(
     Raises:
         StateError: an entry is missing, is not the model's, or has another shape.
     """
-    model = lent.state
+    model = cached.state
     names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(model)
     if len(names) != len(parameters):
         raise StateError(
@@ -315,7 +320,7 @@ def load_received(
     state = {name.removeprefix(prefix): array for name, array in received.items()}
     # What is kept wins: the server's values of these entries are of its first message.
     state.update(kept)
-    lent.load(tensors(_fitted(state, model)))
+    cached.load(tensors(_fitted(state, model)))
     extras = {}
     for record, entries in further.items():
         extras[record] = {

@@ -21,10 +21,10 @@ from fedbn_flwr.batchnorm.reestimation import (
     pool,
     reestimate_statistics,
 )
-from fedbn_flwr.batchnorm.taken_forward import (
+from fedbn_flwr.batchnorm.replaced_forward import (
     layers_in_training,
     normalise,
-    take_forward,
+    replace_forward,
 )
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies.fbn import GlobalStatistics
@@ -86,7 +86,7 @@ def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> N
     counts = []
     for _ in range(4):
         share = nn.Parameter(torch.ones(4))  # a round's own, as HBN's alpha
-        undo = take_forward(
+        undo = replace_forward(
             model,
             lambda layer, x, share=share: (
                 normalise(layer, x, *batch_statistics(x)) * share
@@ -132,7 +132,7 @@ def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(
         nn.init.normal_(parameter)
     x, plain = torch.randn(shape, dtype=torch.float64) * 3 + 1, copy.deepcopy(model)
     start = copy.deepcopy(model.state_dict())
-    undo = take_forward(model, by_batch)
+    undo = replace_forward(model, by_batch)
     for own, want in zip(gradients(model, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(own, want, rtol=1e-10, atol=1e-12)
     assert all(
@@ -163,7 +163,7 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
         seen.extend((x.detach(), *batch_statistics(x)))
         return by_batch(layer, x)
 
-    take_forward(model, compute)
+    replace_forward(model, compute)
     out, *found = gradients(model, x, torch.bfloat16 if amp else None)
     y, mean, var = seen
     assert (y.dtype, mean.dtype, var.dtype, out.dtype) == (
@@ -229,7 +229,7 @@ def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
 
     assert list(layers_in_training(model)) == ["twice", "a", "idle"]
     assert not any(module.training for module in model.modules())
-    take_forward(model, compute)
+    replace_forward(model, compute)
     model(data.inputs)
     assert sums.by_path(model) == {}, "a model in eval mode normalises as it did"
     again = reestimate_statistics(model, data, batch_size=0)
@@ -257,7 +257,7 @@ def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
         NormLayerError,
         match=r"'1\.0' is a Renormalised, which has a forward pass of its own",
     ):
-        take_forward(model, by_batch)
+        replace_forward(model, by_batch)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
