@@ -45,7 +45,7 @@ from fedbn_flwr.lab.config import (
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
-from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.report import RunFiles, run_warnings

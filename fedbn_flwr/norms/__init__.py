@@ -2,8 +2,9 @@
 
 In reading order:
 
-- ``registry``: ``replace_norm``, and the table of norms with their papers.
-- ``batch``, ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: one
+- ``registry``: ``replace_norm``, and the table of norms with their papers; ``batch``
+  leaves the model as it is.
+- ``group``, ``group_ws``, ``renorm``, ``wsconv``, ``fixup``, ``none``: one
   norm each (``group`` has layer and instance norm, too).
 - ``feature``: the length of the features before the classifier, besides any norm.
 - ``swap``: finds the BatchNorm layers by type, and replaces them.

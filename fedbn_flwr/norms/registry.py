@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.norms.batch import keep_batch
 from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
@@ -22,7 +21,13 @@ from fedbn_flwr.norms.swap import refuse_uninitialised
 from fedbn_flwr.norms.wsconv import use_wsconv
 from fedbn_flwr.training.copying import copied
 
-__all__ = ["NORMS", "NormBuilder", "NormInfo", "replace_norm"]
+__all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
+
+
+def keep_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+    """Return the unchanged model and no rows."""
+    return model, ()
+
 
 NormBuilder = Callable[..., tuple[nn.Module, tuple[Replacement, ...]]]
 

@@ -35,7 +35,7 @@ Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
 @app.add(BEFORE, "list strategies", name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
-    from fedbn_flwr.lab.config.names import rows
+    from fedbn_flwr.lab.config.reading import rows
 
     entries = rows(kind)
     wide = max(len(name) for name, _, _ in entries)

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
         method_of,
         schedule_changes,
     )
-    from fedbn_flwr.lab.config.names import CENTRALIZED
-    from fedbn_flwr.lab.config.reading import RENAMED, number, split
+    from fedbn_flwr.lab.config.reading import CENTRALIZED, RENAMED, number, split
     from fedbn_flwr.lab.config.yaml_text import read_overrides
 else:
     _WHERE = {
-        "CENTRALIZED": "names",
+        "CENTRALIZED": "reading",
         "GROUPS": "fields",
         "RENAMED": "reading",
         "STATE_IN_OUT": "fields",

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.lab.config.checks import (
+    ConfigProblemsError,
+    Problem,
     checked,
     defaults_of,
     has_no_effect,
@@ -14,9 +16,8 @@ from fedbn_flwr.lab.config.checks import (
     values_of,
 )
 from fedbn_flwr.lab.config.fields import GROUPS, Fields, config_fields
-from fedbn_flwr.lab.config.names import CENTRALIZED
-from fedbn_flwr.lab.config.problems import ConfigProblemsError, Problem
 from fedbn_flwr.lab.config.reading import (
+    CENTRALIZED,
     RENAMED,
     merged,
     new_names,

@@ -12,8 +12,7 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
-from fedbn_flwr.lab.config.names import CENTRALIZED
-from fedbn_flwr.lab.config.reading import number, read_decays, split
+from fedbn_flwr.lab.config.reading import CENTRALIZED, number, read_decays, split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.method import Problem, RunSettings
 from fedbn_flwr.server.methods.params import Params, tests_in

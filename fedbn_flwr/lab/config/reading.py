@@ -1,16 +1,34 @@
-"""How settings are read: files, old names, and values that are texts."""
+"""How settings are read: files, old names, values that are texts; and the names that keys
+take, as ``fedbn-flwr list`` shows them.
+
+The registries need torch: ``make generate`` writes their names into ``names.json``.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["RENAMED", "merged", "new_names", "number", "read_decays", "read_settings"]
+__all__ = [
+    "CENTRALIZED",
+    "NAMES_FILE",
+    "RENAMED",
+    "allowed",
+    "merged",
+    "new_names",
+    "number",
+    "read_decays",
+    "read_settings",
+    "rows",
+]
+
 __all__ += ["refuse_bool", "split"]
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
@@ -150,3 +168,41 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
     if len(factors) == 1:
         factors *= len(entries)
     return list(zip(entries, factors, strict=True))
+
+
+CENTRALIZED = "centralized"
+NAMES_FILE = "names.json"
+_REGISTRY_OF = {
+    "strategy": "strategies",
+    "norm": "norms",
+    "dataset": "datasets",
+    "partition": "partitions",
+}
+
+
+@functools.cache
+def _content() -> dict[str, Any]:
+    text = Path(__file__).with_name(NAMES_FILE).read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def rows(registry: str) -> list[tuple[str, str, str]]:
+    """Return (name, summary, source) of each entry of a registry.
+
+    Args:
+        registry: strategies, norms, models, datasets or partitions.
+    """
+    return [(name, summary, source) for name, summary, source in _content()[registry]]
+
+
+def allowed(key: str) -> Collection[str]:
+    """Return the names that a key takes.
+
+    Args:
+        key: strategy, norm, dataset, partition, task, or a role of methods.
+    """
+    if key in _REGISTRY_OF:
+        return [name for name, _, _ in rows(_REGISTRY_OF[key])]
+    names: list[str] = _content()["allowed"][key]
+    return names

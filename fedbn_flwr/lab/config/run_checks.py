@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.lab.config.checks import Problem, of_error, of_name
 from fedbn_flwr.lab.config.data import RunData, data_of
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method import RunMethod, method_of
-from fedbn_flwr.lab.config.names import allowed
-from fedbn_flwr.lab.config.problems import Problem, of_error, of_name
-from fedbn_flwr.lab.config.reading import split
+from fedbn_flwr.lab.config.reading import allowed, split
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.privacy.settings import dp_conflicts, mask_conflicts

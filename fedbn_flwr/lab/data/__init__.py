@@ -2,11 +2,10 @@
 
 What every other file uses:
 
-- ``samples``: labelled examples, in memory or read batch by batch.
-- ``dataset``: a training and a test set.
+- ``samples``: labelled examples, in memory or read batch by batch; their shape.
+- ``dataset``: a training and a test set; lists of names in one text.
 - ``subset``: some of these examples, as the normalised batches that a client uses.
 - ``augment``: random changes of the images of a training batch.
-- ``shapes``: the shape of images in memory, and the conversion to it.
 
 Data sets by name. A new one is a reader in one of these files, or in a file of its own,
 and an entry of ``registry``:
@@ -26,12 +25,11 @@ Data of a user:
 Which client has which examples. A new split is a function of a ``PartitionRequest`` and
 an entry of ``partitioning``:
 
-- ``partitioning``: every split by name; divides training and test examples.
+- ``partitioning``: every split by name; divides training examples, and the test
+  examples by them.
 - ``splits``, ``shards``, ``group_splits``: the splits by class, shard and group.
-- ``partition_test_set``: the test examples that belong to a split of training examples.
 - ``validation``: a seeded part of some examples, put aside.
 - ``picture``: a split as a picture and a table.
-- ``names``: lists of names of clients and classes in one text.
 
 Which clients a round tests is no matter of data: ``server.rounds.testing``.
 """
@@ -41,10 +39,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.dataset import Dataset, listed
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
-from fedbn_flwr.lab.data.names import listed
 from fedbn_flwr.lab.data.own.request import (
     FUNCTION,
     FUNCTION_FORM,
@@ -52,11 +49,12 @@ from fedbn_flwr.lab.data.own.request import (
     OwnData,
     is_own,
 )
-from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
     make_partition,
+    partition_counts,
+    partition_test_set,
     split_dataset,
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.folders import image_files, root_of
 from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Shape
 from fedbn_flwr.training.tasks import SEGMENTATION
 
 __all__ = ["IGNORE", "TRAIN_IDS", "read_cityscapes"]

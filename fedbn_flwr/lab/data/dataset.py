@@ -1,12 +1,15 @@
-"""A training and a test set, with the names of their classes and groups."""
+"""A training and a test set, with the names of their classes and groups; lists of such
+names in one text.
+"""
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
 
 from fedbn_flwr.lab.data.samples import Samples
 
-__all__ = ["Dataset"]
+__all__ = ["Dataset", "listed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,3 +50,13 @@ class Dataset:
             count = max(count, int(self.train.labels.max()) + 1)
         known = self.class_names[:count]
         return known + tuple(str(at) for at in range(len(known), count))
+
+
+def listed(text: str) -> list[str]:
+    """Return the entries of a comma list, stripped, without empty ones.
+
+    Args:
+        text: ``north,"Paris, Sud"``, say: one with a comma stands in quotes, as in CSV.
+    """
+    rows = csv.reader([text.strip()], skipinitialspace=True)
+    return [entry.strip() for entry in next(rows, []) if entry.strip()]

@@ -32,8 +32,7 @@ from fedbn_flwr.lab.data.readers import (
     read_idx,
     read_torchvision,
 )
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape, reshaped
+from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
 from fedbn_flwr.seeds import numpy_generator
 
 __all__ = [

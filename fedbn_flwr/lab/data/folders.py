@@ -9,8 +9,7 @@ from pathlib import Path
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Samples, Shape
 
 __all__ = [
     "Files",

@@ -12,7 +12,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
-from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
+from fedbn_flwr.lab.data.samples import Shape, fitted, per_channel
 
 __all__ = ["load_dataset"]
 

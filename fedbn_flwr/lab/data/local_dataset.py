@@ -13,8 +13,7 @@ from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
 from fedbn_flwr.lab.data.folders import Files, image_files
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
+from fedbn_flwr.lab.data.samples import Samples, Shape, fitted, per_channel
 
 __all__ = ["load_local_dataset"]
 

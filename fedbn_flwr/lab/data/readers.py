@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.seeds import numpy_generator
 
 __all__ = [

@@ -36,7 +36,7 @@ from fedbn_flwr.lab.export import (
 from fedbn_flwr.lab.export.folding import folded_at
 from fedbn_flwr.lab.export.formats import check_onnx_is_installed
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
-from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
+from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.batches import inputs_for

@@ -22,7 +22,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]

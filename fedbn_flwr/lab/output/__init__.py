@@ -7,6 +7,6 @@ In reading order:
 - ``checkpoint``: the server's checkpoints, and where a run starts.
 - ``run_tests``, ``site_tests``: the tests of the run, and those of each site.
 - ``run_notes``: what a run notes of data and model before it trains.
-- ``summary``, ``model_description``: what the last files say besides numbers.
+- ``summary``: what the last files say besides numbers, also of the model.
 - ``statistics_log``, ``curves``, ``tensorboard_log``: a file each.
 """

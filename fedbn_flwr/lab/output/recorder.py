@@ -22,7 +22,6 @@ from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
-from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.output.run_tests import (
     GlobalTests,
     HeldOut,
@@ -34,6 +33,8 @@ from fedbn_flwr.lab.output.run_tests import (
 from fedbn_flwr.lab.output.site_tests import table_of_run
 from fedbn_flwr.lab.output.summary import (
     HELD_OUT,
+    MODEL_DESCRIPTION,
+    ModelDescription,
     contents_of_model,
     kept_by_clients,
     versions,

@@ -64,7 +64,7 @@ from pydantic import (
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
-from fedbn_flwr.lab.config.problems import text_of
+from fedbn_flwr.lab.config.checks import text_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 
 __all__ = [

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.checks import defaults_of
+from fedbn_flwr.lab.config.checks import ConfigProblemsError, defaults_of
 from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
-from fedbn_flwr.lab.config.names import allowed
-from fedbn_flwr.lab.config.problems import ConfigProblemsError
+from fedbn_flwr.lab.config.reading import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.methods.method_params import PARAMS

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.folders import files_of_classes, image_files, open_image_files
 from fedbn_flwr.lab.data.image_files import decoding
 from fedbn_flwr.lab.data.loading import load_dataset
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Shape
 
 
 def write(

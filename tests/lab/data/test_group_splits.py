@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import load_dataset
-from fedbn_flwr.lab.data.partition_test_set import partition_test_set
-from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, split_dataset
+from fedbn_flwr.lab.data.partitioning import (
+    PARTITIONS,
+    make_partition,
+    partition_test_set,
+    split_dataset,
+)
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 

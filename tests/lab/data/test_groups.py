@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape, reshaped
+from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
 from fedbn_flwr.lab.data.subset import Subset
 
 STATS = {"mean": (0.5,), "std": (0.25,)}

@@ -22,8 +22,7 @@ from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape, reshaped
+from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 

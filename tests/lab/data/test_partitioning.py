@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.dataset import Dataset
-from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
-from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, split_dataset
+from fedbn_flwr.lab.data.partitioning import (
+    PARTITIONS,
+    make_partition,
+    partition_counts,
+    partition_test_set,
+    split_dataset,
+)
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 

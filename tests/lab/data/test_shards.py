@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data import load_dataset
-from fedbn_flwr.lab.data.partition_test_set import partition_counts
-from fedbn_flwr.lab.data.partitioning import make_partition
+from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 PAPERS = {"mnist": ([6000] * 10, 300, 1200), "cifar10": ([5000] * 10, 250, 1000)}

@@ -30,7 +30,7 @@ from fedbn_flwr.lab.finished_runs import export as export_module
 from fedbn_flwr.lab.finished_runs.export import FORMATS, SUFFIXES, export, load_exported
 from fedbn_flwr.lab.finished_runs.saved_model import Choice
 from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
+from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     partitioned_data,

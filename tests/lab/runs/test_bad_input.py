@@ -13,7 +13,6 @@ from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs import node_queries
 from fedbn_flwr.lab.runs.app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
@@ -123,7 +122,7 @@ def test_bad_input_ends_with_a_message_and_writes_nothing(
 def test_a_federation_of_another_size_is_refused(
     found: int, network: bool, quick_config, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(node_queries, "NODE_GRACE", 0.3)
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
     config = quick_config()
     with (
@@ -145,7 +144,7 @@ def test_a_federation_of_another_size_is_refused(
 def test_a_federation_without_nodes_is_refused(
     quick_config, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(node_queries, "NODE_GRACE", 0.1)
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.1)
     with InProcessGrid(client_app, 1) as grid:
         monkeypatch.setattr(grid, "get_node_ids", list)
         with pytest.raises(
@@ -195,7 +194,7 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
         line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")
     ] == [[0, 1, 2]] * 2
     assert "others may join" not in caplog.text
-    monkeypatch.setattr(node_queries, "NODE_GRACE", 0.0)
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
     with (
         Late(client_app, 3, run_config=config.to_mapping()) as grid,

@@ -25,9 +25,9 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Scores
 from fedbn_flwr.lab.config import Config, data_of, method_of
+from fedbn_flwr.lab.config.checks import ConfigProblemsError
 from fedbn_flwr.lab.config.data import RunData
-from fedbn_flwr.lab.config.names import allowed
-from fedbn_flwr.lab.config.problems import ConfigProblemsError
+from fedbn_flwr.lab.config.reading import allowed
 from fedbn_flwr.lab.data.loading import _load
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DATASETS

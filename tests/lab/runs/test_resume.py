@@ -29,7 +29,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound
-from fedbn_flwr.lab.runs import centralized, node_queries
+from fedbn_flwr.lab.runs import centralized
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
@@ -406,8 +406,8 @@ def test_a_run_continues_while_a_node_is_gone(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """Over a network a node's data is its own; else two nodes share it all."""
-    monkeypatch.setattr(node_queries, "RETURN_GRACE", 0.3)
-    monkeypatch.setattr(node_queries, "NODE_GRACE", 0.3)
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     node = {"num-partitions": 3}
     served(tmp_path, [node] * 3, **{"num-clients": 0, "num-server-rounds": 2})
     with pytest.raises(

@@ -20,8 +20,7 @@ import torch
 from fedbn_flwr.lab.data.image_files.decoding import Bytes
 from fedbn_flwr.lab.data.image_files.files import ImageFiles
 from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Samples, Shape
 
 __all__ = ["MAX_BYTES", "ImageFiles", "hold"]
 

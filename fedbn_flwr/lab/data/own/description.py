@@ -14,7 +14,7 @@ from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
-from fedbn_flwr.lab.data.shapes import Shape, per_channel
+from fedbn_flwr.lab.data.samples import Shape, per_channel
 from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["own_info"]

@@ -35,8 +35,7 @@ from fedbn_flwr.lab.data.own.read_inputs import ReadInputs
 from fedbn_flwr.lab.data.own.request import KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DatasetInfo
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task

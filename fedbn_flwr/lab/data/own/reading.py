@@ -19,8 +19,7 @@ from fedbn_flwr.lab.data.own.function import function_sha256
 from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
 
