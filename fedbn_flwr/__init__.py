@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.parts import split_state
     from fedbn_flwr.client import TorchClient, client_app
     from fedbn_flwr.client.personal_model import global_state, personal_state
+    from fedbn_flwr.compat.legacy_client import to_client_fn
     from fedbn_flwr.compat.legacy_strategy import LegacyStrategy, to_legacy
     from fedbn_flwr.doctor import diagnose
     from fedbn_flwr.engines import InProcessGrid
@@ -30,6 +31,7 @@ __all__ = [
     "personal_state",
     "replace_norm",
     "split_state",
+    "to_client_fn",
     "to_legacy",
     "unwrap",
 ]
@@ -45,6 +47,7 @@ _WHERE = {
     "personal_state": "client.personal_model",
     "replace_norm": "norms",
     "split_state": "batchnorm.parts",
+    "to_client_fn": "compat.legacy_client",
     "to_legacy": "compat.legacy_strategy",
     "unwrap": "training.model_state",
 }

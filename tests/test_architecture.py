@@ -25,7 +25,12 @@ LEVELS = (
     ("server/rounds",),
     ("server/strategy",),
     ("strategies", "privacy"),
-    ("client", "compat/legacy_strategy", "compat/secure_aggregation"),
+    (
+        "client",
+        "compat/legacy_client",
+        "compat/legacy_strategy",
+        "compat/secure_aggregation",
+    ),
     ("mods", "__init__"),
     # Up to here the core, from here the laboratory.
     (

@@ -65,6 +65,11 @@ NOT_RUN = {
         "lines of an app, of which flower-projects.md has the tested diff",
     ),
     ("docs/reference/command-line.md", "does five runs of 60 rounds"),
+    (
+        "docs/flower-projects.md",
+        "lines of a server and of its clients, which"
+        " tests/compat/test_start_server.py runs",
+    ),
     ("docs/flower-projects.md", "starts a SuperLink and two SuperNodes, which stay up"),
     (
         "docs/guides/own-training-loop.md",

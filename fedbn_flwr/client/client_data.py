@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig
+from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig, own_node_id
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import evaluate
@@ -109,7 +109,7 @@ class ClientStreams:
         if partition_id is not None:
             return cls(seed, partition_id)
         # Clients on one stream would draw the same: without a name they use their node.
-        return cls(seed, -1 if context is None else f"node {context.node_id}")
+        return cls(seed, -1 if context is None else f"node {own_node_id(context)}")
 
     def generator(
         self, sent: MessageConfig, purpose: str, fresh: int = 0

@@ -39,6 +39,7 @@ from flwr.common.constant import (
     SUPERLINK_NODE_ID,
     ErrorCode,
 )
+from flwr.compat.common import recorddict_compat
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import (
     aggregate_metricrecords,
@@ -73,6 +74,7 @@ __all__ = [
     "is_simulation_grid",
     "lacks_function",
     "later_mods",
+    "legacy_records",
     "log_start",
     "node_config_of",
     "on_network_node",
@@ -410,6 +412,30 @@ def calling_dp_wrapper() -> str:
             return type(frame.f_locals.get("self")).__name__
         frame = frame.f_back
     return ""
+
+
+def legacy_records(
+    kind: str,
+) -> tuple[Callable[[Any], RecordDict], Callable[[RecordDict], Any]]:
+    """Return how a call of the legacy loop, of this message type, is written as records,
+    and how its result is read.
+    """
+    legacy = recorddict_compat
+    if kind == "get_properties":
+        return (
+            legacy.getpropertiesins_to_recorddict,
+            legacy.recorddict_to_getpropertiesres,
+        )
+    # The second argument: whether the arrays stay where they were read, too.
+    if kind == "train":
+        return (
+            lambda ins: legacy.fitins_to_recorddict(ins, True),
+            lambda content: legacy.recorddict_to_fitres(content, False),
+        )
+    return (
+        lambda ins: legacy.evaluateins_to_recorddict(ins, True),
+        legacy.recorddict_to_evaluateres,
+    )
 
 
 def is_default_aggregation(function: Any) -> bool:

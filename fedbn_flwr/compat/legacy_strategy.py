@@ -1,7 +1,8 @@
 """The strategies in Flower's legacy loop, as a ``flwr.server.strategy.Strategy``.
 
-For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, or with
-``DefaultWorkflow`` and ``SecAggPlusWorkflow``. The legacy loop sends a list of arrays
+For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, with
+``start_server``, or with ``DefaultWorkflow`` and ``SecAggPlusWorkflow``. The legacy
+loop sends a list of arrays
 and a config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The
 config has the names, as for ``client_app`` (``messages.numpy_client``). Methods that
 need exchanges inside a round are refused.
@@ -80,7 +81,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
 
     Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the
     other methods need the mod ``local_bn`` (and ``bn_rules`` in ``fit``), or a
-    ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs repeat bit for
+    ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. ``start_client`` takes
+    an app with the mod as ``to_client_fn(app, node_config)``. Runs repeat bit for
     bit only with the mod, or with a ``get_properties`` that returns the
     ``partition-id``; without them the order of sums depends on node ids.
 
@@ -135,9 +137,10 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._evaluate_config = on_evaluate_config_fn or (lambda _: {})
         self._fit_metrics = fit_metrics_aggregation_fn
         self._evaluate_metrics = evaluate_metrics_aggregation_fn
-        self._sent: dict[str, Message] = {}  # by client id
-        # why a client's training failed, by client id
-        self._failed: dict[str, str] = {}
+        self._ids = _NodeIds()
+        self._sent: dict[int, Message] = {}  # by node id
+        # why a client's training failed, by node id
+        self._failed: dict[int, str] = {}
         self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # the round whose results have not been aggregated
         self._fits = 0
@@ -297,7 +300,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         rejected = self.strategy.run.report.rejected
         used = []
         for proxy, res in results:
-            node_id = int(proxy.cid)
+            node_id = self._ids.of(proxy)
             if rejected.get(node_id) != before.get(node_id):
                 continue
             # without the keys that the mod adds: the project does not know them
@@ -317,21 +320,19 @@ class LegacyStrategy(FlowerLegacyStrategy):
     ) -> list[tuple[ClientProxy, NDArrays, Config]]:
         """Return a round's messages as clients with their arrays and config."""
         # The strategy asks for nodes and makes messages as under the Message API.
-        grid = _ManagerGrid(client_manager, self.strategy)
+        grid = _ManagerGrid(client_manager, self.strategy, self._ids)
         record = self._record(parameters)
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
-        self._sent = {
-            str(message.metadata.dst_node_id): message for message in messages
-        }
+        self._sent = {message.metadata.dst_node_id: message for message in messages}
         self._failed.clear()
 
         # Clients come and go meanwhile; one that has gone fails in ``_replies``.
-        proxies = dict(client_manager.all())
+        proxies = self._ids.connected(client_manager)
         opened: list[tuple[ClientProxy, NDArrays, Config]] = []
-        for cid, message in self._sent.items():
-            if cid in proxies:
+        for node_id, message in self._sent.items():
+            if node_id in proxies:
                 arrays, client_config = open_message(message)
-                proxy = _NamingProxy(proxies[cid], self._failed)
+                proxy = _NamingProxy(proxies[node_id], node_id, self._failed)
                 opened.append((proxy, arrays, client_config))
         return opened
 
@@ -345,7 +346,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         if server_round:
             self._fitting = 0
             failed = self._failed.items()
-            errors = [app_error(self._sent[cid], reason) for cid, reason in failed]
+            errors = [app_error(self._sent[node], reason) for node, reason in failed]
             self.strategy.aggregate_train(server_round, errors)
 
     def _replies(
@@ -357,8 +358,11 @@ class LegacyStrategy(FlowerLegacyStrategy):
         """Return the results as replies; a failure is an error reply."""
         named = [failure for failure in failures if isinstance(failure, tuple)]
         replies = []
+        heard: set[int] = set()
         for proxy, res in [*results, *named]:
-            message = self._sent[proxy.cid]
+            node_id = self._ids.of(proxy)
+            heard.add(node_id)
+            message = self._sent[node_id]
             try:
                 if res.status.code is not Code.OK:
                     raise StateError(res.status.message)
@@ -372,8 +376,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
         unnamed = [failure for failure in failures if not isinstance(failure, tuple)]
         if unnamed:
             reasons = "; or: ".join(dict.fromkeys(map(_reason, unnamed)))
-            missing = self._sent.keys() - {proxy.cid for proxy, _ in [*results, *named]}
-            replies += [app_error(self._sent[cid], reasons) for cid in missing]
+            missing = self._sent.keys() - heard
+            replies += [app_error(self._sent[node], reasons) for node in missing]
         return replies
 
 
@@ -388,6 +392,26 @@ to_legacy = LegacyStrategy
 """What an app writes; a class of its own derives from ``LegacyStrategy``."""
 
 
+class _NodeIds:
+    """The node id of each client, whatever the loop calls its clients."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def of(self, proxy: ClientProxy) -> int:
+        """Return Flower's id of the client's node; under ``start_server``, which has no
+        nodes, the client's number in the order in which they connected.
+        """
+        own: int | None = getattr(proxy, "node_id", None)
+        if own is not None:
+            return own
+        return self._numbers.setdefault(proxy.cid, len(self._numbers) + 1)
+
+    def connected(self, manager: ClientManager) -> dict[int, ClientProxy]:
+        """Return the connected clients by node id."""
+        return {self.of(proxy): proxy for proxy in dict(manager.all()).values()}
+
+
 class _NamingProxy(ClientProxy):
     """A client whose exceptions become results with the error.
 
@@ -395,13 +419,16 @@ class _NamingProxy(ClientProxy):
 
     Args:
         proxy: Flower's.
+        node_id: the client's node; the workflows address clients by it.
         failed: gets the error of its training, for a wrapper may not pass on the
             result.
     """
 
-    def __init__(self, proxy: ClientProxy, failed: dict[str, str]) -> None:
+    def __init__(
+        self, proxy: ClientProxy, node_id: int, failed: dict[int, str]
+    ) -> None:
         super().__init__(proxy.cid)
-        self.node_id = int(proxy.cid)  # the workflows address clients by it
+        self.node_id = node_id
         self._proxy = proxy
         self._failed = failed
 
@@ -413,7 +440,7 @@ class _NamingProxy(ClientProxy):
             status = Status(Code.FIT_NOT_IMPLEMENTED, str(error))
             res = FitRes(status, Parameters([], ""), 0, {})
         if res.status.code is not Code.OK:
-            self._failed[self.cid] = res.status.message
+            self._failed[self.node_id] = res.status.message
         return res
 
     def evaluate(
@@ -442,12 +469,15 @@ class _NamingProxy(ClientProxy):
 class _ManagerGrid(Grid):
     """The parts of a Grid that configure a round: node ids and clients' properties."""
 
-    def __init__(self, client_manager: ClientManager, strategy: Strategy) -> None:
+    def __init__(
+        self, client_manager: ClientManager, strategy: Strategy, ids: _NodeIds
+    ) -> None:
         self._manager = client_manager
         self._strategy = strategy
+        self._ids = ids
 
     def get_node_ids(self) -> list[int]:
-        return [int(cid) for cid in dict(self._manager.all())]
+        return list(self._ids.connected(self._manager))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -458,12 +488,12 @@ class _ManagerGrid(Grid):
         for message in batch:
             if message.metadata.message_type != MessageType.QUERY or message.content:
                 self._refuse_messages()
-        proxies = dict(self._manager.all())
+        proxies = self._ids.connected(self._manager)
 
         def ask(message: Message) -> Message:
             silent = app_error(message, "no properties")
             try:
-                res = proxies[str(message.metadata.dst_node_id)].get_properties(
+                res = proxies[message.metadata.dst_node_id].get_properties(
                     GetPropertiesIns({}), timeout, None
                 )
             # it has gone, or Flower's proxy raises what the client raised

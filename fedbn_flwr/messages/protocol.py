@@ -44,11 +44,15 @@ __all__ = [
     "merged_config",
     "named_state",
     "num_partitions_of",
+    "own_node_id",
     "partition_of",
     "refuse_own_keys",
     "round_in",
     "without_empty",
 ]
+
+NO_NODE_ID = -1
+"""The node id that Flower's ``start_client`` gives to every client."""
 
 PREFIX = "fedbn-flwr."
 """The beginning of every key that this package adds to a user's config."""
@@ -417,6 +421,23 @@ def round_in(config: Mapping[str, Any]) -> int | None:
     return None if number is None else int(number)
 
 
+def own_node_id(context: Context) -> int:
+    """Return the id by which a node without a partition id draws.
+
+    Raises:
+        ConfigError: the node has none, as under ``start_client``: all clients would
+            draw the same.
+    """
+    if context.node_id == NO_NODE_ID:
+        raise ConfigError(
+            "start_client gives its clients no id, and all would draw the same batches:"
+            " give each one its partition id,"
+            " to_client_fn(app, {'partition-id': 0}) or TorchClient(...,"
+            " partition_id=0)."
+        )
+    return context.node_id
+
+
 def message_seed(message: Message, context: Context) -> int:
     """Return the seed of the default generators in a client's work on a message.
 
@@ -425,7 +446,9 @@ def message_seed(message: Message, context: Context) -> int:
     training that repeats the step.
     """
     config = merged_config(message)
-    node = context.node_config.get(PARTITION_ID, context.node_id)
+    node = context.node_config.get(PARTITION_ID)
+    if node is None:
+        node = own_node_id(context)
     purpose = message.metadata.message_type
     if purpose == EXCHANGE_QUERY:
         purpose = MessageType.TRAIN

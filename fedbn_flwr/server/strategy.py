@@ -594,9 +594,18 @@ class Strategy(FlowerFedAvg):
     ) -> Run:
         # A client of a synchronised step says whether its model can take part.
         asks: dict[str, Any] = {}
-        if self.methods.whole.exchanges is not None:
+        synchronises = self.methods.whole.exchanges is not None
+        if synchronises:
             asks = {SYNCHRONISES: True}
-        nodes = NodeRegistry(self.params.seed, timeout, asks, self.num_partitions)
+        # Others go on without answers, in an app that has no function for queries.
+        must_answer = synchronises or self.num_partitions is not None
+        nodes = NodeRegistry(
+            self.params.seed,
+            timeout,
+            asks,
+            self.num_partitions,
+            one_first=not must_answer,
+        )
         return Run(
             self.methods,
             nodes,

@@ -31,7 +31,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
-from fedbn_flwr import to_legacy
+from fedbn_flwr import to_client_fn, to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
@@ -628,12 +628,20 @@ class Direct(ClientProxy):
         raise NotImplementedError
 
 
+@pytest.mark.parametrize("kind", ["torch", "with a mod"])
 @pytest.mark.parametrize("make", [FedAvg, FedBN])
 def test_it_runs_where_flower_has_set_no_identity(
-    make: Any, run_legacy, datasets, mlp, monkeypatch
+    make: Any, kind: str, run_legacy_loop, datasets, mlp, monkeypatch
 ) -> None:
-    client_fn = torch_client_fn(mlp, datasets)
-    want = run_legacy(make(), mlp, client_fn, len(datasets))
+    """There an app brings its mods as a ``client_fn``."""
+    if kind == "torch":
+        client_fn = torch_client_fn(mlp, datasets)
+        app = ClientApp(client_fn)
+    else:
+        app = ClientApp(numpy_clients(mlp, datasets), mods=[local_bn])
+        client_fn = to_client_fn(app)
+    start = mlp().state_dict()
+    want = run_legacy_loop(make(), app, start, len(datasets), ROUNDS)
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, None)
     legacy = to_legacy(

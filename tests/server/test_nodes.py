@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.compat.flower import as_network_node
+from fedbn_flwr.compat.flower import app_error, as_network_node
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
@@ -162,6 +162,34 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     ]
     assert nodes.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
+
+
+class Mute(Answers):
+    """Nodes whose app has no function for queries, but for those that are lost."""
+
+    def _reply(self, message: Message) -> Message:
+        reply = super()._reply(message)
+        if reply.has_error():
+            return reply
+        return app_error(
+            message, ValueError("No query function registered with name 'default'")
+        )
+
+
+@pytest.mark.parametrize("one_first", [True, False])
+def test_an_app_without_a_function_for_queries_is_asked_no_more(
+    one_first: bool,
+) -> None:
+    """Flower logs an exception at each node that is asked; a lost one says nothing."""
+    nodes = NodeRegistry(seed=0, timeout=1, one_first=one_first)
+    grid = Mute({11: ErrorCode.NODE_UNAVAILABLE, 12: {}, 13: {}})
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13]
+    grid.nodes |= {14: {}}
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13, 14]
+    assert grid.asked == ([[11], [12, 13]] if one_first else [[11, 12, 13]])
+    first = Mute({11: {}, 12: {}})
+    NodeRegistry(seed=0, timeout=1, one_first=one_first).present(first, 1)
+    assert first.asked == ([[11]] if one_first else [[11, 12]])
 
 
 def test_the_reason_why_a_node_cannot_take_part_is_known(nodes: NodeRegistry) -> None:

@@ -1,0 +1,128 @@
+"""``to_legacy`` under ``flwr.server.start_server``, whose clients have ids that are no
+numbers and no node config.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import GetPropertiesIns
+
+from fedbn_flwr import TorchClient, to_client_fn, to_legacy
+from fedbn_flwr.engines.flower_run import free_port
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support import start_server
+from tests.support.federation import LegacyOutcome
+
+RunLegacyLoop = Callable[..., LegacyOutcome]
+
+
+def test_fedbn_runs_with_the_mod_and_with_a_torch_client(
+    run_legacy_loop, tmp_path
+) -> None:
+    equal_the_loop_of_server_app(
+        ["numpy-fedbn", "torch-fedbn"], run_legacy_loop, tmp_path
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.xdist_group("network")
+def test_every_method_that_is_not_refused_runs(run_legacy_loop, tmp_path) -> None:
+    runs, refused = [], set()
+    for name, make in STRATEGIES.items():
+        try:
+            to_legacy(
+                make(), to_record(start_server.model().state_dict()), num_rounds=2
+            )
+        except (ConfigError, NormLayerError):
+            refused.add(name)
+        else:
+            runs.append(name)
+    assert refused == {"fedtan", "fedtan2", "feddna", "staticbn", "fedwon"}
+    names = [f"{kind}-{name}" for kind, name in itertools.product(KINDS, runs)]
+    equal_the_loop_of_server_app(names, run_legacy_loop, tmp_path)
+
+
+KINDS = ("torch", "numpy")
+
+
+def equal_the_loop_of_server_app(
+    names: list[str], run_legacy_loop: RunLegacyLoop, folder: Path
+) -> None:
+    """The final model has the bits of ``ServerAppComponents`` with the same clients."""
+    ports = {name: free_port() for name in names}
+    with start_server.processes(folder, ports) as started:
+        want = {name: loop_of_server_app(name, run_legacy_loop) for name in names}
+        # One that fails lets the others wait for it.
+        until = time.monotonic() + 600
+        codes = [process.poll() for process in started]
+        while None in codes and not any(codes) and time.monotonic() < until:
+            time.sleep(0.05)
+            codes = [process.poll() for process in started]
+        assert codes == [0] * len(started), logs(folder)
+    for name in names:
+        with np.load(folder / f"{name}.npz") as got:
+            final = [array.tobytes() for array in got.values()]
+        assert final == [array.tobytes() for array in want[name].history[-1]], name
+
+
+def loop_of_server_app(name: str, run_legacy_loop: RunLegacyLoop) -> LegacyOutcome:
+    kind, _, strategy = name.partition("-")
+    return run_legacy_loop(
+        STRATEGIES[strategy](),
+        start_server.project_app(kind),
+        start_server.model().state_dict(),
+        len(start_server.SIZES),
+        start_server.ROUNDS,
+    )
+
+
+def logs(folder: Path) -> str:
+    """The end of what each process wrote."""
+    return "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_client_without_id_and_without_partition_id_is_refused(kind: str) -> None:
+    """All clients of ``start_client`` have the node id -1, and would draw the same
+    batches.
+    """
+    app = start_server.project_app(kind)
+    if kind == "torch":
+        app = ClientApp(lambda context: TorchClient(*UNNAMED, context=context))
+    client = to_client_fn(app)(Context(0, -1, {}, RecordDict(), {}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        client.get_properties(GetPropertiesIns({}))
+
+
+UNNAMED = (
+    start_server.model(),
+    start_server.points(0),
+    start_server.points(0),
+    LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
+)
+
+
+def test_an_app_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        to_client_fn(start_server.torch_client)  # type: ignore[arg-type]
+
+
+def test_the_lines_of_the_page_are_those_that_ran() -> None:
+    page = Path("docs/flower-projects.md").read_text()
+    block = page.partition("### start_server")[2].split("```")[1]
+    ran = Path(start_server.__file__).read_text()
+    lines = [line.strip() for line in block.splitlines()[1:]]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert [line for line in lines if line not in ran] == []

@@ -1,0 +1,137 @@
+"""A project on Flower's ``start_server`` and ``start_client``, each in its process.
+
+::
+
+    python -m tests.support.start_server server FOLDER NAME:PORT ...
+    python -m tests.support.start_server client NUMBER NAME:PORT ...
+
+A name is ``CLIENT-STRATEGY``; the server writes ``FOLDER/NAME.npz``.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.client import start_client
+from flwr.clientapp import ClientApp
+from flwr.server import ServerConfig, start_server
+from torch import nn
+
+from fedbn_flwr import TorchClient, to_client_fn, to_legacy
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.points import Points
+from tests.support.their_client import TheirClient, numpy_clients
+
+SIZES = (6, 14)
+ROUNDS = 2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
+    ).double()
+
+
+def points(client: int) -> Points:
+    generator = torch.Generator().manual_seed(client)
+    size = SIZES[client]
+    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return Points(inputs, torch.randint(3, (size,), generator=generator))
+
+
+def torch_client(context: Context) -> Any:
+    data = points(int(context.node_config["partition-id"]))
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    return TorchClient(model(), data, data, training, context=context).to_client()
+
+
+class TheirClientWithALoss(TheirClient):
+    """FedBS weighs clients by it."""
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+        arrays, number, metrics = super().fit(parameters, config)
+        return arrays, number, {**metrics, "train-loss": 1.0 + number}
+
+
+def project_app(kind: str) -> ClientApp:
+    """The project's app: ``torch``, or ``numpy`` with the mod."""
+    if kind == "torch":
+        return ClientApp(torch_client)
+    datasets = [points(client) for client in range(len(SIZES))]
+    client_fn = numpy_clients(model, datasets, TheirClientWithALoss)
+    app = ClientApp(client_fn, mods=[local_bn])
+    return app  # noqa: RET504
+
+
+@contextmanager
+def processes(folder: Path, ports: dict[str, int]) -> Iterator[list[subprocess.Popen]]:
+    """The server and the clients of the cases, one after the other."""
+    cases = [f"{name}:{port}" for name, port in ports.items()]
+    roles = [["server", str(folder)]]
+    roles += [["client", str(number)] for number in range(len(SIZES))]
+    started = []
+    for role in roles:
+        command = [sys.executable, "-m", __name__, *role, *cases]
+        log = (folder / f"{role[0]}-{Path(role[1]).name}.log").open("w")
+        with log:
+            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _serve(folder: Path, name: str, address: str) -> None:
+    final: dict[str, Any] = {}
+
+    def noted(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
+        final.update(from_record(arrays))
+
+    strategy, net, rounds = STRATEGIES[name.partition("-")[2]](), model(), ROUNDS
+    # the lines of docs/flower-projects.md
+    legacy = to_legacy(strategy, ArrayRecord(net.state_dict()), num_rounds=rounds)
+    config = ServerConfig(num_rounds=rounds)
+    strategy.on_round_end = noted
+    start_server(server_address=address, config=config, strategy=legacy)
+    np.savez(folder / f"{name}.npz", *final.values())
+
+
+def _join(number: int, name: str, address: str) -> None:
+    # Flower's start_client ends with an error where no server listens yet.
+    host, _, port = address.partition(":")
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                break
+        time.sleep(0.05)
+    app = project_app(name.partition("-")[0])
+    client_fn = to_client_fn(app, {"partition-id": number})
+    start_client(server_address=address, client_fn=client_fn)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # as in the tests: two threads have other bits
+    role, argument, *cases = sys.argv[1:]
+    for case in cases:
+        name, _, port = case.partition(":")
+        address = f"127.0.0.1:{port}"
+        if role == "server":
+            _serve(Path(argument), name, address)
+        else:
+            _join(int(argument), name, address)
