@@ -8,13 +8,14 @@ three BN layers named ``downsample.1``, and in a ``Sequential`` every name is a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -30,6 +31,9 @@ __all__ = [
     "entry_name",
     "fixed_entries",
     "learning_parts",
+    "name_layers",
+    "name_once",
+    "other_layers",
     "split_state",
     "tied_entries",
 ]
@@ -54,6 +58,10 @@ _LEAF = {
 
 # Of torch.nn.utils.parametrize: before the leaf whose entries follow.
 _PARAMETRIZED = "parametrizations."
+
+logger = logging.getLogger("flwr")
+# The layers that this process has named to the user.
+_NAMED: set[tuple[str, ...]] = set()
 
 
 def _part_of_leaf(leaf: str) -> Part:
@@ -86,11 +94,14 @@ class Parts:
         names: all names, in the state dict's order.
         layers: the BatchNorm layers.
         by_names: whether they were found by names, not by their types.
+        others: the paths of ``other_layers``; by names of layers in ``layers``, without
+            the counter that torch's have.
     """
 
     names: tuple[str, ...]
     layers: tuple[BatchNormLayer, ...]
     by_names: bool = False
+    others: tuple[str, ...] = ()
 
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
@@ -244,6 +255,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
+    others: list[str] = []
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
@@ -253,6 +265,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
         for path, module in modules.items():
             if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
                 paths.append(path)
+        others = other_layers(model_or_state_dict)
     else:
         names = tuple(model_or_state_dict)
         for name in names:
@@ -272,7 +285,9 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
             entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         layers.append(BatchNormLayer(path, present))
-    return Parts(names, tuple(layers), by_names)
+        if by_names and "num_batches_tracked" not in present:
+            others.append(path)
+    return Parts(names, tuple(layers), by_names, tuple(others))
 
 
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
@@ -283,6 +298,44 @@ def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str
         if found:
             return {leaf: entry_name(owner, own) for leaf, own in found.items()}
     return {}
+
+
+def other_layers(model: nn.Module) -> list[str]:
+    """Return the paths of layers with running statistics that are no torch BatchNorm.
+
+    No method treats them as one. A frozen one, whose weight is a buffer, is left out.
+    """
+    paths = []
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
+            continue
+        moves = isinstance(getattr(module, "running_mean", None), Tensor)
+        if moves and "weight" not in dict(module.named_buffers(recurse=False)):
+            paths.append(path)
+    return paths
+
+
+def name_layers(paths: Sequence[str], what: str) -> None:
+    """Warn of ``other_layers`` at these paths, and of what is done to them."""
+    _NAMED.add(tuple(paths))
+    shown = ", ".join(repr(path or "the model itself") for path in paths[:3])
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    logger.warning(
+        "layer %s%s: running statistics, and no torch BatchNorm. %s Where it shall be"
+        " treated as BatchNorm, make its class one of torch's or a subclass.",
+        shown,
+        more,
+        what,
+    )
+
+
+def name_once(model: nn.Module) -> None:
+    """Warn of the model's ``other_layers``, unless this process has named them."""
+    paths = other_layers(model)
+    if paths and tuple(paths) not in _NAMED:
+        name_layers(
+            paths, "Clients train them as they are, and no method treats them here."
+        )
 
 
 def affine_elsewhere(

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import name_once, split_state
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.noted_model import NotedModel
@@ -132,6 +132,7 @@ def bn_rules(
         for hook_name in with_arrays:
             hook = hooks[hook_name]
             hook.receive(extras, kept.hook_state(hook))
+    name_once(model)
     rules = Hooks(model, hooks)
     with rules._block():
         yield rules

@@ -25,7 +25,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
+from fedbn_flwr.batchnorm.parts import (
+    Parts,
+    name_once,
+    split_state,
+    tied_entries,
+)
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config
@@ -33,6 +38,7 @@ from fedbn_flwr.messages.protocol import ARRAY_NAMES
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
+from fedbn_flwr.training.first_look import first_look, was_looked_at
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     Layout,
@@ -43,6 +49,7 @@ from fedbn_flwr.training.model_state import (
     wrapper_prefix,
 )
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.tasks import Task
 
 __all__ = [
     "BuildModel",
@@ -80,6 +87,7 @@ class CachedModel:
         by_copy: whether a state is loaded by copies of its entries; if not, by
             ``load_state_dict``.
         tried: whether a synchronised step was tried with it.
+        looked_at: whether it had its first look.
     """
 
     model: nn.Module
@@ -90,6 +98,7 @@ class CachedModel:
     tied: Mapping[str, str]
     by_copy: bool
     tried: bool = False
+    looked_at: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> CachedModel:
@@ -136,6 +145,18 @@ class CachedModel:
                 entry.copy_(state[name])
         else:
             load_state(self.plain, state)
+
+    def look(self, inputs: Callable[[], Any], task: Task) -> None:
+        """Have a first look at such a model, once in a process.
+
+        Raises:
+            ConfigError: its forward pass makes entries.
+        """
+        if not self.looked_at and not was_looked_at(self.plain, task):
+            told = first_look(self.plain, inputs, task)
+            if told:
+                logger.warning("the model %s", told)
+        self.looked_at = True
 
     def try_step(self, data: Batches) -> None:
         """Try a synchronised step with two examples, once for a model.
@@ -231,6 +252,7 @@ def _prepared(model: nn.Module, example: Callable[[], Any] | None) -> CachedMode
     for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
         if warning:
             _warn(warning)
+    name_once(plain)
     return CachedModel.of(set_memory_format(model, example))
 
 

@@ -194,6 +194,8 @@ class TorchClient(NumPyClient):
         self, cached: CachedModel, parameters: list[Array], config: Config
     ) -> tuple[dict[str, Array], Config]:
         _refuse_before_training(cached, config)
+        if len(self.data.train):
+            cached.look(self.data.two_inputs, self.task)
         sent = TrainConfig.read(config)
         local = entries_that_stay(cached, sent.local_entries)
         kept = self._open_kept(cached, config, sent)

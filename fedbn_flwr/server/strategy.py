@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Part, Parts, name_layers
 from fedbn_flwr.compat.flower import is_default_aggregation, log_start
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
@@ -669,6 +669,9 @@ class Strategy(FlowerFedAvg):
             # Most of them compare with the number of rounds.
             if problem.kind == "warn" and run.num_rounds:
                 logger.warning("%s", problem.text)
+        others = run.parts.others
+        if others:
+            name_layers(others, self.methods.of_other_layers(run.parts))
 
         run.begin()
 

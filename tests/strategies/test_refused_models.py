@@ -4,14 +4,21 @@ with advice that helps.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.ops import FrozenBatchNorm2d
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm import parts
+from fedbn_flwr.batchnorm.parts import name_once, split_state
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.server.methods.travels import model_needs
 from fedbn_flwr.strategies import (
@@ -27,6 +34,7 @@ from fedbn_flwr.strategies import (
     Standalone,
     StaticBN,
 )
+from fedbn_flwr.training import LearningRate, LocalTraining
 
 
 def net(convolution: bool = False, **options: bool) -> nn.Module:
@@ -55,6 +63,35 @@ def refused(strategy: FedAvg, model: nn.Module) -> str:
             grid=None, initial_arrays=to_record(model.state_dict()), num_rounds=200
         )
     return str(error.value)
+
+
+class Own(nn.Module):
+    """A BatchNorm that is no torch BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(4)),
+            nn.Parameter(torch.zeros(4)),
+        )
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+        )
+
+
+def beside(other: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), other, nn.Linear(4, 3)
+    ).double()
 
 
 def accepted(strategy: FedAvg, model: nn.Module) -> None:
@@ -129,3 +166,81 @@ def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
         assert "convolutions; the model has none" in refused(FedWon(), model)
     model, _ = replace_norm(net(convolution=True), "wsconv")
     accepted(FedWon(), model)
+
+
+OTHERS = {
+    "own": Own,
+    "instance": lambda: Instance(4, track_running_stats=True),
+    "own with a counter": lambda: Counted(),
+}
+
+
+class Instance(nn.InstanceNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.stack([x, 2 * x], 2)).mean(2)
+
+
+class Counted(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+
+
+@pytest.fixture
+def named(caplog, monkeypatch) -> Iterator[Callable[[], int]]:
+    """``named()``: in how many warnings of a new process layer 3 is named."""
+    monkeypatch.setattr(parts, "_NAMED", set())
+    with caplog.at_level("WARNING", "flwr"):
+        yield lambda: sum("'3'" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(
+    "method",
+    [m for m in STRATEGIES.values() if m is not FedWon],
+    ids=lambda m: m.name,
+)
+def test_a_layer_with_statistics_that_is_no_batchnorm_is_named_by_every_strategy(
+    method: type[FedAvg], make: Callable[[], nn.Module], named
+) -> None:
+    model = beside(make())
+    accepted(method(parts=split_state(model)), model)
+    assert named() == 1
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedBN, FixBN, FedTAN, StaticBN])
+def test_by_names_alone_a_layer_without_the_counter_is_named(method, named) -> None:
+    accepted(method(), beside(Own()))
+    assert named() == 1
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_clients_name_such_a_layer_once_in_a_process(make, named, points) -> None:
+    """Also where the server is in another one and knows names alone."""
+    model, data = beside(make()), points(9)
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    for server_round in (1, 2):
+        one = TorchClient(model, data, data, settings, partition_id=0)
+        one.fit(one.get_parameters({}), {"server-round": server_round})
+        with bn_rules(model, {"server-round": server_round}):
+            pass
+    assert named() == 1
+
+
+def test_bn_rules_name_it_too(named) -> None:
+    for server_round in (1, 2):
+        with bn_rules(beside(Own()), {"server-round": server_round}):
+            pass
+    assert named() == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.BatchNorm1d(4), nn.InstanceNorm1d(4), FrozenBatchNorm2d(4), nn.Identity()],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_of_torch_and_frozen_ones_are_not_named(other, named) -> None:
+    model = beside(other)
+    accepted(FedBN(parts=split_state(model)), model)
+    name_once(model)
+    assert named() == 0

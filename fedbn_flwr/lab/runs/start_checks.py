@@ -30,9 +30,9 @@ from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import Problem
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
-from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
 
 __all__ = ["Checked", "check", "misfits", "moved_buffers", "refuse_too_few_clients"]
 
@@ -226,31 +226,23 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:
     """Return what looks wrong in the model's outputs; its statistics move."""
-    # in eval mode, with the augmentation, which may not fit the images
+    # the augmentation may not fit the images
     examples = torch.zeros(2, *data_of(config).shape, dtype=torch.uint8)
     augment = data_of(config).augmentation
     if augment:
         examples = augment(examples, torch.Generator())
+    # inputs that are not all the same; before any pass, which may make entries
+    noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
+    told = first_look(model, lambda: noise, data_of(config).task)
+
     _outputs(config, model.eval(), examples.float())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"model {config.model!r} has no parameter to train: all have"
             " requires_grad=False, or there are none. Leave some of them trainable."
         )
-
-    # in train mode, on inputs that are not all the same
-    noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
-    outputs = _outputs(config, model.train(), noise)
-    if data_of(config).task.name not in (CLASSIFICATION.name, SEGMENTATION.name):
-        return []
-    sums = outputs.float().sum(1)
-    if (outputs < 0).any() or not torch.allclose(sums, torch.ones(())):
-        return []
-    return [
-        f"model {config.model!r} seems to end with a softmax: its outputs are not"
-        " negative and have the sum 1. The loss takes outputs without softmax: leave"
-        " it out."
-    ]
+    _outputs(config, model.train(), noise)
+    return [f"model {config.model!r} {told}"] if told else []
 
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:

@@ -257,6 +257,30 @@ class Methods:
         # FedTAN's rows are FedTAN-II's, too, and a problem is said once.
         return list(dict.fromkeys(problems))
 
+    def of_other_layers(self, parts: Parts) -> str:
+        """Return what the methods do to layers with running statistics that are no torch
+        BatchNorm.
+        """
+        whole = self.whole
+        done = {
+            "keep": Part.STATISTICS in self.local,
+            "freeze": self.freezes_bn,
+            "synchronise": whole.exchanges is not None,
+            "measure": self.reestimates or bool(in_common(whole) & TRACKED),
+        }
+        left_out = [word for word, does in done.items() if does]
+        if parts.by_names:
+            does = "treats their entries as BatchNorm's, by their names"
+            not_done = "the clients, which go by types, do not {} them"
+            left_out = [word for word in left_out if word != "keep"]
+        else:
+            rest = "keeps" if Part.REST in self.local else "averages"
+            does = f"{rest} their statistics as it does weights"
+            not_done = "does not {} them"
+        if not left_out or Part.REST in self.local:
+            return f"{self.name} {does}."
+        return f"{self.name} {does}, and {not_done.format(' or '.join(left_out))}."
+
     def wrong_settings(self) -> list[str]:
         """Return what is wrong whatever the run is."""
         # No run is known yet: a row that compares with one does not count here.

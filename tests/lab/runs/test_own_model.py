@@ -93,6 +93,19 @@ def in_eval(num_classes):
 
 def softmax(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10), nn.Softmax(1))
 
+class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.hidden = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), nn.Linear(64, 8)
+        self.out = nn.Linear(8, 10)
+    def forward(self, x):
+        h = self.hidden(self.flat(x))
+        if not hasattr(self, "bn"):
+            self.bn = nn.BatchNorm1d(8)
+        return self.out(self.bn(h))
+
+def made(): return Made()
+
 def needs(depth, num_classes, width): pass
 def broken(num_classes): return {}[num_classes]
 def no_module(): return 3
@@ -306,6 +319,14 @@ def test_a_softmax_at_the_end_is_warned_of_once(
     quick_run(model="my_nets:softmax", strategy=strategy)
     assert caplog.text.count("model 'my_nets:softmax' seems to end with a softmax") == 1
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "fedtan", "centralized"])
+def test_entries_that_a_forward_pass_makes_are_refused_by_name(
+    strategy: str, quick_run: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"'bn\.weight'"):
+        quick_run(model="my_nets:made", strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ["my-nets:net", "small_net", ":net", "a:b:c"])

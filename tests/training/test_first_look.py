@@ -1,0 +1,159 @@
+"""The first look at a model: entries that a pass makes, and ends before a loss of
+logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.training import (
+    BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    SEGMENTATION,
+    LearningRate,
+    LocalTraining,
+    Task,
+    first_look,
+)
+from tests.support.points import Points
+
+
+class Made(nn.Module):
+    """A layer, or one that waits for its first input, is made in the first pass."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.hidden, self.make = nn.Linear(5, 6), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        if not hasattr(self, "made"):
+            self.made = self.make(h.shape[1])
+        return self.made(h)
+
+
+class MadeBuffer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", x.detach().mean(0))
+        return super().forward(x)
+
+
+class Ends(nn.Module):
+    def __init__(self, columns: int, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.out, self.end = nn.BatchNorm1d(5), nn.Linear(5, columns), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.out(self.norm(x)))
+
+
+def client(model: nn.Module, data: Points, task: Task = CLASSIFICATION) -> TorchClient:
+    rate = LearningRate(0.1)
+    return TorchClient(
+        model,
+        data,
+        data,
+        LocalTraining(learning_rate=rate, batch_size=4),
+        partition_id=0,
+        task=task,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "_SEEN", set())
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: Made(nn.BatchNorm1d), "made.weight"),
+        (lambda: Made(lambda n: nn.Linear(n, 3)), "made.weight"),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(5), Made(nn.BatchNorm1d)),
+            "1.made.weight",
+        ),
+        (lambda: MadeBuffer(5, 3), "seen"),
+    ],
+)
+def test_entries_that_a_pass_makes_are_refused_by_name(points, model, name) -> None:
+    """Also in the next round; and a client has trained nothing."""
+    net, data = model().double(), points(9)
+    one = client(net, data)
+    for server_round in (1, 2):
+        with pytest.raises(ConfigError, match=f"'{name}'"):
+            one.fit(one.get_parameters({}), {"server-round": server_round})
+    assert name not in net.state_dict()
+
+
+LABELS = {"binary": BINARY, "multi-label": MULTI_LABEL}
+
+
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(outputs.log(), targets)
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "end", "told"),
+    [
+        (BINARY, 1, torch.sigmoid, "sigmoid"),
+        (BINARY, 1, lambda z: torch.sigmoid(z).squeeze(1), "sigmoid"),
+        (BINARY, 1, lambda z: z, ""),
+        (MULTI_LABEL, 4, nn.Sigmoid(), "sigmoid"),
+        (MULTI_LABEL, 4, nn.Softmax(1), "softmax"),
+        (MULTI_LABEL, 4, torch.relu, ""),
+        (CLASSIFICATION, 3, nn.Softmax(1), "softmax"),
+        (CLASSIFICATION, 3, lambda z: z.exp() / z.exp().sum(1, True), "softmax"),
+        (CLASSIFICATION, 3, torch.sigmoid, "sigmoid"),
+        (CLASSIFICATION, 3, nn.LogSoftmax(1), ""),
+        (CLASSIFICATION, 3, lambda z: 5 * torch.sigmoid(z) - 2, ""),
+        (REGRESSION, 1, torch.sigmoid, ""),
+        (
+            Task(training_loss=partial(F.cross_entropy, label_smoothing=0.1)),
+            3,
+            nn.Softmax(1),
+            "softmax",
+        ),
+        (Task(loss=own_loss), 3, nn.Softmax(1), ""),
+        (SEGMENTATION, 12, lambda z: z.view(-1, 3, 2, 2).softmax(1), "softmax"),
+    ],
+)
+def test_a_sigmoid_or_softmax_before_a_loss_of_logits_is_warned_of_once(
+    caplog, task: Task, columns: int, end: Callable[[Tensor], Tensor], told: str
+) -> None:
+    """Under every task, in a client; a model whose outputs happen to be between 0 and 1
+    is not accused.
+    """
+    torch.manual_seed(0)
+    model = Ends(columns, end).double()
+    with torch.no_grad():
+        model.out.bias.fill_(0.4)
+        model.out.weight.mul_(0.01)
+    inputs = torch.randn(9, 5, dtype=torch.float64)
+    targets = torch.zeros_like(model(inputs))
+    if task.by_pixel:
+        targets = torch.zeros(9, 2, 2, dtype=torch.int64)
+    elif isinstance(task, type(CLASSIFICATION)) and type(task) is Task:
+        targets = torch.zeros(9, dtype=torch.int64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one = client(model, Points(inputs, targets), task)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        for server_round in (1, 2):
+            state = list(to_state(before).values())
+            one.fit(state, {"server-round": server_round})
+    found = [text for text in caplog.messages if "sigmoid" in text or "softmax" in text]
+    assert len(found) == bool(told)
+    assert all(told in text for text in found)
