@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from fedbn_flwr.doctor.by_batch import eval_layers, layers_of
+from fedbn_flwr.doctor.by_batch import eval_layers
 from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.doctor.mismatch import default_loss
 from fedbn_flwr.errors import NormLayerError
@@ -60,6 +60,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.freezing import layers_of
 
 Scalar = bool | int | float | str
 SETTING: Mapping[str, Scalar] = {

@@ -19,12 +19,12 @@ from doc_methods import page_of
 from doc_tables import changed, main
 
 import fedbn_flwr
-from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.freezing import layers_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

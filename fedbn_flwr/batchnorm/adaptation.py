@@ -60,7 +60,7 @@ from fedbn_flwr.training.evaluation import (
     evaluate,
     without_running_statistics,
 )
-from fedbn_flwr.training.freezing import refuse_scripted, unchanged
+from fedbn_flwr.training.freezing import layers_of, refuse_scripted, unchanged
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [
@@ -101,9 +101,9 @@ def adapted(model: nn.Module, mode: TestBNMode) -> Iterator[None]:
     refuse_scripted(model, "test-time BatchNorm")
     # Before their running statistics are taken away.
     layers = {}
-    for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            layers[path] = module
+    for path, layer in layers_of(model).items():
+        if layer.running_mean is not None:
+            layers[path] = layer
     with ExitStack() as closing:
         if mode == "batch":
             closing.enter_context(without_running_statistics(model))

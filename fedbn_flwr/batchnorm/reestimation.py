@@ -28,7 +28,12 @@ from fedbn_flwr.training.channels import (
     per_channel,
 )
 from fedbn_flwr.training.checkpointing import is_recomputed
-from fedbn_flwr.training.freezing import left_in_eval, refuse_scripted, unchanged
+from fedbn_flwr.training.freezing import (
+    layers_of,
+    left_in_eval,
+    refuse_scripted,
+    unchanged,
+)
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import named_error, takes_one_example
 
@@ -261,11 +266,10 @@ def mixture(
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers whose running statistics a forward pass changes."""
     layers = []
-    for module in model.modules():
-        if not isinstance(module, _BatchNorm) or module.running_mean is None:
-            continue
-        if module.training and module.track_running_stats:
-            layers.append(module)
+    for layer in layers_of(model).values():
+        tracks = layer.running_mean is not None and layer.track_running_stats
+        if layer.training and tracks:
+            layers.append(layer)
     return layers
 
 

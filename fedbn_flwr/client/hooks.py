@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -37,6 +36,7 @@ from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.model_state import not_compiled, view_with_names
 from fedbn_flwr.training.optimizer_hooks import (
@@ -215,10 +215,9 @@ class Hooks:
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
-            for layer in model.modules():
-                if isinstance(layer, _BatchNorm):
-                    handle = layer.register_forward_pre_hook(note)
-                    self._watching.callback(handle.remove)
+            for layer in layers_of(model).values():
+                handle = layer.register_forward_pre_hook(note)
+                self._watching.callback(handle.remove)
 
     @property
     def _acting_stores(self) -> bool:

@@ -30,7 +30,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.training.batches import inputs_for, join_last
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.freezing import stays_in_eval
+from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 from fedbn_flwr.training.single_examples import takes_one_example
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "batch_moments",
     "distance",
     "eval_layers",
-    "layers_of",
     "moments_seen",
     "noise",
     "normalising_by_batch",
@@ -80,15 +79,6 @@ def distance(statistics: Statistics, reference: Statistics, eps: float) -> Dista
 
 BatchMoments = Mapping[str, Sequence[Moments]]
 """Of one client: the moments of each batch, on the CPU, by path of the layer."""
-
-
-def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers by path, found by type.
-
-    A shared layer is there once, or at every path, as in the state.
-    """
-    modules = model.named_modules(remove_duplicate=not every_path)
-    return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
 def eval_layers(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.doctor.by_batch import eval_layers, layers_of
+from fedbn_flwr.doctor.by_batch import eval_layers
 from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
 from fedbn_flwr.doctor.findings import Diagnosis, listed, number_of
@@ -28,6 +28,7 @@ from fedbn_flwr.doctor.state import (
 )
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap, wrapper_prefix
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name

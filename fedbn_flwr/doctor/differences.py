@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.doctor.by_batch import layers_of, moments_seen, pooled
+from fedbn_flwr.doctor.by_batch import moments_seen, pooled
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError, needs_package
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.freezing import layers_of
 
 __all__ = [
     "ClassSkew",

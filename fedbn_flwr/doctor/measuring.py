@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.doctor import each_client
-from fedbn_flwr.doctor.by_batch import (
-    Statistics,
-    batch_moments,
-    distance,
-    layers_of,
-    noise,
-)
+from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, distance, noise
 from fedbn_flwr.doctor.clients import ClientData, classes_of
 from fedbn_flwr.doctor.differences import (
     Groups,
@@ -35,6 +29,7 @@ from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.doctor.thresholds import MIN_CLIENTS
 from fedbn_flwr.errors import DataError, FedBNError
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 
 __all__ = ["Measuring"]

@@ -20,7 +20,6 @@ from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
-from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
@@ -56,6 +55,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.travels import model_needs
 from fedbn_flwr.strategies.fixbn import freezing_method
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.state_file import tensors_by_name
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
@@ -26,6 +25,7 @@ from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
+    layers_of,
     train_only,
     unlike_in_tests,
 )
@@ -146,11 +146,10 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
 
     # the momentum: every BN layer gets that of the config
     replaced = []
-    for path, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm):
-            if layer.momentum not in (0.1, config.bn_momentum):
-                replaced.append(f"'{path}': {layer.momentum}")
-            layer.momentum = config.bn_momentum
+    for path, layer in layers_of(model).items():
+        if layer.momentum not in (0.1, config.bn_momentum):
+            replaced.append(f"'{path}': {layer.momentum}")
+        layer.momentum = config.bn_momentum
     if replaced and "bn_momentum" not in ignored:
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of"

@@ -77,7 +77,6 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.protocol import FROZEN, Key
@@ -86,7 +85,7 @@ from fedbn_flwr.server.methods.method_params import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import force_eval, refuse_scripted
+from fedbn_flwr.training.freezing import force_eval, layers_of, refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -125,7 +124,7 @@ class FreezeBN(ClientHook):
             NormLayerError: TorchScript holds a layer.
         """
         refuse_scripted(model, "frozen BatchNorm")
-        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        layers = layers_of(model).values()
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine:
             return
@@ -180,9 +179,8 @@ class MeasureDrift(ClientHook):
 
 def _statistics(model: nn.Module) -> list[Tensor]:
     found = []
-    for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
-            found += [layer.running_mean, layer.running_var]
+    for layer in layers_of(model).values():
+        found += [layer.running_mean, layer.running_var]
     return [statistic for statistic in found if statistic is not None]
 
 

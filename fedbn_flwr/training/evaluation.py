@@ -23,6 +23,7 @@ from fedbn_flwr.training.batches import (
 )
 from fedbn_flwr.training.freezing import (
     is_scripted_batchnorm,
+    layers_of,
     refuse_scripted,
     restored_modes,
 )
@@ -196,7 +197,7 @@ def _joined(
     """Return the positions of each batch; a last example joins the others if a layer
     has no variance for it alone.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = layers_of(model).values()
     if all(layer.running_mean is not None for layer in layers):
         return order
     inputs = prepared(data.batch(order[-1])[0])
@@ -221,7 +222,7 @@ def without_running_statistics(model: nn.Module) -> Iterator[None]:
         NormLayerError: TorchScript holds a layer.
     """
     refuse_scripted(model, "statistics of test batches")
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = layers_of(model).values()
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:
         # torch then takes the batch's, whatever the mode

@@ -37,6 +37,7 @@ __all__ = [
     "force_eval_as_built",
     "is_forced_eval",
     "is_scripted_batchnorm",
+    "layers_of",
     "left_in_eval",
     "refuse_scripted",
     "restored_modes",
@@ -47,6 +48,15 @@ __all__ = [
 ]
 
 _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+
+
+def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers by path, found by type.
+
+    A shared layer is there once, or at every path, as in the state.
+    """
+    modules = model.named_modules(remove_duplicate=not every_path)
+    return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
 @contextmanager
@@ -170,11 +180,10 @@ def train_only(
             parameter.requires_grad_(False)
     if frozen_bn != "eval":
         return
-    for path, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm):
-            named = any(p in wanted for p in layer.parameters(recurse=False))
-            if not named and not _under(path, names):
-                force_eval(layer)
+    for path, layer in layers_of(model).items():
+        named = any(p in wanted for p in layer.parameters(recurse=False))
+        if not named and not _under(path, names):
+            force_eval(layer)
 
 
 def force_eval(layer: nn.Module) -> Callable[[], None]:
@@ -209,8 +218,8 @@ def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
         return {}
     return {
         path: layer
-        for path, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, _BatchNorm) and not layer.training
+        for path, layer in layers_of(model, every_path=True).items()
+        if not layer.training
     }
 
 
@@ -249,8 +258,8 @@ def unlike_in_tests(model: nn.Module) -> str:
     """
     in_eval = stays_in_eval(model)
     paths = []
-    for path, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and layer not in in_eval:
+    for path, layer in layers_of(model).items():
+        if layer not in in_eval:
             # torch's forward pass in eval mode uses statistics wherever they are
             has_statistics = layer.running_mean is not None
             if has_statistics and not layer.track_running_stats:
@@ -281,8 +290,8 @@ def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     layers = set(left_in_eval(model).values())
     with restored_modes(model):
         model.train()
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and not module.training:
+        for module in layers_of(model).values():
+            if not module.training:
                 layers.add(module)
     return frozenset(layers)
 

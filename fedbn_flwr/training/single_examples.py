@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import FedBNError, NormLayerError
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.freezing import is_scripted_batchnorm, unchanged
+from fedbn_flwr.training.freezing import is_scripted_batchnorm, layers_of, unchanged
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_example"]
@@ -66,11 +65,7 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
     """Return the path of the BatchNorm layer whose call raised the error; None for
     another error.
     """
-    paths = {
-        id(module): path
-        for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-    }
+    paths = {id(layer): path for path, layer in layers_of(model).items()}
     # The innermost frame of a layer's method wins; a layer may be inside another one.
     found, traceback = None, error.__traceback__
     while traceback is not None:
@@ -101,9 +96,7 @@ def refusing_layers(
     asked by a forward pass of a copy in train mode.
     """
     layers = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            continue
+    for path, module in layers_of(model).items():
         uses_batch = module.training or module.running_mean is None
         if uses_batch and not any(hook.takes_one_value(module) for hook in hooks):
             layers[path or "(the model itself)"] = module

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models.extras import (
@@ -28,6 +27,7 @@ from fedbn_flwr.lab.models.extras import (
     published_timm,
 )
 from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.state_file import load_file, open_state
 
@@ -231,8 +231,8 @@ def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[s
             there.add(path)
     modules = dict(model.named_modules(remove_duplicate=False))
     here = set[str]()
-    for path, module in modules.items():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+    for path, layer in layers_of(model, every_path=True).items():
+        if layer.running_mean is not None:
             here.add(path)
     return sorted(paths & modules.keys() & (there ^ here))
 

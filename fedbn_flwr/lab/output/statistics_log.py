@@ -38,10 +38,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part, entry_name
-from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance, layers_of
+from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.method import Reply
 from fedbn_flwr.strategies import Strategy
+from fedbn_flwr.training.freezing import layers_of
 
 __all__ = ["StatisticsLog", "local_statistics", "rounds_with_statistics", "weight"]
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.errors import ConfigError
@@ -23,7 +22,7 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FixBNMethod, freezing_method
-from fedbn_flwr.training.freezing import stays_in_eval, unchanged
+from fedbn_flwr.training.freezing import layers_of, stays_in_eval, unchanged
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 
@@ -369,9 +368,9 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     # a synchronised step leaves out what normalises with its running statistics
     in_eval = stays_in_eval(model)
     handles = []
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module not in in_eval:
-            hook = module.register_forward_pre_hook(note, with_kwargs=True)
+    for layer in layers_of(model).values():
+        if layer not in in_eval:
+            hook = layer.register_forward_pre_hook(note, with_kwargs=True)
             handles.append(hook)
 
     # in eval mode, so that no statistics move

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import learning_parts, split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
@@ -31,6 +30,7 @@ from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import Problem
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.first_look import first_look
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 
@@ -166,7 +166,7 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         by = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true"
         refuse_cumulative(model, by)
 
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = layers_of(model).values()
     tracked = [layer for layer in layers if layer.running_mean is not None]
     if config.test_bn and not tracked:
         raise NormLayerError(
