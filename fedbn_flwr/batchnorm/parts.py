@@ -7,11 +7,13 @@ three BN layers named ``downsample.1``, and in a ``Sequential`` every name is a 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -21,13 +23,21 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fedbn_flwr.batchnorm.outer_affine import outer_affine
-from fedbn_flwr.training.freezing import is_scripted_batchnorm, stays_in_eval
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.freezing import (
+    is_scripted_batchnorm,
+    layers_of,
+    stays_in_eval,
+)
+from fedbn_flwr.training.model_state import without_wrappers
 
 __all__ = [
     "BatchNormLayer",
+    "Layers",
     "Part",
     "Parts",
     "affine_elsewhere",
+    "batchnorm_layers",
     "entry_name",
     "fixed_entries",
     "learning_parts",
@@ -64,6 +74,12 @@ logger = logging.getLogger("flwr")
 _NAMED: set[tuple[str, ...]] = set()
 
 
+Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""Which layers a method treats as BatchNorm: paths and globs, or a function of path and
+module. A text is a comma list; a path stands for all layers below it, too.
+"""
+
+
 def _part_of_leaf(leaf: str) -> Part:
     return _LEAF[leaf.removeprefix(_PARAMETRIZED).partition(".")[0]]
 
@@ -92,16 +108,49 @@ class Parts:
 
     Attributes:
         names: all names, in the state dict's order.
-        layers: the BatchNorm layers.
+        layers: the BatchNorm layers on which a method acts.
         by_names: whether they were found by names, not by their types.
         others: the paths of ``other_layers``; by names of layers in ``layers``, without
             the counter that torch's have.
+        averaged: the other BatchNorm layers, which are FedAvg's; in REST.
     """
 
     names: tuple[str, ...]
     layers: tuple[BatchNormLayer, ...]
     by_names: bool = False
     others: tuple[str, ...] = ()
+    averaged: tuple[BatchNormLayer, ...] = ()
+
+    @cached_property
+    def whole(self) -> Parts:
+        """The split in which every BatchNorm layer is one on which a method acts."""
+        return replace(self, layers=(*self.layers, *self.averaged), averaged=())
+
+    def only(self, layers: str | Sequence[str]) -> Parts:
+        """Return the split with these layers alone; "" = as it is.
+
+        Raises:
+            ConfigError: a path or glob is that of no BatchNorm layer.
+        """
+        patterns = layers.split(",") if isinstance(layers, str) else layers
+        patterns = [pattern.strip() for pattern in patterns if pattern.strip()]
+        if not patterns:
+            return self
+        paths = [layer.path for layer in self.whole.layers]
+        unknown = [one for one in patterns if not any(_is_at(p, one) for p in paths)]
+        if unknown:
+            raise ConfigError("\n".join(_no_layer(one, paths) for one in unknown))
+        return self._where(lambda path: any(_is_at(path, one) for one in patterns))
+
+    def _where(self, chosen: Callable[[str], bool]) -> Parts:
+        layers: list[BatchNormLayer] = []
+        averaged: list[BatchNormLayer] = []
+        for layer in self.whole.layers:
+            if chosen(layer.path):
+                layers.append(layer)
+            else:
+                averaged.append(layer)
+        return replace(self, layers=tuple(layers), averaged=tuple(averaged))
 
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
@@ -139,7 +188,8 @@ class Parts:
 
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""
-        for layer in self.layers:
+        # Also of the averaged layers: a variance is one in any of them.
+        for layer in self.whole.layers:
             if "running_mean" in layer.entries and "running_var" in layer.entries:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
 
@@ -157,9 +207,9 @@ class Parts:
 
         A client's saved part is used only if it has the same one.
         """
-        lines = [
-            f"{name} {self.part_of[name]} {tuple(shapes[name])}" for name in self.names
-        ]
+        # By the layers' types: a client knows of no choice between them.
+        part_of = self.whole.part_of
+        lines = [f"{name} {part_of[name]} {tuple(shapes[name])}" for name in self.names]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -222,23 +272,34 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def learning_parts(model: nn.Module) -> Parts:
+def learning_parts(model: nn.Module, layers: Layers = "") -> Parts:
     """Return the split in which BatchNorm has only the entries that training changes.
 
-    The ``fixed_entries`` are in REST (see ``train_only``).
+    The ``fixed_entries`` are in REST (see ``train_only``). ``layers`` is that of
+    ``split_state``.
     """
-    parts, fixed = split_state(model), fixed_entries(model)
-    layers = []
-    for layer in parts.layers:
+    parts, fixed = split_state(model, layers), fixed_entries(model)
+    return replace(
+        parts,
+        layers=tuple(_learning(parts.layers, fixed)),
+        averaged=tuple(_learning(parts.averaged, fixed)),
+    )
+
+
+def _learning(
+    layers: Iterable[BatchNormLayer], fixed: Collection[str]
+) -> Iterator[BatchNormLayer]:
+    for layer in layers:
         learning = {
             leaf: name for leaf, name in layer.entries.items() if name not in fixed
         }
         if learning:
-            layers.append(BatchNormLayer(layer.path, learning))
-    return Parts(parts.names, tuple(layers))
+            yield BatchNormLayer(layer.path, learning)
 
 
-def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
+def split_state(
+    model_or_state_dict: nn.Module | Mapping[str, Any], layers: Layers = ""
+) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
     In a model, layers are found by type: BatchNorm1d/2d/3d, SyncBatchNorm, lazy layers
@@ -252,6 +313,13 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
 
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``)
     are AFFINE. What a subclass has besides BatchNorm's own entries is REST.
+
+    With ``layers`` a method acts on these BatchNorm layers alone: "layer1,layer2", or
+    ``lambda path, module: module.num_features > 64``. The others are in REST.
+
+    Raises:
+        ConfigError: no layer is chosen, or ``layers`` is a function and there is no
+            model.
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
@@ -276,7 +344,7 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     # The entries of each: BatchNorm's own, parametrized ones, and those of an owner.
     known = frozenset(names)
     parametrized = _parametrized(names)
-    layers = []
+    found = []
     for path in paths:
         entries = {}
         for leaf in (*_LEAF, *parametrized.get(path, ())):
@@ -284,10 +352,57 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
         if modules:
             entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
-        layers.append(BatchNormLayer(path, present))
+        found.append(BatchNormLayer(path, present))
         if by_names and "num_batches_tracked" not in present:
             others.append(path)
-    return Parts(names, tuple(layers), by_names, tuple(others))
+    parts = Parts(names, tuple(found), by_names, tuple(others))
+    if not callable(layers):
+        return parts.only(layers)
+    if by_names:
+        raise ConfigError(
+            "layers is a function of path and module, and names have no modules: pass"
+            " parts=split_state(model, layers=...)"
+        )
+    chosen = {path for path in paths if layers(path, modules[path])}
+    if not chosen:
+        raise ConfigError(
+            f"layers chooses none of the model's {parts.named_layers()}: FedAvg is the"
+            " method that treats none of them"
+        )
+    return parts._where(chosen.__contains__)
+
+
+def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_BatchNorm]:
+    """Return the BatchNorm layers with these paths, or all; each layer once.
+
+    Paths may have a wrapper's prefix, or lack that of ``model``.
+    """
+    bare = {without_wrappers(path) for path in paths}
+    # A layer that is used twice may be named by its second path.
+    found = [
+        layer
+        for path, layer in layers_of(model, every_path=True).items()
+        if not bare or without_wrappers(path) in bare
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _is_at(path: str, pattern: str) -> bool:
+    """Return whether a layer has this path or glob, or is below it."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+
+
+def _no_layer(pattern: str, paths: Sequence[str]) -> str:
+    # A path of a module above a layer is a name, too.
+    known = dict.fromkeys(
+        path.rsplit(".", count)[0] for path in paths for count in range(3)
+    )
+    near = difflib.get_close_matches(pattern, list(known), n=3) or paths[:3]
+    named = ", ".join(repr(path) for path in near) or "none"
+    return (
+        f"layers: {pattern!r} is the path or glob of none of the {len(paths)} BatchNorm"
+        f" layers. Near: {named}."
+    )
 
 
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.parts import batchnorm_layers
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
@@ -307,6 +308,7 @@ def reestimate_statistics(
     batch_size: int,
     seed: int = 0,
     layers: Collection[_BatchNorm] | None = None,
+    measured: Collection[str] = (),
     forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
@@ -325,6 +327,8 @@ def reestimate_statistics(
         seed: for dropout and other random layers.
         layers: these alone use the batch's statistics, and all else is in eval mode, as
             in a test. None = every layer is in train mode.
+        measured: paths of the BatchNorm layers to measure; others are in eval mode, as
+            they are tested. () = all.
         forward: called with the inputs of each batch in the place of ``model``, for
             layers that the training reaches and the model's own forward does not; it
             calls this model's layers.
@@ -339,7 +343,9 @@ def reestimate_statistics(
         NormLayerError: TorchScript holds a layer.
     """
     refuse_scripted(model, "re-estimated statistics")
-    in_eval = left_in_eval(model).values()
+    chosen = batchnorm_layers(model, measured)
+    in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
+    in_eval += left_in_eval(model).values()
     with unchanged(model), torch.no_grad():
         # The modes of the pass.
         model.train(layers is None)

@@ -13,7 +13,9 @@ from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.protocol import (
     METRICS,
     NUM_EXAMPLES,
+    MessageConfig,
     NodeProperties,
+    merged_config,
     num_partitions_of,
     partition_of,
 )
@@ -107,7 +109,11 @@ def answer_statistics(
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data, bare = LoadedBatches(loader), unwrap(model)
     moments = reestimate_statistics(
-        bare, data, batch_size=data.batch_size, forward=forward
+        bare,
+        data,
+        batch_size=data.batch_size,
+        measured=MessageConfig.read(merged_config(message)).layers,
+        forward=forward,
     )
     # under the names that the server knows, which may have a wrapper's prefix
     prefix = wrapper_prefix(received, bare.state_dict())

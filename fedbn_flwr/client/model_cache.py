@@ -14,7 +14,7 @@ import functools
 import json
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from fedbn_flwr.batchnorm.parts import (
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.messages.numpy_client import Config
-from fedbn_flwr.messages.protocol import ARRAY_NAMES
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
@@ -261,24 +261,28 @@ def _warn(text: str) -> None:
     logger.warning("%s", text)
 
 
-def entries_that_stay(cached: CachedModel, sent: Sequence[str]) -> tuple[str, ...]:
+def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ...]:
     """Return the entries that stay here under this model's own names; those that are
     sent may have a wrapper's prefix.
 
     Raises:
         ConfigError: gamma and beta of some BatchNorm layers stay, and those of others
-            do not; or an entry that stays is the same tensor as a shared one.
+            do not, though the server has not chosen between layers; or an entry that
+            stays is the same tensor as a shared one.
     """
-    prefix = wrapper_prefix(sent, cached.parts.names)
-    names = tuple(name.removeprefix(prefix) for name in sent)
-    # The server has split the model by names alone, and the client knows its layers.
-    affine = cached.parts.affine
+    prefix = wrapper_prefix(sent.local_entries, cached.parts.names)
+    names = tuple(name.removeprefix(prefix) for name in sent.local_entries)
+    # Without a choice of layers the server has split the model by names alone, and the
+    # client knows its layers.
+    affine = () if sent.layers else cached.parts.affine
     shared = [name for name in affine if name not in names]
     if shared and len(shared) < len(affine):
         raise ConfigError(
             "the strategy leaves gamma and beta of BatchNorm layers with the clients,"
-            f" but not '{shared[0]}': names alone do not show it as one of these. Pass"
-            " parts=split_state(model) to the strategy."
+            f" but not '{shared[0]}', and names no layers. If it is one of these, which"
+            " names alone may not show, pass parts=split_state(model) to the strategy;"
+            " to leave a part of the layers, pass layers=, or parts=split_state(model,"
+            " layers=...)."
         )
     if not names:
         return names

@@ -197,7 +197,7 @@ class TorchClient(NumPyClient):
         if len(self.data.train):
             cached.look(self.data.two_inputs, self.task)
         sent = TrainConfig.read(config)
-        local = entries_that_stay(cached, sent.local_entries)
+        local = entries_that_stay(cached, sent)
         kept = self._open_kept(cached, config, sent)
         # In an exchange by messages the model came in an earlier message, and the log
         # has it.
@@ -301,6 +301,7 @@ class TorchClient(NumPyClient):
                 self.data.train,
                 batch_size=self.settings.batch_size,
                 seed=self.streams.generator(sent, "statistics").initial_seed(),
+                measured=sent.layers,
             )
             entries = to_state(encode_moments(moments, cached.state))
         names = json.dumps([prefix + name for name in entries])
@@ -315,7 +316,7 @@ class TorchClient(NumPyClient):
     ) -> Received:
         """Load the received and the kept entries for a pass without training."""
         kept = self._open_kept(cached, config, sent)
-        local = entries_that_stay(cached, sent.local_entries)
+        local = entries_that_stay(cached, sent)
         return load_received(cached, parameters, config, kept.load(local))
 
     def _open_kept(

@@ -76,6 +76,7 @@ def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:
         before: the global state that was sent.
         parts: its split.
     """
+    parts = parts.whole
     variances = {running_var for _, running_var in parts.moments()}
     found: dict[str, Array] = {}
     for name, average in entries.items():

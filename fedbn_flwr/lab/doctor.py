@@ -513,7 +513,7 @@ def _state_of_run(
 
     # The file has no entries of the parts that stay with the clients.
     model = make_model(config)
-    parts = split_state(model)
+    parts = split_state(model, config.layers)
     absent = [part for part in Part if about.get(part) == ABSENT]
     names = parts.select(absent)
     if names and kept:

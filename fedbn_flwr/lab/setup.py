@@ -141,7 +141,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     warnings: list[str] = []
     ignored: list[str] = []
     if config.strategy != CENTRALIZED:
-        warnings += partly_without_effect(split_state(model), method_of(config).methods)
+        parts = split_state(model, config.layers)
+        warnings += partly_without_effect(parts, method_of(config).methods)
         ignored += [problem.key for problem in method_of(config).problems("unused")]
 
     # the momentum: every BN layer gets that of the config

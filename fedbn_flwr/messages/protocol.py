@@ -127,6 +127,11 @@ EXTRAS = Key.down("fedbn-flwr.extras", "str, comma list: the method's further re
 LOCAL_ENTRIES = Key.down(
     "fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay"
 )
+LAYERS = Key.down(
+    "fedbn-flwr.layers",
+    "str, JSON list: paths of the BatchNorm layers on which the method acts, where it"
+    " does not act on all",
+)
 NO_STATE = "none"  # in the place of a hash
 LOCAL_SHA256 = Key(
     "fedbn-flwr.local-sha256",
@@ -594,6 +599,7 @@ class MessageConfig:
         start_id: id of a second start in one run of a ServerApp, or of a further one; a
             client forgets what it kept in another. None = it does not.
         local_entries: names of the entries that stay with the client.
+        layers: paths of the BatchNorm layers on which the method acts; () = all.
         local_sha256: hash of the state that the client must restore, "" for no state;
             None = the client decides.
         used_sha256: hash of the state that the client kept in the last round whose
@@ -605,6 +611,7 @@ class MessageConfig:
     continuity: Continuity | None = None
     start_id: str | None = _entry(START_ID, None)
     local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
+    layers: tuple[str, ...] = _entry(LAYERS, (), _from_json, _to_json)
     local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
     used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)
 

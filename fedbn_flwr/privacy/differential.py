@@ -217,7 +217,7 @@ class ClientLevelDP(Protection):
         state = coordinates.state(average, deviation)
 
         # A number of batches would tell |D_i|: the counters count rounds.
-        for name in facts.parts.counters:
+        for name in facts.parts.whole.counters:
             if name in state:
                 state[name] = state[name] + 1
         if self.settings.dp_clipping == "adaptive":

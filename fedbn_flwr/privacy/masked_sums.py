@@ -317,7 +317,7 @@ class MaskedSums(Protection):
         average = Reply(Node(0), masks.weight(vectors.keys()), state, {})
         check(average)
         # Integers are not masked: the counters count rounds.
-        for name in facts.parts.counters:
+        for name in facts.parts.whole.counters:
             if name in state:
                 state[name] = state[name] + 1
         return average
@@ -362,7 +362,8 @@ def _weights_sha256(facts: Facts) -> str:
 
     In train mode BatchNorm's running statistics decide nothing.
     """
-    measured = {*facts.parts.statistics, *facts.parts.counters}
+    parts = facts.parts.whole
+    measured = {*parts.statistics, *parts.counters}
     weights = {
         name: array for name, array in facts.before.items() if name not in measured
     }

@@ -116,6 +116,7 @@ class CommonOptions(TypedDict, total=False):
     The methods' constructors name this class, so that an editor shows them.
     """
 
+    layers: str | Sequence[str]
     variance: Literal["mean", "pooled"]
     recalibrate: bool
     min_replies: int
@@ -166,7 +167,7 @@ class Strategy(FlowerFedAvg):
     ``load_state_dict`` the next ``start`` continues from it.
 
     The first ten arguments are those of ``flwr.serverapp.strategy.FedAvg``, with their
-    defaults. Those from ``variance`` to ``agc`` are settings of every method:
+    defaults. Those from ``layers`` to ``agc`` are settings of every method:
     ``server.methods.params.Params`` says what each does.
 
     Args:
@@ -238,6 +239,7 @@ class Strategy(FlowerFedAvg):
         train_metrics_aggr_fn: AggregateMetrics | None = None,
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
+        layers: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",
         recalibrate: bool = False,
         min_replies: int = 1,
@@ -286,7 +288,13 @@ class Strategy(FlowerFedAvg):
             self.evaluate_metrics_aggr_fn = average_metrics
         self._warn_of_ignored(combination, settings)
         self._refuse_unknown(combination, settings)
+        if callable(layers):
+            raise ConfigError(
+                f"strategy {self.name!r}: layers is a function, and a strategy knows no"
+                " modules: pass parts=split_state(model, layers=...)"
+            )
         self.params = combination.Params(
+            layers=layers if isinstance(layers, str) else ",".join(layers),
             variance=variance,
             recalibrate=recalibrate,
             min_replies=min_replies,

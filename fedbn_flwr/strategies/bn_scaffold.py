@@ -30,11 +30,11 @@ $(\mu_B, v_B)$ of the batch, $v_B$ biased, the layer normalises with
 $$\tilde\mu = \mu_B - u_i + u, \qquad \tilde v = \max(v_B - s_i + s, \; \rho s)$$
 
 Gradients flow through $\mu_B$ and $v_B$ alone, and are corrected as in SCAFFOLD. $\rho$
-is `variance-floor`: under label skew $v_B - s_i + s$ falls below zero in some channels
+is `variance_floor`: under label skew $v_B - s_i + s$ falls below zero in some channels
 and steps, and in our trial training without a floor ended at chance. The metric
 `variance-floor-share` is the share of channels and steps at the floor: 3 % to 8 % in
 our trials under label skew. Where it is much higher, the layer often normalises with
-the floor and not with the correction: try `variance-floor=0.5`, which trained as well
+the floor and not with the correction: try `variance_floor=0.5`, which trained as well
 or better there. The running statistics take $\tilde\mu$ and $\tilde v \, n / (n - 1)$
 with BN's momentum; tests use them.
 

@@ -70,7 +70,7 @@ round is one centralized step with frozen BN.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Unpack
 
@@ -78,14 +78,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import batchnorm_layers, split_state
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies, Role
 from fedbn_flwr.server.methods.method_params import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import force_eval, layers_of, refuse_scripted
+from fedbn_flwr.training.freezing import force_eval, refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -109,11 +109,11 @@ FREEZE_AFFINE = Key(
 class FreezeBN(ClientHook):
     """Client half after T*: BN stays in eval mode, also after ``model.train()``.
 
-    ``affine`` freezes gamma and beta, too.
+    ``affine`` freezes gamma and beta, too; ``paths`` are those of the layers, () = all.
     """
 
-    def __init__(self, affine: bool) -> None:
-        self.affine = affine
+    def __init__(self, affine: bool, paths: Collection[str] = ()) -> None:
+        self.affine, self.paths = affine, paths
         self._undo: list[Callable[[], None]] = []
         self._learning: list[nn.Parameter] = []
 
@@ -124,13 +124,13 @@ class FreezeBN(ClientHook):
             NormLayerError: TorchScript holds a layer.
         """
         refuse_scripted(model, "frozen BatchNorm")
-        layers = layers_of(model).values()
+        layers = batchnorm_layers(model, self.paths)
         self._undo = [force_eval(layer) for layer in layers]
-        if not self.affine:
+        if not self.affine or not layers:
             return
         own = {p for layer in layers for p in layer.parameters(recurse=False)}
         # A parametrized gamma is in a module of its own, below the layer.
-        affine = frozenset(split_state(model).affine)
+        affine = split_state(model, lambda _, module: module in layers).affine
         # Duplicates, too: gamma may be tied to a parameter that is named before it.
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if (parameter in own or name in affine) and parameter.requires_grad:
@@ -150,11 +150,14 @@ class MeasureDrift(ClientHook):
     """Client half of the automatic T*: report delta_m.
 
     delta_m = ||statistics after - received||_1 / number of entries.
+
+    ``paths`` are those of the layers, () = all.
     """
 
     compares_with_start = True
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Collection[str] = ()) -> None:
+        self.paths = paths
         self._received: list[Tensor] = []
 
     def begin(self, model: nn.Module) -> None:
@@ -164,24 +167,23 @@ class MeasureDrift(ClientHook):
             NormLayerError: TorchScript holds a layer.
         """
         refuse_scripted(model, "the change of the statistics")
-        self._received = [statistic.clone() for statistic in _statistics(model)]
+        self._received = [statistic.clone() for statistic in self._statistics(model)]
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Return delta_m, in float64."""
         if not self._received:
             return {}
         distances = []
-        for now, before in zip(_statistics(model), self._received, strict=True):
+        for now, before in zip(self._statistics(model), self._received, strict=True):
             distances.append((now.double() - before.double()).abs().sum())
         entries = sum(statistic.numel() for statistic in self._received)
         return {DELTA: float(torch.stack(distances).sum()) / entries}
 
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    found = []
-    for layer in layers_of(model).values():
-        found += [layer.running_mean, layer.running_var]
-    return [statistic for statistic in found if statistic is not None]
+    def _statistics(self, model: nn.Module) -> list[Tensor]:
+        found = []
+        for layer in batchnorm_layers(model, self.paths):
+            found += [layer.running_mean, layer.running_var]
+        return [statistic for statistic in found if statistic is not None]
 
 
 # --- the server -----------------------------------------------------------------------
@@ -217,8 +219,10 @@ class FixBNMethod(Method[Any, Frozen]):
     State = Frozen
     key: ClassVar[str] = "freeze-at"
     client_hooks = {
-        "freeze-bn": lambda context: FreezeBN(bool(context.config[FREEZE_AFFINE])),
-        "report-drift": lambda context: MeasureDrift(),
+        "freeze-bn": lambda context: FreezeBN(
+            bool(context.config[FREEZE_AFFINE]), context.layers
+        ),
+        "report-drift": lambda context: MeasureDrift(context.layers),
     }
 
     @property

@@ -47,10 +47,11 @@ The statistics of the first BN layer equal one pass over the union of the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 
+from fedbn_flwr.batchnorm.parts import batchnorm_layers
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.replaced_forward import layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
@@ -62,15 +63,21 @@ __all__ = ["StaticBN", "StaticBNMethod", "Untracked"]
 
 
 class Untracked(ClientHook):
-    """Client half: BN uses the batch's statistics; the running ones stay."""
+    """Client half: BN uses the batch's statistics; the running ones stay.
 
-    def __init__(self) -> None:
+    ``paths`` are those of the layers, () = all.
+    """
+
+    def __init__(self, paths: Collection[str] = ()) -> None:
+        self.paths = paths
         self._track_again: Callable[[], None] = lambda: None
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
         # Layers that the model keeps in eval mode track nothing, and stay as they are.
-        self._track_again = stop_tracking(layers_in_training(model).values())
+        training = layers_in_training(model).values()
+        chosen = batchnorm_layers(model, self.paths)
+        self._track_again = stop_tracking([one for one in training if one in chosen])
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Switch tracking on again."""
@@ -88,7 +95,7 @@ class StaticBNMethod(Method):
     )
     source = "Diao 2021, arXiv:2010.01264"
     role = "client-hooks"
-    client_hooks = {"untracked-statistics": lambda context: Untracked()}
+    client_hooks = {"untracked-statistics": lambda context: Untracked(context.layers)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return that statistics are frozen, and re-estimated."""

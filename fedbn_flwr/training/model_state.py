@@ -29,6 +29,7 @@ __all__ = [
     "not_compiled",
     "unwrap",
     "view_with_names",
+    "without_wrappers",
     "wrapper_prefix",
 ]
 
@@ -307,7 +308,7 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
         if has == wanted:
             return module
     # ``has``: the names of the innermost module
-    bare = {_without_prefixes(name) for name in wanted}
+    bare = {without_wrappers(name) for name in wanted}
     missing, extra = sorted(has - wanted), sorted(wanted - has)
     message = (
         f"the arrays do not fit the model: {len(missing)} entries are missing and"
@@ -343,7 +344,8 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
     return prefix
 
 
-def _without_prefixes(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """Return a name without the prefixes of wrappers."""
     parts = name.split(".")
     while parts[0] in _WRAPPERS:
         parts = parts[1:] or [name]

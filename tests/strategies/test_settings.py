@@ -85,10 +85,6 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({**BN_SCAFFOLD, "local-part": "fedbn"}, "fedbn.*bn-scaffold|bn-scaffold.*fedbn"),
     ({**BN_SCAFFOLD, **DP, "eval-on": "global"}, "moments of BatchNorm"),
     ({**BN_SCAFFOLD, **MASKS, "eval-on": "global"}, "moments of BatchNorm"),
-    (
-        {"strategy": "scaffold", "variance-floor": 0.5},
-        "variance-floor=0.5.*bn-scaffold",
-    ),
     ({**DP, "eval-on": "personal-own"}, "eval-on=personal-own"),
     ({**DP, "eval-on": "global,global-train"}, "eval-on=global-train"),
     ({**DP, "strategy": "fedbn"}, "eval-on=personal-own"),

@@ -150,7 +150,7 @@ def _state(
         )
     if choice.averaged:
         _check_averaged(run, about, choice)
-    parts = split_state(model)
+    parts = split_state(model, config.layers)
     # A site's own model, a client's of the run's folder, or the global one.
     if choice.state_dir is not None:
         shapes = {

@@ -81,7 +81,7 @@ class StatisticsLog:
         """
         run = self._strategy.run
         replies = replies[:_CLIENTS]
-        names = run.parts.select([Part.STATISTICS, Part.COUNTERS])
+        names = run.parts.whole.select([Part.STATISTICS, Part.COUNTERS])
 
         def statistics_of(state: State) -> Tensors:
             return tensors({name: state[name] for name in names if name in state})

@@ -190,7 +190,7 @@ class _Costs:
         self._travels = method_of(config).methods.whole
 
         # the whole state, and what of it does not stay with the clients
-        self.parts = split_state(model)
+        self.parts = split_state(model, config.layers)
         self._state = to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
         self.everything = num_bytes(to_record(self._state))
@@ -205,7 +205,7 @@ class _Costs:
                 self._trained += p.numel() * p.element_size()
 
         # BN layers whose statistics move, and the bytes of these
-        learning = learning_parts(model)
+        learning = learning_parts(model, config.layers)
         self._layers = len(list(learning.moments()))
         self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
 

@@ -206,7 +206,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     if config.strategy == CENTRALIZED:
         return []
     # the layers that the model has
-    methods, parts = method_of(config).methods, split_state(model)
+    methods, parts = method_of(config).methods, split_state(model, config.layers)
     shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
     run = replace(method_of(config).run_settings, parts=parts, shapes=shapes)
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
@@ -214,7 +214,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
         return found
 
     # the layers that train: on BN that does not change a method has no effect
-    run = replace(run, parts=learning_parts(model))
+    run = replace(run, parts=learning_parts(model, config.layers))
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
     by = "freezes them itself"
     if config.train_only:

@@ -34,7 +34,7 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import ReplyInfo
+from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
@@ -380,6 +380,11 @@ class HookContext:
     local_entries: frozenset[str] = frozenset()
     reducer: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the BatchNorm layers on which the method acts; () = all."""
+        return MessageConfig.read(self.config).layers
 
 
 HookFactory = Callable[[HookContext], ClientHook]

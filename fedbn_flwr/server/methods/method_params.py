@@ -127,6 +127,7 @@ class BNScaffoldParams(ScaffoldParams):
         0.1,
         "rho: a corrected variance is at least this share of the clients' common one;"
         " the metric variance-floor-share says how often",
+        group="",
         gt=0,
         le=1,
     )

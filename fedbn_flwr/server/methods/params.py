@@ -136,6 +136,13 @@ class Settings(BaseModel):
 class Params(Settings):
     """The settings of every method; a method adds its own."""
 
+    layers: str = setting(
+        "",
+        "comma list of paths and globs of BatchNorm layers (`layer1,*.bn2`), each with"
+        " the layers below it: on these alone the method acts, the others are FedAvg's;"
+        " empty = all",
+        only_if={"norm": BATCHNORM_KINDS},
+    )
     variance: Literal["mean", "pooled"] = setting(
         "mean",
         "average of running variances; pooled adds the spread of the client means",

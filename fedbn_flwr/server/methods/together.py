@@ -29,9 +29,11 @@ from fedbn_flwr.server.methods.travels import (
     TRACKED,
     PartSet,
     Travels,
+    acts_on_batchnorm,
     in_common,
     in_parallel,
     model_needs,
+    needs_all_layers,
     single_decisions,
     together,
 )
@@ -296,6 +298,21 @@ class Methods:
 
     def _setting_problems(self, run: RunSettings) -> Iterator[Problem]:
         """Yield the problems of settings that every method has."""
+        chosen = bool(self.params.layers or (run.parts and run.parts.averaged))
+        for method in self._methods:
+            if chosen and needs_all_layers(together(declared(method))):
+                yield Problem(
+                    "all-layers",
+                    f"{method.title} measures the statistics of all BatchNorm layers"
+                    " together, and acts on no part of them: leave out layers",
+                )
+        if not acts_on_batchnorm(self.whole):
+            yield Problem(
+                "no-layers",
+                f"{self.name} treats BatchNorm as all other layers",
+                "unused",
+                "layers",
+            )
         if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
             yield Problem(
                 "no-variances",

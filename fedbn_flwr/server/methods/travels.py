@@ -30,9 +30,11 @@ __all__ = [
     "Travels",
 ]
 __all__ += [
+    "acts_on_batchnorm",
     "in_common",
     "in_parallel",
     "model_needs",
+    "needs_all_layers",
     "single_decisions",
     "sums_suffice",
     "together",
@@ -268,6 +270,19 @@ def in_common(travels: Travels) -> PartSet:
 def _sends_moments(travels: Travels) -> bool:
     """Return whether clients send moments of BN's inputs."""
     return any(extra.size == "moments" for extra in travels.extras)
+
+
+def needs_all_layers(travels: Travels) -> bool:
+    """Return whether the method measures the statistics of all BN layers together."""
+    return travels.exchanges is not None or _sends_moments(travels)
+
+
+def acts_on_batchnorm(travels: Travels) -> bool:
+    """Return whether the method does with BN what it does not with the other entries."""
+    apart = (travels.local | travels.frozen) & BATCHNORM
+    if apart and Part.REST not in travels.local:
+        return True
+    return travels.reestimates or needs_all_layers(travels)
 
 
 def model_needs(travels: Travels) -> list[PartSet]:

@@ -168,6 +168,13 @@ class Run:
         return self.parts.select(self.methods.local)
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the BatchNorm layers on which the methods act; () = all."""
+        if not self.parts.averaged:
+            return ()
+        return tuple(layer.path for layer in self.parts.layers)
+
+    @property
     def known_statistics(self) -> dict[str, Any]:
         """Statistics that were re-estimated before this round, of the model as it is
         now; empty if it has changed.
@@ -228,6 +235,7 @@ class Run:
         return MessageConfig(
             server_round=number,
             local_entries=self.local_entries,
+            layers=self.layers,
             continuity=self.continuity,
             start_id=self.start_id,
             seed=self.methods.params.seed,
@@ -277,6 +285,7 @@ class Run:
         # A split by names is made anew: an earlier run may have had another model.
         if self.parts_or_none is None or self.parts_or_none.by_names:
             self.parts_or_none = split_state(arrays)
+        self.parts_or_none = self.parts_or_none.only(self.methods.params.layers)
         unknown = [name for name in arrays if name not in self.parts_or_none.part_of]
         if unknown:
             raise ConfigError(
