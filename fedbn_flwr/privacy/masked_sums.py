@@ -178,7 +178,7 @@ class MaskedSums(Protection):
             config[FRESH_BATCHES] = self._fresh
         return config
 
-    def open_round(
+    def protect_messages(
         self,
         facts: Facts,
         report: RoundReport,

@@ -203,7 +203,7 @@ class Frozen:
 
 
 class FixBNMethod(Method[Any, Frozen]):
-    """FedAvg that freezes the BN statistics after round T* (``frozen_after``).
+    """FedAvg that freezes the BN statistics after round T* (``freeze_at``).
 
     FedTAN-II freezes as well, after other rounds and by another key.
 
@@ -274,8 +274,9 @@ class FixBNMethod(Method[Any, Frozen]):
         """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
         if self.phase(state, facts.number) == "frozen":
             # FROZEN is for the learning rate (lr-decay-at=freeze), not for the hook.
-            config = {FREEZE_AFFINE: self.parts == BATCHNORM, FROZEN: True}
-            # Its entries, as they were sent, show that a reply froze BN.
+            config = {FREEZE_AFFINE: self.params.freeze_affine, FROZEN: True}
+            # The reply need not say that the hook was applied: its frozen entries are
+            # compared with those that were sent.
             return [Ask("freeze-bn", config, shown=True)]
         if state.frozen_after is None:
             return [Ask("report-drift")]
@@ -323,7 +324,7 @@ def freezing_method(methods: Iterable[Method[Any, Any]]) -> FixBNMethod | None:
 
 
 class FixBN(Strategy):
-    """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
+    """FedAvg that freezes the BN statistics after round T* (``freeze_at``)."""
 
     method = FixBNMethod
 

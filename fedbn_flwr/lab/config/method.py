@@ -18,7 +18,8 @@ from fedbn_flwr.server.methods.method import Problem, RunSettings
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
-from fedbn_flwr.training.settings import LearningRate, share_of
+from fedbn_flwr.training.schedule import LearningRate
+from fedbn_flwr.training.settings import share_of
 
 __all__ = [
     "RunMethod",

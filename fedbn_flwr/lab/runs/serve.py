@@ -53,6 +53,11 @@ __all__ = ["REPLY_WAIT", "beginning", "count_nodes", "serve", "tests_of_clients"
 
 logger = logging.getLogger("flwr")
 
+NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
+# NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
+RETURN_GRACE = 60.0
+REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
+
 
 def serve(
     grid: Grid, checked: Checked, out: Path, on_round: OnRound | None = None
@@ -112,6 +117,7 @@ def serve(
                         recording=record,
                     )
             except DivergedError as error:
+                # The folder of a run that diverged is complete; then this raises.
                 return record.finish(error.result, error)
             return record.finish(result)
 
@@ -125,15 +131,121 @@ def _refuse_centralized(config: Config) -> None:
 
 
 def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:
-    """Wait for the nodes, and return the config with their number."""
+    """Wait for the nodes, and return the config with the number of clients."""
     begun_with = 0
     if config.resume:
         begun_with = int(RunFolder.settings(out).get("num-clients", 0))
-    num_nodes = count_nodes(grid, config, begun_with)
+    num_clients = count_nodes(grid, config, begun_with)
     # Over a network further nodes may join, unless the config says how many there are.
     if config.num_clients or not over_network(grid):
-        refuse_too_few_clients(config, max(num_nodes, begun_with))
-    return config.model_copy(update={"num_clients": num_nodes})
+        refuse_too_few_clients(config, num_clients)
+    return config.model_copy(update={"num_clients": num_clients})
+
+
+def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
+    """Wait for the number of nodes in the config, and return the number of clients of
+    the run.
+
+    Over a network nodes come one after another: ``num_clients`` = 0 is then the number
+    of parts into which they say that they split the data. There a resumed run may also
+    continue with fewer nodes, and one of ``num_clients`` = 0 with more; in other
+    engines this would change the split.
+
+    Raises:
+        EngineError: there are no nodes.
+        ConfigError: the federation has another size.
+    """
+    wanted = config.num_clients or begun_with
+    network = over_network(grid)
+    may_differ = begun_with > 0 and network
+
+    # wait for the nodes
+    grace = RETURN_GRACE if may_differ else NODE_GRACE
+    connected = _wait_for_nodes(grid, wanted or 1, grace)
+    if not connected:
+        raise EngineError(
+            f"no nodes connected within {grace:g} s; start the SuperNodes first"
+        )
+
+    # a new run of any size
+    if not wanted:
+        return _all_nodes(grid, config) if network else connected
+
+    # A known size: of it the data were split into parts, so it stays the number of
+    # clients, also where a resumed run over a network finds other nodes.
+    if may_differ and connected < wanted == begun_with:
+        logger.warning(
+            "the run began with %d nodes and continues with %d: the others may come"
+            " back",
+            wanted,
+            connected,
+        )
+    elif may_differ and connected > wanted and not config.num_clients:
+        logger.warning(
+            "the run began with %d nodes and continues with %d", wanted, connected
+        )
+    elif connected != wanted:
+        start = (
+            f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr"
+            " run`"
+        )
+        if network:
+            start = f"Start {wanted} SuperNodes"
+        why = "or set num-clients=0 to take all nodes"
+        if begun_with:
+            why = f"the run began with {begun_with}"
+        raise ConfigError(
+            f"num-clients={wanted}, but the federation has {connected} node(s)."
+            f" {start}; {why}."
+        )
+    return wanted
+
+
+def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
+    """Return how many nodes are connected once there are enough.
+
+    Args:
+        grid: the federation.
+        at_least: how many are enough.
+        grace: seconds to wait for them at the most.
+    """
+    deadline = time.monotonic() + grace
+    connected = len(list(grid.get_node_ids()))
+    while connected < at_least and time.monotonic() <= deadline:
+        time.sleep(0.2)
+        connected = len(list(grid.get_node_ids()))
+    return connected
+
+
+def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
+    """Return the number of nodes: at least that of the parts of the data.
+
+    Each node with one of the parts knows how many there are: one answer is enough.
+    """
+    # ask all, and go on with the first answer
+    messages = []
+    for node_id in grid.get_node_ids():
+        messages.append(Message(RecordDict(), node_id, MessageType.QUERY))
+    replies = grid.send_and_receive_until(
+        messages,
+        lambda replies: any(reply.has_content() for reply in replies),
+        timeout=config.round_timeout or REPLY_WAIT,
+    )
+    parts = 0
+    for reply in replies:
+        if reply.has_content():
+            parts = max(parts, NodeProperties.read(reply).num_partitions or 0)
+
+    # the nodes with the other parts may still be on their way
+    connected = _wait_for_nodes(grid, parts, NODE_GRACE)
+    if connected < parts:
+        logger.warning(
+            "num-partitions=%d, and the run begins with %d node(s): the others may"
+            " join",
+            parts,
+            connected,
+        )
+    return max(connected, parts)
 
 
 def _only_on_nodes(config: Config, grid: Grid) -> bool:
@@ -238,116 +350,3 @@ def _timeout(config: Config, grid: Grid) -> float:
     if isinstance(grid, BarrierGrid):
         return threading.TIMEOUT_MAX
     return REPLY_WAIT
-
-
-logger = logging.getLogger("flwr")
-
-NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
-# NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
-RETURN_GRACE = 60.0
-REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
-
-
-def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
-    """Wait for the number of nodes in the config, and return the number of clients of
-    the run.
-
-    Over a network nodes come one after another: ``num_clients`` = 0 is then the number
-    of parts into which they say that they split the data. There a resumed run may also
-    continue with fewer nodes, and one of ``num_clients`` = 0 with more; in other
-    engines this would change the split.
-
-    Raises:
-        EngineError: there are no nodes.
-        ConfigError: the federation has another size.
-    """
-    wanted = config.num_clients or begun_with
-    network = over_network(grid)
-    may_differ = begun_with > 0 and network
-
-    # wait for the nodes
-    grace = RETURN_GRACE if may_differ else NODE_GRACE
-    connected = _wait_for_nodes(grid, wanted or 1, grace)
-    if not connected:
-        raise EngineError(
-            f"no nodes connected within {grace:g} s; start the SuperNodes first"
-        )
-
-    # a new run of any size
-    if not wanted:
-        return _all_nodes(grid, config) if network else connected
-
-    # a known size, from which a resumed run over a network may differ
-    if may_differ and connected < wanted == begun_with:
-        logger.warning(
-            "the run began with %d nodes and continues with %d: the others may come"
-            " back",
-            wanted,
-            connected,
-        )
-    elif may_differ and connected > wanted and not config.num_clients:
-        logger.warning(
-            "the run began with %d nodes and continues with %d", wanted, connected
-        )
-    elif connected != wanted:
-        start = (
-            f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr"
-            " run`"
-        )
-        if network:
-            start = f"Start {wanted} SuperNodes"
-        why = "or set num-clients=0 to take all nodes"
-        if begun_with:
-            why = f"the run began with {begun_with}"
-        raise ConfigError(
-            f"num-clients={wanted}, but the federation has {connected} node(s)."
-            f" {start}; {why}."
-        )
-    return wanted
-
-
-def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
-    """Return how many nodes are connected once there are enough.
-
-    Args:
-        grid: the federation.
-        at_least: how many are enough.
-        grace: seconds to wait for them at the most.
-    """
-    deadline = time.monotonic() + grace
-    connected = len(list(grid.get_node_ids()))
-    while connected < at_least and time.monotonic() <= deadline:
-        time.sleep(0.2)
-        connected = len(list(grid.get_node_ids()))
-    return connected
-
-
-def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
-    """Return the number of nodes: at least that of the parts of the data.
-
-    Each node with one of the parts knows how many there are: one answer is enough.
-    """
-    # ask all, and go on with the first answer
-    messages = []
-    for node_id in grid.get_node_ids():
-        messages.append(Message(RecordDict(), node_id, MessageType.QUERY))
-    replies = grid.send_and_receive_until(
-        messages,
-        lambda replies: any(reply.has_content() for reply in replies),
-        timeout=config.round_timeout or REPLY_WAIT,
-    )
-    parts = 0
-    for reply in replies:
-        if reply.has_content():
-            parts = max(parts, NodeProperties.read(reply).num_partitions or 0)
-
-    # the nodes with the other parts may still be on their way
-    connected = _wait_for_nodes(grid, parts, NODE_GRACE)
-    if connected < parts:
-        logger.warning(
-            "num-partitions=%d, and the run begins with %d node(s): the others may"
-            " join",
-            parts,
-            connected,
-        )
-    return max(connected, parts)

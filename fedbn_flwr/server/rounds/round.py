@@ -56,27 +56,32 @@ def play_training(
     terms = terms_of(run, facts, asks)
     sent = address_training(run, facts, nodes, arrays, config, asks)
 
-    # They travel; a protection may first exchange messages of its own, as for masks.
-    messages = yield run.protection.open_round(
+    # They travel. A protection may change the messages, and first exchange others of its
+    # own, as for masks; what it returns is sent.
+    messages = yield run.protection.protect_messages(
         facts, run.report, sent.pairs, grid, run.timeout
     )
 
-    # Read them, each as soon as all before it are there. The report names already whom
-    # a synchronised step has lost.
+    # Read the replies in the order of the clients, each as soon as all before it are
+    # there; those that a synchronised step has lost are in the report, and not awaited.
+    # Where all weights are known before, each is added to the sum while others still
+    # work.
     received = in_order(run, sent, messages, run.report.rejected)
     ahead = sum_ahead(run, facts, sent, messages)
     usable, refused = read_training(run, sent, received, terms, ahead)
     replies = release(run, terms, usable)
 
-    # Held entries come back before the methods fold, so that these see them; entries of
-    # the clients, which are in no reply, after it.
+    # Frozen entries come back as they were sent before the methods fold, so that these
+    # see them. Entries that stay with the clients are in no reply: the last line keeps
+    # the server's.
     model = None
     if replies:
         model = facts.with_frozen(average_replies(run, replies, ahead))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
 
-    # What the clients keep counts where their replies did, if rounds are undone.
+    # A method may undo a round whose replies were not used: then what the clients keep
+    # since that round does not count either.
     note_kept(run, usable, refused, used=bool(replies))
     trained = None if model is None else to_record(model)
     yield trained, training_metrics(run, replies, model, usable)

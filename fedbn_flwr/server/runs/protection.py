@@ -57,7 +57,7 @@ class Protection:
         """Return the further config of a training message."""
         return {}
 
-    def open_round(
+    def protect_messages(
         self,
         facts: Facts,
         report: RoundReport,
