@@ -29,6 +29,7 @@ __all__ = [
     "client_below",
     "client_classes",
     "client_inputs",
+    "client_repeats",
     "clients_differ",
     "clients_named",
     "feature_shift",
@@ -41,24 +42,28 @@ __all__ = [
 
 def small_batch(m: Measured) -> Finding | None:
     """Batches of up to four examples: the statistics of a batch are mostly noise."""
-    # A size of 0 is not known. Half of the known ones must be small.
+    # A size of 0 is not known.
     given = m.batch_sizes or [m.training.batch_size]
     sizes = [size for size in given if size]
-    small = [size for size in sizes if size <= SMALL_BATCH]
-    if not small or 2 * len(small) < len(sizes):
+    small = [k for k, size in enumerate(given) if 0 < size <= SMALL_BATCH]
+    # Below half of them those that need not be: few examples make no larger batch.
+    if 2 * len(small) < len(sizes):
+        small = [k for k in small if given[k] < m.examples[k]]
+    if not small:
         return None
     # Layers in eval mode use no batch, batch renormalisation corrects its noise.
     if m.num_layers and len({*m.in_eval, *m.corrected}) == m.num_layers:
         return None
     # Each channel of a large image has many values, so 3 or 4 images may be enough.
-    if m.noise and max(m.noise.values()) < MIN_NOISE and min(small) > 2:
+    least = min(given[k] for k in small)
+    if m.noise and max(m.noise.values()) < MIN_NOISE and least > 2:
         return None
 
-    where = ""
-    if len(sizes) > 1:
-        where = f" at {len(small)} of {len(sizes)} clients"
-    evidence = [f"Batches have {number_of(min(small), 'example')}{where}."]
-    numbers: dict[str, object] = {"batch-sizes": sizes}
+    where, names = "", [m.names[k] for k in small if m.names]
+    if names:
+        where = f" at {len(names)} of {len(sizes)} clients ({listed(names)})"
+    evidence = [f"Batches have {number_of(least, 'example')}{where}."]
+    numbers: dict[str, object] = {"batch-sizes": sizes, "clients": names}
     if m.noise:
         worst = max(m.noise, key=lambda path: m.noise[path])
         evidence.append(
@@ -100,6 +105,19 @@ def client_classes(m: Measured) -> Finding | None:
         evidence="its class mix is {:.2f} away from the usual one (total variation, 0 to"
         " 1); the median is {:.2f}.",
         tries=situations.label_skew(m.training.local_steps).remedies,
+    )
+
+
+def client_repeats(m: Measured) -> Finding | None:
+    """A client has examples several times."""
+    return _about_clients(
+        m,
+        m.each.repeated,
+        m.each.repeating,
+        id_="client-repeats",
+        what="examples are there several times.",
+        evidence="the share of distinct examples is {:.2f} below the median.",
+        tries=remedies.CLIENT_REPEATS,
     )
 
 

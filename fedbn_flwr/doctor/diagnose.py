@@ -149,6 +149,7 @@ def diagnose_clients(
     layers = layers_of(plain, every_path=True)
     m.training_layers = [path for path, layer in layers.items() if layer.training]
     m.names = [client.name for client in clients]
+    m.examples = [len(client) for client in clients]
     m.batch_sizes = [client.batch_size for client in clients]
     about = (
         f"{number_of(m.num_layers, 'BatchNorm layer')},"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
 from fedbn_flwr.doctor.by_batch import moments_seen, pooled
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
@@ -53,10 +53,12 @@ class Groups(NamedTuple):
     Attributes:
         layers: by path; a layer that is not called in every group is left out.
         owner: index of each group's client, (R,).
+        inputs: the moments of the model's own inputs in each group.
     """
 
     layers: Layers
     owner: Tensor
+    inputs: Sequence[Moments] = ()
 
     def of(self, clients: Sequence[int]) -> Groups:
         """Return the groups of these clients, which are numbered anew."""
@@ -145,7 +147,7 @@ def groups_of(
     total = sum(map(len, clients))
     size = max(2, math.ceil(total / GROUPS))
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
-    owner = []
+    owner, of_inputs = [], []
     with torch.no_grad():
         for k, client in enumerate(clients):
             # A loader may be sorted: neighbours in a group would differ too little.
@@ -153,11 +155,12 @@ def groups_of(
             for places in order.tensor_split(max(1, len(client) // size)):
                 owner.append(k)
                 inputs = prepared(client.inputs[places])
+                of_inputs.append(moments_of(client.inputs[places].unsqueeze(-1)))
                 for path, moments in moments_seen(working, layers, inputs).items():
                     seen[path].append(moments)
     # The analysis needs a row of every group: a layer that was skipped once goes.
     called = {path: rows for path, rows in seen.items() if len(rows) == len(owner)}
-    return Groups(called, torch.tensor(owner))
+    return Groups(called, torch.tensor(owner), of_inputs)
 
 
 def units(

@@ -1,4 +1,5 @@
-"""Each client against the others: who stands out in inputs, classes or accuracy.
+"""Each client against the others: who stands out in inputs, classes, repeated examples
+or accuracy.
 
 A federation whose clients all differ is one thing, a client that differs from all the
 others another. So each measure is compared with its median over the clients, in units
@@ -9,33 +10,50 @@ score as high to any client in any measure in one of 500 federations (Bonferroni
 A distance d of a client with n examples is compared twice, and both must stand out. If
 the clients differ by chance alone, n d^2 is alike for all, so a small client is not odd
 for its noise. If they differ by design, d is alike for all, so a large client is not
-odd for its precision. Their cube roots are nearly normal (Wilson & Hilferty 1931).
+odd for its precision.
+
+Chance is measured for the inputs, whose columns have long tails in many tables: the
+same groups of examples are dealt to the clients at random, and a client stands out if
+it is further than each client of each of 500 such federations.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedbn_flwr.doctor.differences import Groups, class_skew, degrees, group_means
-from fedbn_flwr.doctor.thresholds import LEVEL, MIN_BELOW, MIN_MIX, MIN_SHIFT
+from fedbn_flwr.doctor.differences import Groups, class_skew
+from fedbn_flwr.doctor.thresholds import (
+    LEVEL,
+    MIN_BELOW,
+    MIN_MIX,
+    MIN_REPEATED,
+    MIN_SHIFT,
+    NO_VARIANCE,
+    RE_SPLITS,
+)
+from fedbn_flwr.errors import needs_package
 
 __all__ = [
     "Compared",
     "EachClient",
-    "accuracies",
+    "below_median",
     "class_mixes",
+    "distinct_share",
     "stand_out",
     "statistics",
 ]
 
 _SHARE_OF_CLASSES = 0.5  # of the level: counts of few examples are the least evidence
-_OTHERS = 2  # which share the rest: inputs of BatchNorm, accuracy
+_OTHERS = 3  # which share the rest: inputs, distinct examples, accuracy
+
+
+# Of the mean over columns: one that is far out counts as many that are a little.
+_POWER = 8
 
 
 @dataclass(frozen=True)
@@ -61,11 +79,13 @@ class EachClient:
         mix: total variation distance of a client's class mix from the usual one.
         inputs: how far the inputs of BatchNorm are from the usual ones: root mean
             square over layers and channels, in standard deviations.
+        repeated: the median share of distinct examples minus the client's.
         below: the median accuracy minus the client's.
     """
 
     mix: Compared | None = None
     inputs: Compared | None = None
+    repeated: Compared | None = None
     below: Compared | None = None
 
     @property
@@ -75,8 +95,14 @@ class EachClient:
 
     @property
     def other_inputs(self) -> list[int]:
-        """The clients whose inputs look different, and not for their classes."""
-        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in self.other_mix]
+        """The clients whose inputs look different, for no cause that is seen."""
+        known = {*self.other_mix, *self.repeating}
+        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in known]
+
+    @property
+    def repeating(self) -> list[int]:
+        """The clients whose examples are repeated."""
+        return _large(self.repeated, MIN_REPEATED)
 
     @property
     def worse(self) -> list[int]:
@@ -89,7 +115,7 @@ class EachClient:
 
         What is said of all clients leaves them out.
         """
-        return sorted({*self.other_inputs, *self.other_mix})
+        return sorted({*self.other_inputs, *self.other_mix, *self.repeating})
 
 
 def _large(compared: Compared | None, least: float) -> list[int]:
@@ -164,58 +190,70 @@ def _among_designed(distances: Tensor) -> Tensor:
 
 
 def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
-    """Return how far each client's inputs of BatchNorm are from the usual ones.
+    """Return how far each client's inputs are from the usual ones.
 
-    The usual mean and mean square are medians over the clients: of many equal ones, an
-    odd client does not move them, as it moves the mean. ``eps`` is each layer's.
+    They are the inputs of BatchNorm and of the model. The usual mean and variance are
+    medians, which an odd client does not move. ``eps`` is each layer's.
     """
-    rows, owner = [], groups.owner
-    for path, moments in groups.layers.items():
+    rows = []
+    for path, moments in {"": groups.inputs, **groups.layers}.items():
         means = torch.stack([one.mean for one in moments])
-        usual = group_means(means, owner).median(0).values
-        within = torch.stack([one.m2 / one.count for one in moments])
-        # About the usual mean: a shift of the mean shows in both halves of a row.
-        square = within + (means - usual).square()
-        variance = group_means(square, owner).median(0).values + eps[path]
-        rows.append(
-            torch.cat([(means - usual) / variance.sqrt(), square / variance], 1)
-        )
-    return _distances(torch.cat(rows, 1), owner)
+        variances = torch.stack([one.variance for one in moments])
+        mean, variance = means.median(0).values, variances.nanmedian(0).values
+        scale = variance + eps.get(path, NO_VARIANCE)
+        rows += [(means - mean) / scale.sqrt(), (variances - variance) / scale]
+    # A single value has no variance: nothing speaks against the usual one.
+    return _distances(torch.cat(rows, 1).nan_to_num(0), groups.owner)
 
 
 def _distances(rows: Tensor, owner: Tensor) -> Compared:
     """Return the clients compared by how far their mean row is from the usual one."""
-    means, sizes = group_means(rows, owner), torch.bincount(owner).double()
-    squares = (means - means.median(0).values).square().sum(1)
-    left = rows - means[owner]
-    free = max(1, len(rows) - len(sizes))
+    with needs_package("scipy", "comparisons of the clients' inputs"):
+        from scipy.stats import rankdata
+    sizes = torch.bincount(owner)
+    share = nn.functional.one_hot(owner).T / sizes[:, None].double()
 
-    # By chance n d^2 is alike: a chi-square value of ``degrees``, whose cube root has a
-    # relative variance of 2 / (9 degrees) (Wilson & Hilferty).
-    weighted = sizes * squares
-    roots = (weighted / weighted.median().clamp(min=1e-300)).pow(1 / 3)
-    error = math.sqrt(2 / 9 / degrees(left, free))
-    by_chance = stand_out(roots, torch.full_like(roots, error))
+    def far(share: Tensor, rows: Tensor) -> Tensor:
+        means = share @ rows
+        return (means - means.median(0).values).pow(_POWER).mean(1).pow(1 / _POWER)
 
-    # By design d is alike: what is left of it without the noise of n groups.
-    noise = left.square().sum() / free
-    by_design = _among_designed((squares - noise / sizes).clamp(min=0).sqrt())
-    root_mean_square = (squares / rows.shape[1]).sqrt()
-    return _compared(root_mean_square, torch.minimum(by_chance, by_design))
+    # Normal values of the same ranks: no column has a long tail. Equal values have
+    # equal ranks, and differences below a thousandth are rounding.
+    ranks = torch.from_numpy(rankdata(rows.round(decimals=3).numpy(), axis=0))
+    scores = torch.special.ndtri((ranks - 0.5) / len(rows))
+    found = far(share, scores)
+    generator, dealt = torch.Generator().manual_seed(0), []
+    for _ in range(RE_SPLITS):
+        order = torch.randperm(len(rows), generator=generator)
+        dealt.append(far(share[:, order], scores))
+    chance = torch.stack(dealt)
+    by_chance = found * sizes.sqrt() > (chance * sizes.sqrt()).max()
+
+    # By design d is alike: what is left of it above that of random re-splits.
+    by_design = _among_designed(found - chance.mean(0))
+    compared = torch.where(by_chance, by_design, by_design.clamp(max=0))
+    return _compared(far(share, rows), compared)
 
 
-def accuracies(values: Sequence[float], sizes: Sequence[int]) -> Compared:
-    """Return how far each client is below the median accuracy.
+def distinct_share(inputs: Tensor) -> float:
+    """Return how many of the examples differ, as a share of all."""
+    # Hashes: the examples themselves may be large.
+    seen = {hash(one.double().numpy().tobytes()) for one in inputs}
+    return len(seen) / len(inputs)
+
+
+def below_median(values: Sequence[float], sizes: Sequence[int]) -> Compared:
+    """Return how far each client's share of examples is below the median.
 
     Args:
-        values: each client's accuracy.
+        values: the share of each client's examples, that it predicts well say.
         sizes: each client's examples.
     """
-    accuracy = torch.tensor(values, dtype=torch.float64)
+    shares = torch.tensor(values, dtype=torch.float64)
     count = torch.tensor(sizes, dtype=torch.float64)
-    # Two right and two wrong answers more: never 0 or 1, so that the binomial standard
+    # Two examples more of either kind: never 0 or 1, so that the binomial standard
     # error of few examples is not 0 (Agresti & Coull 1998).
-    usual = (accuracy.median() * count + 2) / (count + 4)
+    usual = (shares.median() * count + 2) / (count + 4)
     error = (usual * (1 - usual) / count).sqrt()
-    below = accuracy.median() - accuracy
+    below = shares.median() - shares
     return _compared(below, stand_out(below, error))

@@ -41,6 +41,7 @@ class Measured:
     Attributes:
         training: how the model is trained.
         names: the clients.
+        examples: number of each client's examples that were read.
         batch_sizes: examples in a batch of each client.
         counters: see ``state.averaged_counters``.
         unusable: see ``state.unusable_statistics``.
@@ -74,6 +75,7 @@ class Measured:
 
     training: Training = field(default_factory=Training)
     names: Sequence[str] = ()
+    examples: Sequence[int] = ()
     batch_sizes: Sequence[int] = ()
     counters: Mapping[str, str] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)

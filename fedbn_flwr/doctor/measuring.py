@@ -72,7 +72,7 @@ class Measuring:
         self._m = measured
         self.figures: dict[str, Any] = {
             "clients": [client.name for client in clients],
-            "examples": [len(client) for client in clients],
+            "examples": measured.examples,
             "batch-sizes": [client.batch_size for client in clients],
             "layers": self._rows,
         }
@@ -124,7 +124,7 @@ class Measuring:
         layers = {
             path: rows for path, rows in seen.layers.items() if path not in m.in_eval
         }
-        seen = Groups(layers, seen.owner)
+        seen = seen._replace(layers=layers)
         counts = None
         classes = classes_of(self._clients)
         if classes is not None:
@@ -162,7 +162,9 @@ class Measuring:
             )
         inputs = each_client.statistics(seen, self._eps) if seen.layers else None
         mix = None if counts is None else each_client.class_mixes(counts)
-        self._m.each = each_client.EachClient(mix, inputs)
+        shares = [each_client.distinct_share(one.inputs) for one in self._clients]
+        repeated = each_client.below_median(shares, self._m.examples)
+        self._m.each = each_client.EachClient(mix, inputs, repeated)
 
     def _skew(self, counts: Tensor) -> None:
         skew = self._m.skew = class_skew(counts)
@@ -212,8 +214,7 @@ class Measuring:
                 "one client cannot be compared with the others, which hold other"
                 " classes."
             )
-        sizes = [len(client) for client in self._clients]
-        below = each_client.accuracies(found, sizes)
+        below = each_client.below_median(found, m.examples)
         m.each = replace(m.each, below=below)
 
     def _tried(self, what: str, measure: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ __all__ = [
     "CLIENTS_DIFFER",
     "CLIENT_BELOW",
     "CLIENT_INPUTS",
+    "CLIENT_REPEATS",
     "COUNTERS",
     "DIVERGED",
     "EXTREME_INSIDE",
@@ -48,6 +49,13 @@ _LOOK = Remedy(
     " to them, and how it labels",
 )
 CLIENT_INPUTS = [_LOOK, FEDBN]
+CLIENT_REPEATS = [
+    Remedy(
+        "drop the client's repeated examples",
+        "averages weigh a client by its examples, and a batch of equal ones has too"
+        " small a variance",
+    ),
+]
 CLIENT_BELOW = [
     _LOOK,
     Remedy(

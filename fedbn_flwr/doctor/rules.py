@@ -172,6 +172,7 @@ RULES = (
     extreme_variance,
     data_rules.client_inputs,
     data_rules.client_classes,
+    data_rules.client_repeats,
     data_rules.label_skew,
     data_rules.feature_shift,
     data_rules.clients_differ,

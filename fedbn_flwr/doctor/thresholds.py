@@ -17,9 +17,11 @@ __all__ = [
     "MIN_LOSS",
     "MIN_MIX",
     "MIN_NOISE",
+    "MIN_REPEATED",
     "MIN_SHIFT",
     "MIN_SKEW",
     "NO_VARIANCE",
+    "RE_SPLITS",
     "SMALL_BATCH",
     "Z_OF_A_GAP",
 ]
@@ -98,12 +100,22 @@ LEVEL = 1 / 500
 in any measure, at most.
 """
 
+RE_SPLITS = 500
+"""Random re-splits of the examples among the clients, all of whose clients are nearer
+to the usual inputs than one that stands out: ``LEVEL``.
+"""
+
 MIN_CLIENTS = 4
 """Clients from which one can stand out: of three, two agree by chance too often."""
 
 MIN_MIX = 0.25
 """Total variation of a client's class mix from the usual one: a quarter of its examples
 would have another class.
+"""
+
+MIN_REPEATED = 0.2
+"""Share of distinct examples that a client is below the median, from which its examples
+count as repeated: a fifth would be another's equal.
 """
 
 MIN_BELOW = 0.2

@@ -57,6 +57,11 @@ FAULTS: dict[str, Callable[[Tensor, Tensor, int], Data]] = {
     "inputs in other units": lambda x, y, k: (1.8 * x + 32, y),
     "swapped labels": lambda x, y, k: (x, (y + 1 + k % 9) % 10),
     "another class mix": lambda x, y, k: (x[y < 3], y[y < 3]),
+    "examples doubled": lambda x, y, k: (torch.cat([x, x]), torch.cat([y, y])),
+    "pixels at their mean": lambda x, y, k: (
+        torch.cat([x[:, :24], x[:, 24:32].mean(0).expand(len(x), 8), x[:, 32:]], 1),
+        y,
+    ),
 }
 WANTED = {
     "permuted pixels": "client-inputs",
@@ -65,6 +70,8 @@ WANTED = {
     "inputs in other units": "client-inputs",
     "swapped labels": "client-below",
     "another class mix": "client-classes",
+    "examples doubled": "client-repeats",
+    "pixels at their mean": "client-inputs",
 }
 
 
@@ -106,12 +113,18 @@ def test_a_client_that_differs_from_the_others_is_named(
         "client-inputs",
         "client-classes",
         "client-below",
+        "client-repeats",
         "feature-shift",
         "label-skew",
     }
     assert {*by_id} & about_clients == {wanted}, "the others are alike"
     assert "label-skew" not in by_id
-    assert {*found.measures["each-client"]} == {"mix", "inputs", "below"}
+    assert {*found.measures["each-client"]} == {
+        "mix",
+        "inputs",
+        "repeated",
+        "below",
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,6 +136,84 @@ def test_no_client_stands_out_where_all_are_alike_or_all_differ(
     parts = split(digits, clients, seed=clients, alpha=alpha)
     found = diagnose(trained, [[part] for part in parts], max_examples=400)
     assert [f.id for f in found.findings if f.id.startswith("client-")] == []
+
+
+def skewed_table(name: str) -> Data:
+    """A table whose columns have long tails, without a unit: as a hospital has it."""
+    if name == "breast cancer":
+        from sklearn.datasets import load_breast_cancer
+
+        inputs, targets = load_breast_cancer(return_X_y=True)
+        return torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets)
+    inputs = torch.randn(600, 12, generator=seed_of(0)).exp()
+    return inputs, torch.randint(2, (600,), generator=seed_of(1))
+
+
+def dealt(table: Data, clients: int, seed: int) -> list[Data]:
+    """Deal the examples at random: clients that differ by chance alone, and the last
+    has one example.
+    """
+    order = torch.randperm(len(table[1]), generator=seed_of(seed))
+    shares = [*order[1:].tensor_split(clients - 1), order[:1]]
+    return [(table[0][own], table[1][own]) for own in shares]
+
+
+def normalised_first(table: Data) -> nn.Module:
+    """A model that sees the table as it is, under the statistics of all of it."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(table[0].shape[1], momentum=1.0)
+    norm(table[0])
+    return nn.Sequential(norm, nn.Linear(table[0].shape[1], 2)).eval()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["breast cancer", "log-normal"])
+def test_random_splits_of_long_tailed_columns_accuse_nobody(
+    name: str, seed: int
+) -> None:
+    table = skewed_table(name)
+    parts = dealt(table, 25, seed)
+    found = diagnose(normalised_first(table), [[part] for part in parts])
+    assert [f.id for f in found.findings if f.id.startswith("client-")] == []
+
+
+@pytest.mark.parametrize("name", ["breast cancer", "log-normal"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x: 255 * x,
+        lambda x: 1.8 * x + 32,
+        lambda x: -x,
+        # One column alone, in a table of many.
+        lambda x: torch.cat([x[:, :1].mean(0).expand(len(x), 1), x[:, 1:]], 1),
+        lambda x: torch.cat([10 * x[:, :1], x[:, 1:]], 1),
+    ],
+    ids=["x 255", "other units", "negated", "a column at its mean", "a column x 10"],
+)
+def test_a_fault_among_long_tailed_columns_is_the_clients_alone(
+    name: str, fault: Callable[[Tensor], Tensor]
+) -> None:
+    table = skewed_table(name)
+    parts = dealt(table, 25, 1)
+    parts[3] = fault(parts[3][0]), parts[3][1]
+    found = diagnose(normalised_first(table), [[part] for part in parts])
+    by_id = {finding.id: finding.numbers for finding in found.findings}
+    assert by_id["client-inputs"]["clients"] == ["3"]
+    assert [id_ for id_ in by_id if id_.startswith("client-")] == ["client-inputs"]
+
+
+def test_small_batches_of_one_client_are_named_where_it_has_more_examples(
+    trained: nn.Module, digits: Data
+) -> None:
+    parts = [[part] for part in split(digits, 8)]
+    # All that a client has, and by choice.
+    parts[1] = [tuple(values[:3] for values in parts[1][0])]
+    parts[5] = [*zip(*(values.split(1) for values in parts[5][0]), strict=True)]
+    found = diagnose(trained, parts)
+    small = [f.numbers["clients"] for f in found.findings if f.id == "small-batch"]
+    assert small == [["5"]]
+    found = diagnose(trained, [*parts[:5], *parts[6:]])
+    assert "small-batch" not in {f.id for f in found.findings}
 
 
 def test_accuracy_of_each_client_stands_in_a_table(
