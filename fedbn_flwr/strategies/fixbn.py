@@ -274,7 +274,8 @@ class FixBNMethod(Method[Any, Frozen]):
         """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
         if self.phase(state, facts.number) == "frozen":
             # FROZEN is for the learning rate (lr-decay-at=freeze), not for the hook.
-            config = {FREEZE_AFFINE: self.params.freeze_affine, FROZEN: True}
+            # FedTAN-II has no setting of this name; its parts say what freezes.
+            config = {FREEZE_AFFINE: self.parts == BATCHNORM, FROZEN: True}
             # The reply need not say that the hook was applied: its frozen entries are
             # compared with those that were sent.
             return [Ask("freeze-bn", config, shown=True)]
