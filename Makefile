@@ -11,7 +11,7 @@ export NO_MKDOCS_2_WARNING = 1
 NODES ?= 3
 HOSTS ?=
 ARGS ?=
-PAIRS ?=
+SETS ?=
 KEEP ?=
 DATA ?=
 PEERS ?=
@@ -24,10 +24,10 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
-# The suite with each Python found and the oldest and the newest Flower, into docs/results/compat.md:
-# make compat ARGS="tests/strategies" PAIRS="3.12/1.41 3.12/nightly" KEEP=1
+# The core's suite with each Python found, the oldest and the newest Flower, and torch 2.6, 2.8 and the newest, into
+# docs/results/compat.md: make compat ARGS="tests/strategies" SETS="3.12/1.28/2.8 3.12/nightly/newest" KEEP=1
 compat: .venv/installed
-	$(BIN)/python benchmarks/compat.py $(if $(KEEP),--keep) $(PAIRS:%=--pair %) -- $(ARGS)
+	$(BIN)/python benchmarks/compat.py $(if $(KEEP),--keep) $(SETS:%=--set %) -- $(ARGS)
 
 slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m "slow and not network"

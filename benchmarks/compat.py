@@ -1,19 +1,20 @@
-"""Run the tests with every Python that is here and the oldest and the newest Flower;
-record what came of it.
+"""Run the core's tests with every Python that is here, the oldest and the newest Flower,
+and torch 2.6, 2.8 and the newest; record what came of it.
 
-    python benchmarks/compat.py                                    # the whole suite, every pair (Python, Flower)
-    python benchmarks/compat.py --pair 3.12/1.42 -- tests/norms    # some tests, one pair
-    python benchmarks/compat.py --pair 3.11/nightly                # with tomorrow's Flower, which runs by name only
+    python benchmarks/compat.py                                        # the core's suite, nine sets of versions
+    python benchmarks/compat.py --set 3.12/1.42/2.8 -- tests/norms     # some tests, one set
+    python benchmarks/compat.py --set 3.11/nightly/newest              # tomorrow's Flower, which runs by name only
 
-Each pair has its own environment, `.compat/PYTHON-FLOWER`. It is made, used and deleted
-before the next one is made, since each holds some gigabytes; `--keep` leaves them, and
-the next call uses them again. The versions are those of constraints.txt. Where another
-Flower is asked for than the pinned one, the pins that fit one version of Flower only
-are left out. A Flower whose own dependencies cannot be had is installed with the
-overrides named below; the table says so. The nightly build is the package flwr-nightly.
-It is installed in place of flwr, which is then not asked for at all.
+Each set has its own environment, `.compat/PYTHON-FLOWER-TORCH`. It is made, used and
+deleted before the next one is made, since each holds some gigabytes; `--keep` leaves
+them, and the next call uses them again. The versions are those of constraints.txt.
+Where another Flower is asked for than the pinned one, the pins that fit one version of
+Flower only are left out. The oldest Flower serves the core alone. The tests draw
+pictures with the laboratory's packages, which want a newer one: what Flower asks for is
+then overridden as named below, and the table says so. The nightly build is the package
+flwr-nightly. It is installed in place of flwr, which is then not asked for at all.
 
-The results go into docs/results/compat.md. A pair that was run has a new row; the other
+The results go into docs/results/compat.md. A set that was run has a new row; the other
 lines of the file stay.
 """
 
@@ -26,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 from xml.etree import ElementTree
@@ -35,33 +37,48 @@ import typer
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "compat.md"
 PYTHONS = ("3.11", "3.12", "3.13")
-FLOWERS = ("1.41", "1.42")
 NIGHTLY = "nightly"
-PAIRS = [(python, flower) for python in PYTHONS for flower in FLOWERS]
-BY_NAME = {
-    f"{python}/{flower}": (python, flower)
+FLOWERS = ("1.28", "1.41", "1.42", NIGHTLY)
+NEWEST = "newest"
+TORCHES = ("2.6", "2.8", NEWEST)
+VERSIONS = [
+    (python, *others)
     for python in PYTHONS
-    for flower in (*FLOWERS, NIGHTLY)
-}
-BOUND_BY_FLOWER = ("flwr", "uv")  # their pins fit one version of Flower
-OVERRIDES = {"1.42": ("certifi",)}  # asks for one newer than every release at its own
+    for others in (
+        ("1.28", "2.6"),
+        ("1.42", "2.8"),
+        ("1.42", NEWEST),
+    )
+]
+BY_NAME = {"/".join(each): each for each in product(PYTHONS, FLOWERS, TORCHES)}
+# their pins fit some versions of Flower
+BOUND_BY_FLOWER = ("cryptography", "flwr", "uv")
+OVERRIDES = {"1.28": ("flwr", "rich")}
 # an override whose marker never holds: the requirement is dropped
 NO_FLWR = "flwr ; python_version < '0'"
 # a bound with "dev" is what admits builds before a release
 NEWEST_NIGHTLY = "flwr-nightly[simulation]>=1.43.0.dev0"
+# what the core's tests need; onnx, of the extra dev, fits no old Flower
+NEEDED = (f"{ROOT}[lab,privacy,timm]", "hypothesis", "pytest", "pytest-xdist")
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-SUITE = ("-n", "auto", "--dist", "loadgroup")
+CORE = (
+    *("batchnorm", "client", "compat", "doctor", "engines", "messages", "norms"),
+    *("privacy", "server", "strategies", "training", "transport"),
+    *("test_checked_file.py", "test_core_alone.py", "test_devices.py"),
+    *("test_errors.py", "test_seeds.py"),
+)
+SUITE = (*(f"tests/{name}" for name in CORE), "-n", "auto", "--dist", "loadgroup")
 ROW = "| 3."
 RULER = "|---" * 11 + "|"
-HEAD = f"""# Python and Flower
+HEAD = f"""# Python, Flower and torch
 
-`make compat` makes this table: the tests with each Python that is there and the oldest and the newest supported Flower.
-A commit with a `+` had changes that were not committed. An override is a dependency of Flower that was installed in
-another version than Flower asks for.
+`make compat` makes this table: the core's tests with each Python that is there, the oldest and the newest supported
+Flower, and torch 2.6, 2.8 and the newest. A commit with a `+` had changes that were not committed. An override is a
+package that was installed in another version than this Flower asks for.
 
 | Python | Flower | torch | passed | failed | skipped | seconds | arguments | overrides | date | commit |
 {RULER}
@@ -69,7 +86,7 @@ another version than Flower asks for.
 
 
 class NotInstalledError(Exception):
-    """The environment of a pair cannot be made."""
+    """The environment of a set cannot be made."""
 
 
 def said(*command: str | Path) -> str:
@@ -107,42 +124,34 @@ def interpreters() -> dict[str, Path]:
     return found
 
 
-def install(python: Path, flower: str, environment: Path) -> tuple[str, ...]:
-    """Make the environment with the package and what its tests need; return which
-    overrides it took.
-    """
+def install(python: Path, flower: str, torch: str, environment: Path) -> None:
+    """Make the environment with the package and what its tests need."""
     if not environment.exists():
         subprocess.run([python, "-m", "venv", environment], check=True)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    wanted, dropped = ["--editable", f"{ROOT}[lab,dev]"], ""
+    wanted, overrides = ["--editable", *NEEDED], [*OVERRIDES.get(flower, ())]
     if not any(pin.startswith(f"flwr=={flower}.") for pin in pins):
         pins = [pin for pin in pins if pin.partition("==")[0] not in BOUND_BY_FLOWER]
         if flower == NIGHTLY:
-            wanted, dropped = [*wanted, NEWEST_NIGHTLY], NO_FLWR
+            wanted.append(NEWEST_NIGHTLY)
+            overrides.append(NO_FLWR)
         else:
             pins.append(f"flwr=={flower}.*")
+    if torch != NEWEST:
+        pins.append(f"torch=={torch}.*")
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
+    command += ["--python", str(environment / "bin" / "python")]
     with tempfile.TemporaryDirectory() as folder:
-        constraints, overrides = (
-            Path(folder, "constraints.txt"),
-            Path(folder, "overrides.txt"),
+        for option, lines in (("constraint", pins), ("override", overrides)):
+            file = Path(folder, f"{option}.txt")
+            file.write_text("\n".join(lines), encoding="utf-8")
+            command += [f"--{option}", str(file)]
+        done = subprocess.run(
+            [*command, *wanted], capture_output=True, text=True, check=False
         )
-        constraints.write_text("\n".join(pins), encoding="utf-8")
-        for override in dict.fromkeys([(), OVERRIDES.get(flower, ())]):
-            overrides.write_text("\n".join([dropped, *override]), encoding="utf-8")
-            command = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
-            command += ["--python", str(environment / "bin" / "python")]
-            command += [
-                "--constraint",
-                str(constraints),
-                "--override",
-                str(overrides),
-                *wanted,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                return override
-    print(done.stderr, file=sys.stderr, flush=True)
-    raise NotInstalledError("its dependencies cannot be had")
+    if done.returncode:
+        print(done.stderr, file=sys.stderr, flush=True)
+        raise NotInstalledError("its dependencies cannot be had")
 
 
 def versions(environment: Path, names: Sequence[str]) -> list[str]:
@@ -185,10 +194,14 @@ def tested(environment: Path, arguments: Sequence[str]) -> tuple[int, list[str]]
     return code, [str(passed), bad, str(count["skipped"]), f"{seconds:.0f}"]
 
 
-def pair_of(row: str) -> tuple[str, str]:
-    """Return the minor versions of Python and of Flower that a row of the table is of."""
-    python, flower = (cell.strip() for cell in row.split("|")[1:3])
-    return minor(python), NIGHTLY if ".dev" in flower else minor(flower)
+def versions_of(row: str) -> tuple[str, str, str]:
+    """Return the set of versions that a row of the table is of."""
+    python, flower, torch = (cell.strip() for cell in row.split("|")[1:4])
+    if ".dev" in flower:
+        flower = NIGHTLY
+    if minor(torch) not in TORCHES:
+        torch = NEWEST
+    return minor(python), minor(flower), minor(torch)
 
 
 def minor(version: str) -> str:
@@ -197,72 +210,68 @@ def minor(version: str) -> str:
 
 
 def record(row: str) -> None:
-    """Put a row in the place of the pair's former one. A pair that was never run has a
+    """Put a row in the place of the set's former one. A set that was never run has a
     row that says so.
     """
     lines = (
         RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
     ).splitlines()
-    rows = {
-        (python, flower): f"| {python} | {flower} | not run |{'  |' * 8}"
-        for python, flower in PAIRS
-    }
-    rows |= {pair_of(line): line for line in (*lines, row) if line.startswith(ROW)}
+    rows = {each: f"| {' | '.join(each)} | not run |{'  |' * 7}" for each in VERSIONS}
+    rows |= {versions_of(line): line for line in (*lines, row) if line.startswith(ROW)}
     others = [line for line in lines if not line.startswith(ROW)]
     place = others.index(RULER) + 1
-    others[place:place] = [rows[pair] for pair in sorted(rows)]
+    others[place:place] = [rows[each] for each in sorted(rows)]
     RESULTS.write_text("\n".join(others) + "\n", encoding="utf-8")
 
 
 def main(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="for pytest; without them the whole suite"),
+        typer.Argument(help="for pytest; without them the core's suite"),
     ] = None,
-    pair: Annotated[
-        list[str] | None, typer.Option(help="PYTHON/FLOWER; without it every pair")
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="PYTHON/FLOWER/TORCH; without it nine of them"),
     ] = None,
     keep: Annotated[bool, typer.Option(help="leave the environments")] = False,
 ) -> None:
-    """Run the tests for every pair, record each, and fail where one failed."""
+    """Run the tests for every set, record each, and fail where one failed."""
     arguments = arguments or list(SUITE)
-    if unknown := set(pair or ()) - set(BY_NAME):
+    names = names or ["/".join(each) for each in VERSIONS]
+    if unknown := set(names) - set(BY_NAME):
         raise typer.BadParameter(
-            f"{', '.join(sorted(unknown))}: pairs are {', '.join(BY_NAME)}"
+            f"{', '.join(sorted(unknown))}: sets are {', '.join(BY_NAME)}"
         )
     changed = said(
         "git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}"
     )
     commit = said("git", "rev-parse", "--short", "HEAD") + ("+" if changed else "")
     pythons, bad = interpreters(), []
-    for name in pair or [f"{python}/{flower}" for python, flower in PAIRS]:
-        version, flower = BY_NAME[name]
+    for name in names:
+        version, flower, torch = BY_NAME[name]
         if version not in pythons:
             print(f"Python {version}: none found, so {name} is not run", flush=True)
             continue
-        environment = ROOT / ".compat" / f"{version}-{flower}"
+        environment = ROOT / ".compat" / name.replace("/", "-")
         package = "flwr-nightly" if flower == NIGHTLY else "flwr"
+        overrides = OVERRIDES.get(flower, ())
         try:
-            print(f"Python {version}, Flower {flower}", flush=True)
-            overrides = install(pythons[version], flower, environment)
-            python, installed, torch, *other = versions(
-                environment, (package, "torch", *overrides)
-            )
+            print(f"Python {version}, Flower {flower}, torch {torch}", flush=True)
+            install(pythons[version], flower, torch, environment)
+            found = versions(environment, (package, "torch", *overrides))
             code, numbers = tested(environment, arguments)
-            named = ", ".join(
+            overridden = [
                 f"{which} {number}"
-                for which, number in zip(overrides, other, strict=True)
-            )
+                for which, number in zip(overrides, found[3:], strict=True)
+            ]
             cells = [
-                python,
-                installed,
-                torch,
+                *found[:3],
                 *numbers,
                 f"`{' '.join(arguments)}`",
-                named,
+                ", ".join(overridden),
             ]
         except (NotInstalledError, subprocess.CalledProcessError) as error:
-            code, cells = 1, [version, flower, f"not installed: {error}", *[""] * 6]
+            code, cells = 1, [version, flower, torch, f"{error}", *[""] * 5]
         finally:
             if not keep:
                 shutil.rmtree(environment, ignore_errors=True)

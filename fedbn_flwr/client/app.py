@@ -9,12 +9,12 @@ from typing import Any, cast
 from flwr.app import ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.compat.flower import on_network_node
+from fedbn_flwr.compat.flower import Mod, on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
     checked,

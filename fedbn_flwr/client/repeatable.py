@@ -11,9 +11,9 @@ import functools
 from collections.abc import Sequence
 
 from flwr.app import Context, Message, MessageType
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.clientapp.typing import ClientAppCallable
 
-from fedbn_flwr.compat.flower import later_mods, with_mods
+from fedbn_flwr.compat.flower import Mod, later_mods, with_mods
 from fedbn_flwr.errors import (
     MOD_ON_QUERIES,
     MOD_RAISED,

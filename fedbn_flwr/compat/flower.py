@@ -3,7 +3,7 @@
 No other module imports or reads what Flower does not document, but for ``node_key`` and
 ``secret_sharing`` beside this one.
 Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and
-what to do, when a new version of Flower changes it. Supported: Flower 1.41 and 1.42.
+what to do, when a new version of Flower changes it. Supported: Flower 1.28 to 1.43.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
-import httpx
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -32,7 +32,7 @@ from flwr.app import (
 )
 from flwr.client.mod.utils import make_ffn
 from flwr.clientapp.client_app import ClientAppException
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import (
     NUM_PARTITIONS_KEY,
     PARTITION_ID_KEY,
@@ -45,15 +45,30 @@ from flwr.serverapp.strategy.strategy_utils import (
     aggregate_metricrecords,
     log_strategy_start_info,
 )
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedbn_flwr.errors import ConfigError
+
+try:
+    from flwr.supercore.run import Run
+except ModuleNotFoundError:  # before Flower 1.32
+    from flwr.common.typing import Run  # type: ignore[attr-defined, no-redef]
+try:
+    from flwr.supercore.task_identity import TaskIdentity
+except ModuleNotFoundError:
+    # Before Flower 1.38 messages need none. The command's name alone tells the
+    # process that a SuperNode starts for an app.
+    class TaskIdentity:  # type: ignore[no-redef]
+        """The identity of this process."""
+
+        task_id = run_id = 1
+        node_id = SUPERLINK_NODE_ID + (Path(sys.argv[0]).name == "flwr-clientapp")
+
 
 __all__ = [
     "NUM_PARTITIONS_KEY",
     "PARTITION_ID_KEY",
     "BufferArray",
+    "Mod",
     "Run",
     "answer",
     "app_error",
@@ -87,8 +102,12 @@ __all__ = [
     "with_mods",
 ]
 
+# Flower has it since 1.32.
+Mod = Callable[[Message, Context, ClientAppCallable], Message]
+
 T = TypeVar("T")
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
+_SERVER_ERROR = 500
 _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
 
 
@@ -190,15 +209,18 @@ def is_simulation_grid(grid: Grid) -> bool:
 
 def is_network_grid(grid: Grid) -> bool:
     """Return whether the grid's nodes are separate processes, which may come and go."""
-    return _is_instance(grid, "HttpGrid")
+    # the second one before Flower 1.35
+    return _is_instance(grid, "HttpGrid", "GrpcGrid")
 
 
-def _is_instance(grid: Grid, class_name: str) -> bool:
-    """Return whether the grid is an instance of this class of Flower's."""
-    # The module is not imported here, because SQLAlchemy and FastAPI come with it
-    # (0.7 s): as long as nobody has imported it, there is no such grid.
-    module = sys.modules.get("flwr.superlink.grid")
-    return module is not None and isinstance(grid, getattr(module, class_name))
+def _is_instance(grid: Grid, *class_names: str) -> bool:
+    """Return whether the grid is an instance of one of these classes of Flower's."""
+    # By name: their modules have moved, and SQLAlchemy and FastAPI come with them
+    # (0.7 s).
+    return any(
+        kind.__name__ in class_names and kind.__module__.startswith("flwr.")
+        for kind in type(grid).__mro__
+    )
 
 
 def copied_message(message: Message) -> Message:
@@ -326,12 +348,14 @@ def answer(message: Message, content: RecordDict) -> Message:
         _message_id="",
         _src_node_id=about["_dst_node_id"],
         _dst_node_id=about["_src_node_id"],
-        _src_task_id=about["_dst_task_id"],
-        _dst_task_id=about["_src_task_id"],
         _reply_to_message_id=about["_message_id"],
         _created_at=now,
         _ttl=about["_created_at"] + about["_ttl"] - now,
     )
+    # since Flower 1.31
+    if "_src_task_id" in about:
+        sender = about["_src_task_id"]
+        about.update(_src_task_id=about["_dst_task_id"], _dst_task_id=sender)
     metadata.delivered_at = ""
     reply = _shallow(message)
     reply.__dict__.update(_metadata=metadata, _content=content, _error=None)
@@ -490,9 +514,8 @@ class _GiveUp:
         self._thread.failures = 0
 
     def __call__(self, error: Exception) -> bool:
-        failed = isinstance(error, httpx.HTTPStatusError) and (
-            error.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
-        )
+        response = getattr(error, "response", None)
+        failed = getattr(response, "status_code", None) == _SERVER_ERROR
         if failed:
             failures: int = getattr(self._thread, "failures", 0) + 1
             self._thread.failures = failures

@@ -8,8 +8,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import flwr
 import pytest
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
+
+if tuple(int(number) for number in flwr.__version__.split(".")[:2]) < (1, 40):
+    pytest.skip("node_key serves Flower from 1.40 on", allow_module_level=True)
 
 from fedbn_flwr.compat.node_key import (
     REFUSED,
