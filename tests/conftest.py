@@ -55,9 +55,11 @@ from tests.support.points import Points
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a GPU where there is none; those whose commands start at
-    once share a process.
+    once share a process; slow ones may take an hour.
     """
     for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3600))
         if "at_once" in getattr(
             item, "fixturenames", ()
         ) and not item.get_closest_marker("xdist_group"):

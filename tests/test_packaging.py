@@ -215,3 +215,9 @@ def test_one_version() -> None:
     assert all(
         "<" in dependency for dependencies in lists for dependency in dependencies
     ), "upper bounds"
+
+
+def test_each_test_has_a_limit(pytestconfig: pytest.Config) -> None:
+    """Without the plugin its settings are ignored."""
+    assert pytestconfig.pluginmanager.hasplugin("timeout")
+    assert float(pytestconfig.getini("timeout")) > 0
