@@ -261,15 +261,19 @@ class ClientLevelDP(Protection):
         self._choose_noise(facts)
         if not self.accountant.releases:
             self._warn(facts, asked)
-        self._spent = self._exceeds(self.noise_multiplier or 0.0)
-        if self._spent:
+        return not self._spends(self.noise_multiplier or 0.0)
+
+    def _spends(self, noise_multiplier: float) -> bool:
+        """Return whether nothing is left for a further release; say so once."""
+        if not self._spent and self._exceeds(noise_multiplier):
+            self._spent = True
             logger.warning(
                 "epsilon is %.4g, and a further round would bring it above %g: the run"
                 " ends.",
                 self.accountant.epsilon(),
                 self.settings.dp_target_epsilon,
             )
-        return not self._spent
+        return self._spent
 
     def _exceeds(self, noise_multiplier: float) -> bool:
         """Return whether a further release would cost more than a target epsilon."""
@@ -367,7 +371,7 @@ class ClientLevelDP(Protection):
     def stops_after(self, server_round: int) -> bool:
         """Return whether a round with the noise of the last one would cost too much."""
         releases = self.accountant.releases
-        return self._spent or (bool(releases) and self._exceeds(releases[-1]))
+        return self._spent or (bool(releases) and self._spends(releases[-1]))
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""

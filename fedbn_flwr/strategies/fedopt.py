@@ -42,7 +42,8 @@ running statistics and counters are averaged as by FedAvg. An optimizer that ste
 running variance drives it below zero, and the model to NaN
 (`benchmarks/server_optimizers.py` shows it). As in Flower, $\Delta$ is weighted by the
 number of examples, $v$ starts at 0 (the paper: at least $\tau^2$), and Adam's step is
-corrected for the start, with exponent $t + 1$.
+corrected for the start, with exponent $t + 1$; $t$ is the number of the round, and a
+round without replies counts, too.
 
 ## Law
 

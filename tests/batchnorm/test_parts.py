@@ -12,7 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
-from fedbn_flwr.batchnorm.parts import Parts, fixed_entries, learning_parts, split_state
+from fedbn_flwr.batchnorm.parts import (
+    Parts,
+    fixed_entries,
+    learning_parts,
+    split_state,
+    tied_entries,
+)
 from fedbn_flwr.training.freezing import force_eval
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -250,6 +256,31 @@ class Windowed(nn.Module):
             parametrizations.spectral_norm(nn.Linear(3, 3)),
             spectral_norm(nn.Linear(3, 3)),
         )
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("what", ["weight", "gamma", "layer", "window"])
+def test_fixed_entries_are_closed_under_ties(what: str, frozen: int) -> None:
+    """Whichever of the two names comes first, and by whichever one it was frozen."""
+    model = nn.Sequential(*(nn.Sequential(Windowed(), nn.Linear(3, 3)) for _ in "ab"))
+    one, other = model[1 - frozen], model[frozen]
+    if what == "weight":
+        one[1].weight = other[1].weight
+        other[1].weight.requires_grad_(False)
+    elif what == "gamma":
+        one[1].bias = other[0].norms[0].weight
+        other[0].norms[0].weight.requires_grad_(False)
+    elif what == "layer":
+        one[0].norms[0] = other[0].norms[0]
+        force_eval(other[0].norms[0])
+        other[0].norms[0].bias.requires_grad_(False)
+    else:
+        one[0].window = other[0].window
+    ties, fixed = tied_entries(model), fixed_entries(model)
+    assert ties
+    for name, first in ties.items():
+        assert (name in fixed) == (first in fixed), name
+    assert fixed & ties.keys()
 
 
 def test_buffers_that_no_layer_moves_are_fixed() -> None:

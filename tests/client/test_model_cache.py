@@ -122,35 +122,44 @@ def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
 
 
 class Running(nn.Module):
-    """Its forward pass replaces its buffers, one of which is in no state dict."""
+    """Its forward pass replaces its buffers, one of which is in no state dict; or it
+    changes them in place.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(5, 2)
+        self.in_place = in_place
+        self.linear = nn.Linear(5, 3)
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
+        if self.training and self.in_place:
+            self.calls += 1
+            self.mean.mul_(0.5).add_(self.calls * x.detach().mean(0))
+        elif self.training:
             self.calls = self.calls + 1
             self.mean = 0.5 * self.mean + self.calls * x.detach().mean(0)
         return self.linear(x)
 
 
-def test_buffers_that_a_layer_replaces_are_sent_and_do_not_pass_to_other_clients(
-    points, same_bits
+@pytest.mark.parametrize("in_place", [False, True])
+def test_buffers_that_a_layer_changes_are_sent_and_do_not_pass_to_other_clients(
+    points, same_bits, in_place: bool
 ) -> None:
+    build = functools.partial(Running, in_place)
     datasets, start = (
         [points(n, i) for i, n in enumerate(SIZES)],
-        to_record(Running().state_dict()),
+        to_record(build().state_dict()),
     )
     found = []
     for lend in (True, False):
-        made = app(Running, datasets) if lend else app(Running, datasets, fresh=True)
+        made = app(build, datasets, fresh=not lend)
         with InProcessGrid(made, 4) as grid:
-            result = FedAvg(fraction_evaluate=0.0).start(
-                grid=grid, initial_arrays=start, num_rounds=2
-            )
+            strategy = FedAvg(fraction_evaluate=0.0)
+            result = strategy.start(grid=grid, initial_arrays=start, num_rounds=2)
+        for report in strategy.reports:
+            assert report.participants == [0, 1, 2, 3]
         found.append({name: array.numpy() for name, array in result.arrays.items()})
     same_bits(*found)
     assert found[0]["mean"].any()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.engines import InProcessGrid, client_work, in_process
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -144,3 +147,46 @@ def test_a_node_works_on_one_message_at_a_time_and_in_order() -> None:
             pass
         assert seen == message_ids
         assert not any(reply.has_error() for reply in grid.pull_messages(message_ids))
+
+
+class Overtaken(deque[Any]):
+    """Whoever finds it empty is overtaken by another thread before he acts."""
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if not count:
+            time.sleep(0.002)
+        return count
+
+
+@pytest.mark.parametrize(("nodes", "threads"), [(1, 3), (40, 1), (40, 3), (40, 12)])
+def test_every_message_is_answered_whoever_overtakes_whom(
+    nodes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (client_work, in_process):
+        monkeypatch.setattr(module, "deque", Overtaken)
+    app = ClientApp()
+
+    @app.query()
+    def answer(message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app, nodes, threads=threads) as grid:
+        node_ids = itertools.cycle(grid.get_node_ids())
+        for number in range(60):
+            waiting: set[str] = set()
+            # The second one comes while the threads end their work on the first.
+            for count in (threads, 1):
+                batch = [
+                    Message(RecordDict(), node_id, MessageType.QUERY)
+                    for node_id in itertools.islice(node_ids, count)
+                ]
+                waiting.update(grid.push_messages(batch))
+                time.sleep(0.0002 * (number % 20))
+            # Nothing further is sent, which would bring a forgotten one along.
+            latest = time.monotonic() + 20
+            while waiting:
+                assert time.monotonic() < latest, "a message is not answered"
+                for reply in grid.pull_messages([*waiting]):
+                    waiting.remove(reply.metadata.reply_to_message_id)
+                time.sleep(0.0005)

@@ -15,6 +15,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torchvision.models import resnet18
 from typer.testing import CliRunner
 
@@ -24,7 +25,10 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, fitting, training_of
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import RunFiles, run_warnings
+from fedbn_flwr.lab.runs import run as run_module
+from fedbn_flwr.lab.runs import start_checks
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from tests.support.versioned import Versioned
@@ -478,3 +482,41 @@ def test_bad_arguments(
     done = call(*arguments)
     assert done.exit_code == code
     assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fedavg", "fedbn", "fbn", "hbn", "fedtan", "centralized"]
+)
+def test_every_pass_reads_scaled_inputs(
+    strategy: str, quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training, tests, re-estimation, and the doctor: all pixels that a model sees are
+    (x / 255 - mean) / std of a byte.
+    """
+    own = {} if strategy in ("fedbn", "centralized") else {"recalibrate": True}
+    config = quick_config(strategy=strategy, model="mlp", **own)
+    data = partitioned_data(config, 3).dataset
+    seen: list[torch.Tensor] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs[0].shape[1:] == data.train.shape:
+            seen.append(inputs[0].detach().clone())
+
+    def check(config: Config) -> Any:
+        found = start_checks.check(config)
+        seen.clear()  # the trial of the model reads noise
+        return found
+
+    monkeypatch.setattr(run_module, "check", check)
+    hook = register_module_forward_pre_hook(note)
+    try:
+        run(config, tmp_path / "run")
+        of_run = len(seen)
+        diagnose_run(tmp_path / "run")
+    finally:
+        hook.remove()
+    pixels = torch.arange(256, dtype=torch.uint8).to(torch.float32)
+    scaled = pixels.div(255).sub(data.mean[0]).div(data.std[0])
+    assert 0 < of_run < len(seen)
+    for inputs in seen:
+        assert torch.isin(inputs, scaled).all()

@@ -5,11 +5,13 @@ result is the best round's.
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -21,6 +23,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.export import export
+from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
@@ -200,6 +203,44 @@ def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
     assert (stopping.best(), stopping.stops) == (6, True)
     assert [stopping.best(upto) for upto in (1, 2, 5, 100)] == [None, 2, 2, 6]
     assert EarlyStopping(config, []).best() is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_checkpoint_to_resume_from_has_its_best_state(
+    seed: int, tmp_path: Path
+) -> None:
+    """The newest one is damaged now and then: the run goes on from the one before, by
+    other scores.
+    """
+    draws = random.Random(seed)
+    every = {"early-stopping": 100, "checkpoint-every": draws.choice([1, 2, 3])}
+    config = Config.make({**BASE, **every})
+    checkpoints = Checkpoints(tmp_path, config, "fingerprint")
+    lines: list[dict[str, Any]] = []
+    for _ in range(24):
+        number = len(lines) + 1
+        score = draws.choice([0.1, 0.3, 0.5, 0.7, 0.9])
+        lines.append({"round": number, "validation-accuracy": score})
+        stopping = EarlyStopping(config, lines)
+        if checkpoints.due(number, False, stopping):
+            state = {"w": np.full(2, float(number))}
+            checkpoints.save(Checkpoint(number, state, {}, "run"), stopping)
+        for after in checkpoints.rounds[-2:]:
+            best = EarlyStopping(config, lines[:after]).best()
+            assert best in checkpoints.rounds
+        if draws.random() < 0.2:
+            newest = tmp_path / f"checkpoint/round-{checkpoints.rounds[-1]:06d}"
+            newest.with_suffix(".safetensors").write_bytes(b"")
+            if len(checkpoints.rounds) == 1:
+                return
+            latest = checkpoints.latest()
+            assert latest is not None
+            checkpoints.set_aside_after(latest.server_round)
+            del lines[latest.server_round :]
+        stopping = EarlyStopping(config, lines[: checkpoints.rounds[-1]])
+        found = checkpoints.best(stopping)
+        assert found is not None
+        assert found.state["w"][0] == found.server_round == stopping.best()
 
 
 def test_a_round_costs_the_same_however_long_the_run_is() -> None:

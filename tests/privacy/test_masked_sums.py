@@ -19,7 +19,12 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.sync import SynchronisedStep
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.errors import ConfigError, MaskingError, NormLayerError, ReplyError
+from fedbn_flwr.errors import (
+    ConfigError,
+    MaskingError,
+    NormLayerError,
+    ReplyError,
+)
 from fedbn_flwr.messages.protocol import MASKED
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
@@ -307,6 +312,27 @@ def test_under_masks_epsilon_is_not_of_whether_a_client_answers(
     said = strategy.protection.outcome()["privacy"]["guarantee"]
     assert said.startswith("epsilon = ")
     assert "not whether it answers" in said
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("room", [True, False])
+def test_a_budget_without_room_for_round_1_asks_nobody_and_says_so(
+    federate, datasets, mlp, caplog, masks: bool, room: bool
+) -> None:
+    dp = ClientLevelDP(
+        DPSettings(dp="client", dp_target_epsilon=3.0, dp_clipping_norm=0.05)
+    )
+    if not room:
+        dp.accountant.releases = [0.3]  # of a run before this one
+    strategy = FedAvg(fraction_evaluate=0.0)
+    protection = MaskedSums(MaskSettings(masked_sums=True), dp) if masks else dp
+    strategy.protect(protection)
+    with caplog.at_level("WARNING", "flwr"):
+        run = federate(strategy, mlp, datasets, rounds=3)
+    asked = [report.asked for report in strategy.reports]
+    assert asked == ([len(SIZES)] * 3 if room else [])
+    assert any("epsilon" in text for text in caplog.messages) != room
+    assert np.array_equal(run.state["0.weight"], run.history[0]["0.weight"]) != room
 
 
 # Lost clients.

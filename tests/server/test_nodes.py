@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -313,6 +314,57 @@ def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
     assert [
         (report.asked, len(report.evaluations)) for report in run.strategy.reports
     ] == [(trained, tested)] * 2
+
+
+def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
+    federate, mlp, points
+) -> None:
+    """Half of four nodes each: another fraction of the one leaves the other as it is."""
+    data = [points(8, i) for i in range(4)]
+    drawn: dict[tuple[float, float], tuple[list[list[int]], list[list[int]]]] = {}
+    for train, test in ((0.5, 0.5), (0.75, 0.5), (0.5, 0.75)):
+        strategy = FedAvg(fraction_train=train, fraction_evaluate=test)
+        reports = federate(strategy, mlp, data, rounds=8).strategy.reports
+        trained = [report.participants for report in reports]
+        tested = [[int(label) for label in report.evaluations] for report in reports]
+        drawn[train, test] = (trained, tested)
+    trained, tested = drawn[0.5, 0.5]
+    assert tested == drawn[0.75, 0.5][1]
+    assert trained == drawn[0.5, 0.75][0]
+    shared = [len({*a} & {*b}) for a, b in zip(trained, tested, strict=True)]
+    assert {*shared} == {0, 1, 2}, "neither the same nodes nor the other ones"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
+    seed: int,
+) -> None:
+    """Node ids are new after a resume; some nodes are away, train for the first time, or
+    lose their part.
+    """
+    draws = random.Random(seed)
+    partitions = range(5)
+    begun: set[int] = set()
+    for resume in range(6):
+        registry = NodeRegistry(seed=0, timeout=0.05)
+        registry.expect_initialised(map(str, begun))
+        ids = {partition: 100 * resume + partition for partition in partitions}
+        for _ in range(draws.randrange(4)):
+            here = [i for i in partitions if draws.random() < 0.6]
+            grid = Answers({ids[i]: node(i) for i in here})
+            found = [one.node_id for one in registry.present(grid, 0)]
+            for partition in here:
+                assert ids[partition] in found
+                knows = ids[partition] in registry.initialised
+                assert knows == (partition in begun)
+                what = draws.choice(["trains", "loses its part", "neither"])
+                if what == "trains":
+                    registry.initialised.add(ids[partition])
+                    begun.add(partition)
+                elif what == "loses its part":
+                    registry.initialised.discard(ids[partition])
+                    begun.discard(partition)
+            assert registry.initialised_labels == sorted(map(str, begun))
 
 
 def test_a_node_with_other_versions_is_named_before_round_1(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.replies import Terms
 from fedbn_flwr.strategies import FedProx
 from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState
+from fedbn_flwr.strategies.fixbn import FixBNMethod, FixBNParams
 
 SIZES = (6, 13, 9)
 
@@ -196,15 +199,31 @@ def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(
     assert (prox["0.weight"] - plain["0.weight"]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("loss", [None, float("nan"), -0.1])
-def test_a_reply_without_a_usable_loss_is_refused(loss) -> None:
-    metrics = {} if loss is None else {"train-loss": loss}
-    with pytest.raises(ReplyError, match="metric 'train-loss' is"):
-        Terms(
-            strategy="fedbs",
-            facts=Facts(1, None, PARTS, {}, FedBSMethod(FedBSParams()).travels()[0]),
-            expected={},
-            hooks=frozenset(),
-            arrays_key="arrays",
-            count_key="num-examples",
-        ).check(Reply(Node(0, 0), 1.0, {}, metrics))
+# of a loss or a delta
+REFUSED = (None, float("nan"), float("inf"), float("-inf"), -0.1, -5e-324)
+ACCEPTED = (-0.0, 0.0, 0, 5e-324, 1.0, sys.float_info.max)
+
+
+@pytest.mark.parametrize("value", REFUSED + ACCEPTED)
+@pytest.mark.parametrize(
+    "method",
+    [FedBSMethod(FedBSParams()), FixBNMethod(FixBNParams(freeze_at="auto"))],
+    ids=["loss", "delta"],
+)
+def test_any_finite_number_from_0_on_is_accepted_and_nothing_else(
+    method: Any, value: float | None
+) -> None:
+    travels = method.travels()[0]
+    (asked,) = travels.extras
+    terms = Terms(
+        strategy=method.name,
+        facts=Facts(1, None, PARTS, {}, travels),
+        expected={},
+        hooks=frozenset(),
+        arrays_key="arrays",
+        count_key="num-examples",
+    )
+    metrics = {} if value is None else {asked.key: value}
+    refused = pytest.raises(ReplyError, match=f"metric '{asked.key}' is")
+    with nullcontext() if value in ACCEPTED else refused:
+        terms.check(Reply(Node(0, 0), 1.0, {}, metrics))

@@ -228,3 +228,33 @@ def test_the_server_takes_those_who_have_it(
         np.testing.assert_allclose(
             found[name], array, rtol=1e-12, atol=1e-15, err_msg=name
         )
+
+
+@pytest.mark.parametrize("gap", [(2,), (4,), (2, 3), (2, 4), (3, 4)])
+@pytest.mark.parametrize("lost", ["all", "a layer"])
+def test_an_alpha_that_nobody_sends_stays_as_it_was(
+    federate, points, lost: str, gap: tuple[int, ...]
+) -> None:
+    """Also in a later gap, and in a second one."""
+
+    def spoil(content: Any) -> None:
+        sent = from_record(content["bn-alpha"])
+        kept = {name: alpha for name, alpha in sent.items() if "4." not in name}
+        content["bn-alpha"] = to_record(kept if lost == "a layer" else {})
+
+    app = functools.partial(spoiling, spoil, rounds=gap, who=range(3))
+    data = [points(size, i) for i, size in enumerate(SIZES)]
+    strategy = HBN(share_alpha=True, statistics_warm_up=0, fraction_evaluate=0.0)
+    run = federate(strategy, two_layers, data, rounds=5, local_steps=2, wrap=app)
+    sent = {}
+    for message in run.grid.sent:
+        if message.metadata.message_type == "train":
+            number = message.content["config"]["server-round"]
+            sent[number] = from_record(message.content["bn-alpha"])
+    for number in range(2, 5):
+        before, after = sent[number], sent[number + 1]
+        assert len(after) == 2
+        assert before.keys() == after.keys()
+        for name in after:
+            unsent = number in gap and (lost == "all" or "4." in name)
+            assert (before[name].tobytes() == after[name].tobytes()) == unsent, name

@@ -4,6 +4,7 @@ what they leave alone.
 
 from __future__ import annotations
 
+import functools
 import logging
 import runpy
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedBN, FedProx, combined
+from tests.support.bad_replies import spoiling
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, ETA, MOMENTUM = 5, 0.07, 0.8
@@ -49,6 +51,36 @@ def test_without_batchnorm_they_equal_flowers(
         datasets,
         rounds=ROUNDS,
     )
+    theirs = getattr(flower, name)(**given).start(
+        grid=ours.grid.inner,
+        initial_arrays=to_record(mlp(norm=False).state_dict()),
+        num_rounds=ROUNDS,
+    )
+    for key, want in from_record(theirs.arrays).items():
+        np.testing.assert_allclose(
+            ours.state[key], want, rtol=1e-9, atol=1e-12, err_msg=key
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_round_without_replies_counts_as_in_flower(
+    name: str, federate, datasets, mlp
+) -> None:
+    """FedAdam corrects its step by the round's number, whatever the rounds before gave."""
+
+    def fail(content: Any) -> None:
+        raise RuntimeError("no reply")
+
+    app = functools.partial(spoiling, fail, rounds=(1, 3), who=range(len(SIZES)))
+    given = {**ARGUMENTS[name], "fraction_evaluate": 0.0}
+    ours = federate(
+        getattr(strategies, name)(**given),
+        lambda: mlp(norm=False),
+        datasets,
+        rounds=ROUNDS,
+        wrap=app,
+    )
+    assert [r.kept_previous for r in ours.strategy.reports[:3]] == [True, False, True]
     theirs = getattr(flower, name)(**given).start(
         grid=ours.grid.inner,
         initial_arrays=to_record(mlp(norm=False).state_dict()),

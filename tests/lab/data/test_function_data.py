@@ -412,3 +412,45 @@ def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
     )
     assert type(data.train.take(torch.arange(2))[0]) is Tensor
     assert data.train.labels.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "fedavg", "recalibrate": True},
+        {"strategy": "hbn", "statistics_warm_up": 0},
+        {"strategy": "scaffold"},
+        {"strategy": "fedtan"},
+        {"strategy": "centralized"},
+    ],
+    ids=lambda settings: settings["strategy"],
+)
+def test_validation_examples_are_in_no_sum(
+    settings: dict[str, Any], module: ModuleType, tmp_path: Path
+) -> None:
+    """Other ones give the same model, statistics and test."""
+    settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}
+    config = config_of(**settings)
+    aside = np.concatenate(partitioned_data(config, 3).validation)
+    begins = [sum(len(rows(i, "train")) for i in range(site)) for site in range(3)]
+
+    def spoilt(site: int, part: str) -> Pairs:
+        data = rows(site, part)
+        if part == "train":
+            here = aside - begins[site]
+            here = here[(here >= 0) & (here < len(data))]
+            assert len(here)
+            data.inputs[here] = 1e3
+        return data
+
+    other = config_of(**{**settings, "dataset": named(module, "spoilt", spoilt)})
+    found = [
+        run(one, tmp_path / one.dataset.partition(":")[2]) for one in (config, other)
+    ]
+    assert found[0]["sha256"] == found[1]["sha256"]
+    for name, value in found[0]["final"].items():
+        assert "validation" in name or value == found[1]["final"][name], name
+    losses = [name for name in found[0]["final"] if name.endswith("validation-loss")]
+    assert losses
+    for name in losses:
+        assert found[0]["final"][name] != found[1]["final"][name]

@@ -15,12 +15,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typer.testing import CliRunner
 
-from fedbn_flwr.checked_file import encode_safetensors
-from fedbn_flwr.client.personal_model import metadata
+from fedbn_flwr.checked_file import encode_safetensors, read_checked
+from fedbn_flwr.client.personal_model import (
+    client_file,
+    metadata,
+    personal_state,
+    read_state,
+    site_state,
+)
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
@@ -370,3 +377,33 @@ def test_the_data_may_be_gone(tmp_path: Path, quick_run) -> None:
     )
     outputs = load_exported(again.file)(torch.from_numpy(rows))
     assert torch.equal(load_exported(done.file)(torch.from_numpy(rows)), outputs)
+
+
+@pytest.mark.parametrize("eval_on", ["personal-own", "averaged-bn"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_site_has_what_it_keeps_whatever_the_shared_file_has(
+    quick_run, eval_on: str, whole: bool
+) -> None:
+    _, run = quick_run(strategy="fedbn", **{"eval-on": eval_on})
+    file, shared = run / "model.safetensors", read_state(run / "model.safetensors")[0]
+    kept = [read_state(client_file(run, client))[0] for client in range(3)]
+    if whole:
+        every = {**{name: torch.ones_like(e) for name, e in kept[0].items()}, **shared}
+        save_file(every, file, dict(metadata(run)))
+        shared = every
+    assert (kept[0].keys() <= shared.keys()) == (whole or eval_on == "averaged-bn")
+    state_dir = run / "checkpoint/clients"
+    for client in range(3):
+        path = max(state_dir.glob(f"*/partition-{client}/*.safetensors"))
+        content = read_checked(path)
+        found = [
+            personal_state(run, client),
+            site_state(run, state_dir, content["fingerprint"], client).state,
+        ]
+        for state in found:
+            assert state.keys() == {**shared, **kept[client]}.keys()
+            for name, value in state.items():
+                wanted = kept[client].get(name, shared.get(name))
+                assert torch.equal(value, wanted), name
+        for name, array in content["kept"]["fedbn-flwr.local"].items():
+            assert np.array_equal(kept[client][name].numpy(), array), name
