@@ -15,11 +15,13 @@ from typing import Any
 
 __all__ = [
     "ABOUT_THE_RUN",
+    "INPUTS_NOT_FINITE",
     "MOD_ON_QUERIES",
     "MOD_ORDER",
     "MOD_RAISED",
     "NOT_ALLOWED",
     "NOT_FINITE",
+    "STATISTICS_NOT_FINITE",
     "TOO_FEW_LEFT",
     "ClientPartError",
     "ConfigError",
@@ -47,6 +49,10 @@ __all__ = [
 
 NOT_FINITE = "not-finite"
 """The code of a value that is NaN or infinite."""
+INPUTS_NOT_FINITE = "inputs-not-finite"
+"""The code of a loss that is not finite because a client's inputs are not."""
+STATISTICS_NOT_FINITE = "statistics-not-finite"
+"""The code of running statistics that are not finite, with finite weights."""
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
@@ -70,7 +76,14 @@ MOD_ORDER = (
 )
 """What to do about a mod that refuses a message of this package."""
 _CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
-_IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, MOD_RAISED, _CLIENTS_CONFIG)
+_IN_TEXT = (
+    NOT_FINITE,
+    INPUTS_NOT_FINITE,
+    STATISTICS_NOT_FINITE,
+    TOO_FEW_LEFT,
+    MOD_RAISED,
+    _CLIENTS_CONFIG,
+)
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
 # A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's or
 # Ray's text names the class.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.errors import NOT_FINITE, ReplyError
+from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 
 __all__ = [
     "Array",
@@ -308,7 +308,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
         f"entry '{name}' was not asked for" for name in state if name not in like
     ]
     variances = {var_name for _, var_name in parts.moments()}
-    code = None
+    not_finite = set()
     for name, expected in like.items():
         if name not in state:
             continue
@@ -317,11 +317,14 @@ def check_state(state: State, like: State, parts: Parts) -> None:
             problems.append(_misfit(name, array, expected))
         elif problem := _not_finite(name, array):
             problems.append(problem)
-            code = NOT_FINITE
+            not_finite.add(name)
         elif name in variances and state[name].size and float(state[name].min()) < 0:
             problems.append(
                 f"entry '{name}' holds a negative variance, {float(state[name].min())}"
             )
+    code = NOT_FINITE if not_finite else None
+    if not_finite and not_finite.issubset(parts.statistics):
+        code = STATISTICS_NOT_FINITE
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
         raise ReplyError("; ".join(problems[:2]) + more, code=code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +61,7 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.training.batches import refuse_not_finite
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
@@ -275,6 +277,8 @@ class TorchClient(NumPyClient):
                     metrics[count] = 0
                     continue
                 result = evaluate(cached.model, data, task=self.task)
+                if result.num_examples and not math.isfinite(result.loss):
+                    refuse_not_finite(data)
                 metrics |= {**result.named(prefix), count: result.num_examples}
                 if first is None:
                     first = result

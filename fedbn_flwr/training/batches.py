@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_leaves
 
+from fedbn_flwr.errors import INPUTS_NOT_FINITE, DataError, coded
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
@@ -25,9 +27,13 @@ __all__ = [
     "inputs_for",
     "join_last",
     "map_inputs",
+    "refuse_not_finite",
     "set_memory_format",
     "with_positions",
 ]
+
+# Examples of a batch in which a cause is looked for.
+_LOOKED_AT = 256
 
 
 class Batches(Protocol):
@@ -99,6 +105,27 @@ class Entries(Protocol):
 
     def buffers(self) -> Iterable[Tensor]:
         """Return the buffers."""
+
+
+def refuse_not_finite(data: Batches) -> None:
+    """Look for the cause of a loss that is not finite in the inputs of the data.
+
+    Raises:
+        DataError: an input is NaN or infinite.
+    """
+    for positions in torch.split(torch.arange(len(data)), _LOOKED_AT):
+        # With a generator: without one random transforms are warned of.
+        with seeded(0):
+            inputs, _ = data.batch(positions, torch.Generator())
+        for tensor in tree_leaves(inputs):
+            is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
+            if is_number and not tensor.isfinite().all():
+                text = (
+                    "the loss is not finite, because NaN or infinity is in the inputs"
+                    f" (among examples {int(positions[0])} to {int(positions[-1])})."
+                    " Replace such values, or leave these examples out."
+                )
+                raise DataError(coded(INPUTS_NOT_FINITE, text))
 
 
 def inputs_for(model: Entries) -> Callable[[Any], Any]:

@@ -40,8 +40,7 @@ class EvalResult:
 
     Attributes:
         loss: mean loss of the targets that count.
-        num_examples: number of examples; 0 if a task whose targets may be unknown finds
-            none that is known.
+        num_examples: number of examples with a target that counts.
         metrics: the metrics of the task by name; NaN where the test set does not define
             one.
     """
@@ -118,7 +117,7 @@ def evaluate(
             sums.add(outputs, targets)
             if on_batch:
                 on_batch(outputs, targets)
-        return sums.result(len(data))
+        return sums.result()
 
 
 def _test_batch(model: nn.Module, task: Task) -> int:
@@ -137,8 +136,8 @@ class _Sums:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
-        # summed loss, correct, counted
-        self._totals = torch.zeros(3, dtype=torch.float64, device=device)
+        # summed loss, correct, counted targets, and examples with one
+        self._totals = torch.zeros(4, dtype=torch.float64, device=device)
         self._confusion: Tensor | None = None
         self._gathered: list[tuple[Tensor, Tensor]] = []
         self._unusable: list[Tensor] = []
@@ -146,10 +145,13 @@ class _Sums:
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch's outputs (B, classes, ...) and its targets (B, ...)."""
         task = self._task
-        counted = task.counted(targets)
+        counting = task.counting(targets)
+        counted = counting.sum()
+        examples = counting.reshape(len(targets), -1).any(1).sum()
         loss = task.loss(outputs, targets).double() * counted
         loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
-        self._totals += torch.stack([loss, task.correct(outputs, targets), counted])
+        correct = task.correct(outputs, targets)
+        self._totals += torch.stack([loss, correct, counted, examples])
         # Pixels are counted, and not gathered: all of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
@@ -162,7 +164,7 @@ class _Sums:
         if wrong is not None:
             self._unusable.append(wrong)
 
-    def result(self, num_examples: int) -> EvalResult:
+    def result(self) -> EvalResult:
         """Return the result of the test.
 
         Raises:
@@ -170,7 +172,7 @@ class _Sums:
         """
         if self._unusable:
             self._task.refuse(int(torch.stack(self._unusable).sum()))
-        loss, accuracy, _ = (self._totals / self._totals[2]).tolist()
+        loss, accuracy = (self._totals[:2] / self._totals[2]).tolist()
         metrics = {"accuracy": accuracy}
         if self._confusion is not None:
             metrics["miou"] = mean_iou(self._confusion)
@@ -179,10 +181,9 @@ class _Sums:
             outputs = torch.cat([batch[0] for batch in self._gathered]).cpu()
             targets = torch.cat([batch[1] for batch in self._gathered]).cpu()
             metrics |= self._task.measure(outputs, targets)
-        # A client whose targets are all unknown has tested nothing, and must not weigh
-        # in the mean over the clients.
-        if self._unusable and not self._totals[2]:
-            num_examples = 0
+        # A client's weight in means over the clients: of a test in which nothing counts
+        # it is 0.
+        num_examples = int(self._totals[3])
         return EvalResult(
             loss, num_examples, {name: metrics[name] for name in self._task.metrics}
         )

@@ -7,6 +7,7 @@ and the layers themselves update their running statistics once per step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -21,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.batches import Batches, device_of, inputs_for, with_positions
+from fedbn_flwr.training.batches import (
+    Batches,
+    device_of,
+    inputs_for,
+    refuse_not_finite,
+    with_positions,
+)
 from fedbn_flwr.training.client_hook import (
     ClientHook,
     LossAndOutputs,
@@ -140,7 +147,10 @@ def train(
         metrics |= hook.end(bare)
     if not totals.steps:
         raise _nothing_trained(singles.dropped, len(data), settings.batch_size)
-    return totals.result(singles.dropped, metrics)
+    result = totals.result(singles.dropped, metrics)
+    if not math.isfinite(result.loss):
+        refuse_not_finite(data)
+    return result
 
 
 @contextmanager

@@ -145,9 +145,13 @@ class Task:
         """
         return nn.Softmax(1)
 
+    def counting(self, targets: Tensor) -> Tensor:
+        """Return which targets count."""
+        return targets != self.ignore
+
     def counted(self, targets: Tensor) -> Tensor:
         """Return how many targets count: images, or pixels."""
-        return (targets != self.ignore).sum()
+        return self.counting(targets).sum()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return how many targets that count are right; 0 where the task has no
@@ -234,9 +238,9 @@ class _ColumnTask(Task):
     neither trains nor counts.
     """
 
-    def counted(self, targets: Tensor) -> Tensor:
-        """Return how many targets are known."""
-        return (~targets.isnan()).sum()
+    def counting(self, targets: Tensor) -> Tensor:
+        """Return which targets are known."""
+        return ~targets.isnan()
 
     @staticmethod
     def _columns(values: Tensor) -> Tensor:

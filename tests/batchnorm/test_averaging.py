@@ -20,7 +20,7 @@ from fedbn_flwr.batchnorm.averaging import (
     weighted_sum,
 )
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import NOT_FINITE, ReplyError
+from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 
 NAMES = [
     "w",
@@ -308,7 +308,12 @@ def test_normalise() -> None:
         ("w", np.zeros((3, 2)), "reply", "(3, 2), expected (2, 3)"),
         ("w", np.zeros((2, 3), np.float32), "reply", "float32, expected float64"),
         ("bn.num_batches_tracked", np.asarray(9.5), "reply", "float64, expected int64"),
-        ("bn.running_mean", np.asarray([0.0, np.nan, np.inf]), NOT_FINITE, "nan"),
+        (
+            "bn.running_mean",
+            np.asarray([0.0, np.nan, np.inf]),
+            STATISTICS_NOT_FINITE,
+            "nan",
+        ),
         ("bn.weight", np.asarray([1, -np.inf, 1], np.float32), NOT_FINITE, "-inf"),
         ("half", np.asarray(np.nan, np.float16), NOT_FINITE, "nan"),
         ("bn.running_var", np.asarray([1.0, -0.25, 0.0]), "reply", "-0.25"),

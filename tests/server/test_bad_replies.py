@@ -24,7 +24,7 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import NOT_FINITE, ConfigError
+from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ConfigError
 from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
 from fedbn_flwr.strategies.scaffold import VARIATES
@@ -97,7 +97,11 @@ HEADER = b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 's"
 WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     # what is wrong: the spoiled reply, the code of the refusal, and the name in it
     "nan": (entry("0.weight", put(np.nan, 3)), NOT_FINITE, "'0.weight'"),
-    "inf": (entry("1.running_mean", put(-np.inf)), NOT_FINITE, "'1.running_mean'"),
+    "inf": (
+        entry("1.running_mean", put(-np.inf)),
+        STATISTICS_NOT_FINITE,
+        "'1.running_mean'",
+    ),
     "shape": (entry("0.bias", lambda a: a[:2]), None, "'0.bias' has shape (2,)"),
     "dtype": (
         entry("0.bias", lambda a: a.astype(np.float32)),

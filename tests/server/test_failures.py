@@ -17,11 +17,19 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
+from fedbn_flwr.errors import (
+    INPUTS_NOT_FINITE,
+    STATISTICS_NOT_FINITE,
+    ConfigError,
+    DataError,
+    DivergedError,
+    NothingTrainedError,
+)
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.server.methods.method import Facts
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
+    HBN,
     FedAdam,
     FedAvg,
     FedAvgM,
@@ -33,7 +41,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     combined,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
 from tests.support.federation import torch_clients
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
@@ -252,6 +260,80 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
     assert "'0.weight'" in str(run.error) or strategy is FedBN, (
         "the first reason is named"
     )
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN, HBN, FixBN])
+def test_nan_in_the_inputs_of_one_client_is_named_and_the_others_go_on(
+    federate, datasets, mlp, strategy
+) -> None:
+    """By an error of the client's, whose code is that of the cause."""
+    datasets[1].inputs[2, 3] = NAN
+    run = federate(strategy(), mlp, datasets, rounds=2)
+    for report in run.strategy.reports:
+        assert report.diverged_at is None
+        assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]
+        assert "(partition 1)" in "".join(report.rejected.values())
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedAdam])
+def test_nan_in_the_inputs_of_all_clients_has_another_cause_than_the_rate(
+    federate, datasets, mlp, strategy
+) -> None:
+    for points in datasets:
+        points.inputs[0, 0] = math.inf
+    run = federate(strategy(), mlp, datasets, rounds=3, fails=DivergedError)
+    assert run.error.diverged_at == 1
+    assert "learning-rate" not in str(run.error)
+
+
+def test_nan_in_the_inputs_of_a_test_is_named(mlp, points) -> None:
+    data, test = points(9), points(9)
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    one = TorchClient(mlp(), data, test, settings, partition_id=0)
+    one.evaluate(one.get_parameters({}), {})
+    test.inputs[4, 1] = NAN
+    with pytest.raises(DataError) as raised:
+        one.evaluate(one.get_parameters({}), {})
+    assert raised.value.code == INPUTS_NOT_FINITE
+    test.targets[:] = CLASSIFICATION.ignore
+    loss, count, _ = one.evaluate(one.get_parameters({}), {})
+    assert math.isnan(loss)
+    assert count == 0, "nothing counts, nothing is wrong"
+
+
+def test_targets_that_do_not_count_weigh_nothing_in_a_test(mlp, points) -> None:
+    data = points(9)
+    data.targets[2:] = CLASSIFICATION.ignore
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    one = TorchClient(mlp(), data, data, settings, partition_id=0)
+    _, count, metrics = one.evaluate(one.get_parameters({}), {})
+    assert count == 2
+    assert metrics["examples-tested"] == 2
+
+
+def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
+    model = mlp()
+    model[0].weight.data[0] = NAN
+    assert math.isnan(evaluate(model, points(9)).loss)
+
+
+def test_statistics_alone_that_are_not_finite_are_no_fault_of_the_rate(
+    federate, datasets, mlp
+) -> None:
+    """As after an overflow in half precision, whose step a scaler leaves out."""
+
+    class Overflows(TorchClient):
+        def fit(self, parameters, config):
+            arrays, count, metrics = super().fit(parameters, config)
+            arrays[4][:] = NAN
+            return arrays, count, metrics
+
+    run = federate(
+        FedAvg(), mlp, datasets, rounds=3, client=Overflows, fails=DivergedError
+    )
+    codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
+    assert codes == [STATISTICS_NOT_FINITE] * len(datasets)
+    assert "learning-rate" not in str(run.error)
 
 
 def test_a_run_of_one_round_has_no_second(federate, datasets, mlp) -> None:

@@ -116,7 +116,7 @@ def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
     assert result.accuracy == (predicted == targets).sum().item() / counted.sum().item()
     overlaps = slow_overlaps(predicted, targets, 4)
     assert (result.miou, result.metrics["dice"]) == pytest.approx(overlaps, rel=1e-12)
-    assert result.num_examples == 5
+    assert result.num_examples == int(counted.flatten(1).any(1).sum()) == 4
     assert list(result.named("test-")) == [
         "test-loss",
         "test-accuracy",
@@ -345,7 +345,9 @@ def test_every_metric_of_a_task_is_its_definition(task: Task) -> None:
         assert value == pytest.approx(want[name], rel=1e-12), name
     known = targets.numel() - int(targets.isnan().sum())
     whole = float(task.loss(outputs, targets))
-    assert (found.loss, found.num_examples) == (pytest.approx(whole, rel=1e-12), 61)
+    assert found.loss == pytest.approx(whole, rel=1e-12)
+    counting = task.counting(targets).reshape(61, -1).any(1)
+    assert found.num_examples == int(counting.sum())
     each = {
         "binary": lambda o, t: math.log1p(math.exp(-o if t else o)),
         "multi-label": lambda o, t: math.log1p(math.exp(-o if t else o)),

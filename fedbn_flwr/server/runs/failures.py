@@ -16,7 +16,9 @@ from typing import Any
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.errors import (
+    INPUTS_NOT_FINITE,
     NOT_FINITE,
+    STATISTICS_NOT_FINITE,
     TOO_FEW_LEFT,
     DivergedError,
     NothingTrainedError,
@@ -46,6 +48,19 @@ _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
 # Rounds without a usable reply from the start on, where the number of rounds is not
 # known.
 _PATIENCE = 2
+# Causes that a client or the arrays of its reply show, with what helps.
+_FOUND = {
+    INPUTS_NOT_FINITE: (
+        "Cause: NaN or infinity in the clients' inputs. Replace these values, or leave"
+        " out the examples, where the data are made."
+    ),
+    STATISTICS_NOT_FINITE: (
+        "Cause: running statistics that are not finite, with finite weights: an"
+        " overflow in half precision, in a batch whose step the gradient scaler left"
+        " out, or a variance without examples. Use bfloat16, or keep BatchNorm in"
+        " float32."
+    ),
+}
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
 
 
@@ -109,8 +124,20 @@ def all_not_finite(report: RoundReport) -> bool:
         return False
     # A client whose value was not finite may have left too few of the others for a
     # synchronised step: its value is why they were refused.
-    causes = {NOT_FINITE, TOO_FEW_LEFT}
+    causes = {NOT_FINITE, TOO_FEW_LEFT, *_FOUND}
     return all(report.codes.get(node_id, set()) & causes for node_id in report.rejected)
+
+
+def _advice(run: Run) -> list[str]:
+    """Return why values are not finite, and what to do: the cause that the replies show,
+    else what the methods say.
+    """
+    if all_not_finite(run.report):
+        codes = set().union(*run.report.codes.values())
+        for code, text in _FOUND.items():
+            if code in codes:
+                return [text]
+    return run.methods.advice(run.states, run.report.server_round)
 
 
 def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> None:
@@ -131,7 +158,7 @@ def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> No
     report.diverged_at = min(began, report.diverged_at or report.server_round)
     words = [f"round {report.server_round} diverged: {'; '.join(losses)}."]
     if not known:
-        words += run.methods.advice(run.states, report.server_round)
+        words += _advice(run)
     logger.error("%s", " ".join(words))
 
 
@@ -173,7 +200,7 @@ def raise_if_ends(run: Run, result: Result | None = None) -> None:
     """Raise DivergedError, with the result so far, if the run ends because it diverged."""
     if ends_run(run):
         report = run.report
-        advice = " ".join(run.methods.advice(run.states, report.server_round))
+        advice = " ".join(_advice(run))
         raise DivergedError(divergence(report, advice), report.diverged_at, result)
 
 
