@@ -38,8 +38,11 @@ class _Adam(_Unwrapped, torch.optim.Adam):
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
-class _AdamW(_Adam, torch.optim.AdamW):
+class _AdamW(_Unwrapped, torch.optim.AdamW):
     """AdamW, in the same way."""
+
+    # in torch 2.6 it is no Adam
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 def make_optimizer(
