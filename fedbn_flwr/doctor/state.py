@@ -56,7 +56,7 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read: {type(error).__name__}: {error}. Save the weights"
             " alone: torch.save(model.state_dict(), path)."
         ) from error
-    entries, _, several = open_state(content)
+    entries, _, several, _ = open_state(content)
     if several:
         raise StateError(
             f"{path} holds several states: {', '.join(several)}. Save one of them"

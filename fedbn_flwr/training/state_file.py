@@ -54,12 +54,13 @@ def load_file(path: Path) -> Any:
 
 class Opened(NamedTuple):
     """The tensors of a saved state by name, and the keys that lead to it; without any,
-    the keys of several states.
+    the keys of several states; and those of states beside it that are left.
     """
 
     entries: dict[str, Tensor]
     at: str = ""
     several: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def tensors_by_name(content: Any) -> dict[str, Tensor]:
@@ -72,6 +73,7 @@ def open_state(content: Any) -> Opened:
     one mapping of tensors in it.
     """
     steps: list[str] = []
+    left: list[str] = []
     while isinstance(content, Mapping):
         inside = [str(key) for key, value in content.items() if _is_state(value)]
         usual = [key for key in _INSIDE if key in inside]
@@ -85,11 +87,14 @@ def open_state(content: Any) -> Opened:
         if not usual and (len(inside) != 1 or not beside):
             at = ".".join(steps)
             if not beside:
-                return Opened(own, at)
-            return Opened({} if inside else own, at, tuple(inside))
+                return Opened(own, at, left=tuple(left))
+            several = tuple(inside)
+            return Opened({} if inside else own, at, several, tuple(left))
         # one level down: by the usual key, or the only one
-        steps.append((usual or inside)[0])
-        content = content[steps[-1]]
+        taken = (usual or inside)[0]
+        left += [".".join((*steps, key)) for key in inside if key != taken]
+        steps.append(taken)
+        content = content[taken]
     return Opened({})
 
 

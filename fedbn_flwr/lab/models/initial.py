@@ -175,7 +175,10 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
             f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(),"
             " path) does."
         )
-    return opened.entries, opened.at
+    at = opened.at
+    if opened.left:
+        at += f", and not the other states: {', '.join(opened.left)}"
+    return opened.entries, at
 
 
 def _refuse_values(

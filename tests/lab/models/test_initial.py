@@ -117,6 +117,17 @@ def test_the_one_state_in_a_file_is_opened_and_named(
     assert len(read_state_file(tmp_path / "a.pt")) == len(trained)
 
 
+def test_a_file_with_two_states_says_which_was_taken(
+    tmp_path: Path, trained: State
+) -> None:
+    average = {name: 0 * value for name, value in trained.items()}
+    torch.save({"model": trained, "model_ema": average}, tmp_path / "a.pt")
+    model = lenet()
+    report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
+    assert len(equal(model, trained)) == len(trained)
+    assert "model_ema" in report.at
+
+
 def test_several_states_are_refused_with_their_keys(
     tmp_path: Path, trained: State
 ) -> None:
