@@ -343,9 +343,11 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
             }
     reached = {name: accuracies["48000"] for name, accuracies in at_round.items()}
     assert 1.5 < reached["FedTAN"] - reached["GN"] < 2.5, "two points below"
-    bounds = " ".join(
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = " ".join(project["dependencies"])
+    lab = " ".join(project["optional-dependencies"]["lab"])
+    of_lab = re.search(r"flwr\[simulation\]>=(\d+\.\d+),", lab)
+    assert of_lab is not None
     found = re.search(r"flwr>=(\d+\.\d+),<1\.(\d+) .*torch>=([\d.]+),", bounds)
     assert found is not None
     least, below, torch_least = found.groups()
@@ -364,6 +366,7 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
         str(len(layers_of(torchvision.models.mobilenet_v2()))): "BatchNorm layers",
         str(len(program.text.splitlines())): "lines of Python",
         least: "Flower",
+        of_lab[1]: "Flower of the lab",
         f"1.{int(below) - 1}": "Flower",
         torch_least: "torch",
         "6": "GB: its command stands beside it",

@@ -586,12 +586,7 @@ def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(
         nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)
     ).double()
     own = TorchClient(model, points(9), points(3), SETTINGS, context=context())
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"but not '2.weight': .* Pass parts=split_state\(model\) to the strategy\."
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"'2\.weight'"):
         own.fit(
             own.get_parameters({}), {"fedbn-flwr.local-entries": BN, "server-round": 1}
         )

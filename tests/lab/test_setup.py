@@ -268,7 +268,8 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
                 == value
                 != strategy.Params.model_fields[setting].default
             ), field
-    assert refused <= {"variance", "recalibrate", "momentum-scope", "agc"}
+    ours = {"variance", "recalibrate", "momentum-scope", "agc", "layers"}
+    assert refused <= ours
 
 
 @pytest.mark.parametrize(
