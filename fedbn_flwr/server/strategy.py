@@ -324,10 +324,12 @@ class Strategy(FlowerFedAvg):
         self, combination: Combination, settings: dict[str, Any]
     ) -> None:
         """Drop arguments of Flower's strategies that have no effect, with a warning."""
+        shown = inspect.signature(type(self).__init__).parameters
         for kind in combination.kinds:
             for name in kind.ignored.keys() & settings.keys():
                 value = settings.pop(name)
-                if value is None:
+                # Nobody has set what is Flower's default, which the signature shows.
+                if value is None or (name in shown and value == shown[name].default):
                     continue
                 logger.warning(
                     "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",

@@ -306,7 +306,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
 def sums_suffice(travels: Travels) -> bool:
     """Return whether the server needs nothing but the average, weighted by |D_i|."""
-    # Held entries are checked reply by reply.
+    # Frozen entries are checked reply by reply.
     if travels.each or travels.frozen or travels.exchanges:
         return False
     if any(extra.read == "each" for extra in travels.extras):
