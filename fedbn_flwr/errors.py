@@ -70,8 +70,8 @@ MOD_ON_QUERIES = (
 )
 """What to do with a mod that raises on a query."""
 MOD_ORDER = (
-    "A mod of the app refuses messages that it was not made for. Put local_bn first,"
-    " ClientApp(mods=[local_bn]), and give mods that act on training to the training"
+    "A mod of the app refuses messages that it was not made for. Put bn_mod first,"
+    " ClientApp(mods=[bn_mod]), and give mods that act on training to the training"
     " function alone, @app.train(mods=[...]) or client_app(..., train_mods=[...])"
 )
 """What to do about a mod that refuses a message of this package."""

@@ -83,7 +83,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedbn_flwr.doctor, fedbn_flwr.training, sys
 from fedbn_flwr import InProcessGrid, TorchClient, client_app, split_state
-from fedbn_flwr.mods import answer_query, bn_rules, local_bn
+from fedbn_flwr.mods import answer_query, bn_mod, bn_rules
 from fedbn_flwr.strategies import FedBN, FedTAN, FixBN
 
 def model():
@@ -95,7 +95,7 @@ def loader(context):
     inputs = torch.randn(16, 4, generator=made) + context.node_config["partition-id"]
     return DataLoader(TensorDataset(inputs, torch.randint(2, (16,), generator=made)), batch_size=8)
 
-app = ClientApp(mods=[local_bn])
+app = ClientApp(mods=[bn_mod])
 
 @app.query()
 def query(msg, context):

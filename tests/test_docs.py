@@ -279,6 +279,10 @@ def test_each_public_name_is_there(name: str) -> None:
         assert hasattr(module, public), public
 
 
+def test_an_old_name_is_the_same_object() -> None:
+    assert fedbn_flwr.mods.local_bn is fedbn_flwr.mods.bn_mod
+
+
 def test_the_diffs_are_those_that_are_tested() -> None:
     """Each is applied and run in ``tests/apps/test_projects.py``."""
     shown = [block.text for block in BLOCKS if block.language == "diff"]

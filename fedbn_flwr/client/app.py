@@ -106,7 +106,7 @@ def client_app(
     Args:
         client_fn: called for every message, as in Flower's
             ``ClientApp(client_fn=...)``.
-        mods: as in Flower's ``ClientApp(mods=[...])``. With ``local_bn`` any
+        mods: as in Flower's ``ClientApp(mods=[...])``. With ``bn_mod`` any
             ``NumPyClient`` that takes and returns the whole state dict can keep its
             part; a ``TorchClient`` needs no mod.
         train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the

@@ -1,7 +1,7 @@
 """The client half of a method inside a user's own training loop: ``bn_rules``.
 
 It attaches the client hooks that ``TorchClient`` uses to the user's model and
-optimizer. The mod ``local_bn`` adds their metrics and their names to the reply.
+optimizer. The mod ``bn_mod`` adds their metrics and their names to the reply.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def bn_rules(
 
     FixBN needs only the ``with``, and ``msg.content["config"]`` is enough for it;
     frozen layers stay frozen when the block calls ``model.train()``. A strategy without
-    client hooks changes nothing. The mod ``local_bn`` sends and keeps the arrays of the
-    hooks: ``ClientApp(mods=[local_bn])``.
+    client hooks changes nothing. The mod ``bn_mod`` sends and keeps the arrays of the
+    hooks: ``ClientApp(mods=[bn_mod])``.
 
     The hooks measure the model at the end of the block: return this model. Where a loop
     loads other weights in the block, as those of its best epoch or an average, they are
@@ -119,7 +119,7 @@ def bn_rules(
             raise ConfigError(
                 f"client hook '{with_arrays[0]}' sends or keeps arrays: write `with"
                 " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
-                " mods=[local_bn]) `with bn_rules(model, config, context)`"
+                " mods=[bn_mod]) `with bn_rules(model, config, context)`"
             )
         model = view_with_names(model, whole)
         parts = split_state(whole)

@@ -1,4 +1,4 @@
-"""What the mod ``local_bn`` and ``bn_rules`` hand each other during a message, in
+"""What the mod ``bn_mod`` and ``bn_rules`` hand each other during a message, in
 ``Context.state``.
 
 The mod fills the inbox with the method's further records of the message, ``bn_rules``

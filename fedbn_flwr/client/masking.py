@@ -76,7 +76,7 @@ def masked_update(
     asks for it: a Flower mod.
 
     It must be the first mod, so that it masks what leaves the client:
-    ``ClientApp(mods=[masked_update, local_bn])``. Before it stands ``packed`` alone,
+    ``ClientApp(mods=[masked_update, bn_mod])``. Before it stands ``packed`` alone,
     which changes no value. Without ``masked-sums=true`` nothing changes. In the clear
     remain the number of examples, the names of the client hooks and hashes.
 

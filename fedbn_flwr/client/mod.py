@@ -1,11 +1,11 @@
-"""``local_bn``: the client part of the strategies for apps on Flower's Message API, a
+"""``bn_mod``: the client part of the strategies for apps on Flower's Message API, a
 mod.
 
 ::
 
-    app = ClientApp(mods=[local_bn])
+    app = ClientApp(mods=[bn_mod])
 
-``local_bn`` needs only the arrays of the messages, not the model. It keeps the entries
+``bn_mod`` needs only the arrays of the messages, not the model. It keeps the entries
 that stay with the client, names the partition and the applied client hooks
 (``bn_rules``) in the reply, and sends FedTAN's exchanges.
 """
@@ -57,7 +57,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, of_kind, to_record
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
-__all__ = ["local_bn"]
+__all__ = ["bn_mod"]
 
 _LOST = (
     "entries were neither sent nor kept by this client; the server will send the whole"
@@ -68,9 +68,7 @@ _LOST = (
 @NamedConfigErrors()
 @repeatable
 @with_names
-def local_bn(
-    message: Message, context: Context, call_next: ClientAppCallable
-) -> Message:
+def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Return the app's reply with the client part of the strategy done: a Flower mod
     for every strategy.
 
@@ -85,7 +83,7 @@ def local_bn(
     draw does not (``repeatable``).
 
     The mod also works on the messages of ``to_legacy``:
-    ``ClientApp(client_fn, mods=[local_bn])``.
+    ``ClientApp(client_fn, mods=[bn_mod])``.
 
     Raises:
         StateError: an entry was neither sent nor kept here, the kept state belongs to
@@ -103,7 +101,7 @@ def local_bn(
     whole, store = _completed(received, context, config)
     if config.local_entries or config.extras or config.attempt is not None:
         # A TorchClient keeps its part itself, and refuses to work under the mod.
-        next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "local_bn"
+        next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "bn_mod"
     if trains:
         open_outbox(context)
     ours = {

@@ -25,7 +25,7 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
     a message as one, and gets those of the reply as one. The app and its other mods see
     ordinary records, with the same bits.
 
-    It must be the first mod of the app: ``ClientApp(mods=[packed, local_bn])``.
+    It must be the first mod of the app: ``ClientApp(mods=[packed, bn_mod])``.
     ``client_app`` has it already. The app says in its answer to the strategies' query
     (``answer_query``) that it reads such messages. Without that answer, in simulation,
     in process and under Flower's own loops arrays travel one by one.

@@ -22,7 +22,7 @@ def clipped_update(
     """Return the app's reply with its update clipped as the server asks: a Flower mod.
 
     It must be the first mod, so that it sees what leaves the client:
-    ``ClientApp(mods=[clipped_update, local_bn])``. Before it stands ``packed`` alone,
+    ``ClientApp(mods=[clipped_update, bn_mod])``. Before it stands ``packed`` alone,
     which changes no value. Counters leave as they came, since they tell the number of
     batches. Without ``dp=client`` nothing changes. Metrics leave as they are.
 

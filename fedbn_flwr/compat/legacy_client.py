@@ -2,7 +2,7 @@
 
 ::
 
-    app = ClientApp(client_fn, mods=[local_bn])
+    app = ClientApp(client_fn, mods=[bn_mod])
     start_client(
         server_address="127.0.0.1:8080",
         client_fn=to_client_fn(app, {"partition-id": 0}),
@@ -48,7 +48,7 @@ def to_client_fn(
     if not isinstance(app, ClientApp):
         raise ConfigError(
             f"to_client_fn takes a ClientApp, and app={app!r:.80} is none: write"
-            " to_client_fn(ClientApp(client_fn, mods=[local_bn]), node_config)"
+            " to_client_fn(ClientApp(client_fn, mods=[bn_mod]), node_config)"
         )
     own = dict(node_config or {})
 

@@ -80,7 +80,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
     Flower's FedAvg is derived from this class in its place.
 
     Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the
-    other methods need the mod ``local_bn`` (and ``bn_rules`` in ``fit``), or a
+    other methods need the mod ``bn_mod`` (and ``bn_rules`` in ``fit``), or a
     ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. ``start_client`` takes
     an app with the mod as ``to_client_fn(app, node_config)``. Runs repeat bit for
     bit only with the mod, or with a ``get_properties`` that returns the
@@ -593,7 +593,7 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
 _EXCHANGES = (
     "Keep the NumPyClient, with rules.step(...) around its steps and a get_properties"
     " that returns num-examples and batch-size, and give it to"
-    " fedbn_flwr.client_app(client_fn, mods=[local_bn])."
+    " fedbn_flwr.client_app(client_fn, mods=[bn_mod])."
 )
 _STATISTICS = (
     "No method of a NumPyClient measures statistics: make the client a TorchClient in"

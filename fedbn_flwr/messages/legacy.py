@@ -127,7 +127,7 @@ def _answered(reply: Message, result: str) -> bool:
     if f"{result}.status" not in reply.content:
         raise StateError(
             "the app answers the Message API, and the server runs Flower's legacy loop"
-            " (to_legacy): there it is ClientApp(client_fn, mods=[local_bn])"
+            " (to_legacy): there it is ClientApp(client_fn, mods=[bn_mod])"
         )
     return reply.content.config_records[f"{result}.status"]["code"] == Code.OK.value
 

@@ -12,7 +12,7 @@ an exception leaves a function of others from the inside; a thread that waits in
 layer would need the process to live until the next message, and Flower may end it. The
 step then runs again from its beginning, with the answers so far. ``StopStep`` is no
 error, and a user's ``except Exception`` must let it pass: it is a BaseException. It is
-caught where the message came in (``TorchClient.train``, ``local_bn``), and becomes a
+caught where the message came in (``TorchClient.train``, ``bn_mod``), and becomes a
 value. So is ``RetryStep``, which repeats the step at once.
 """
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client.kept_files import Continuity
-from fedbn_flwr.mods import answer_query, answer_statistics, local_bn
+from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod
 from fedbn_flwr.strategies import Strategy
 from tests.support.federation import Outcome
 from tests.support.user_loops import BATCH, SIZES, Loop, hooked_loop, plain_loop
@@ -39,7 +39,7 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
 
     def make(
         loop: Loop = plain_loop,
-        mods: Sequence[Any] = (local_bn,),
+        mods: Sequence[Any] = (bn_mod,),
         query: bool = False,
         model: Callable[[], nn.Module] = mlp,
         train_mods: Sequence[Any] = (),
@@ -147,7 +147,7 @@ def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
             "node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES),
             "threads": 1,
         }
-        app = user_app(loop, mods=(*mods, local_bn), query=query)
+        app = user_app(loop, mods=(*mods, bn_mod), query=query)
         return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
 
     return run

@@ -30,7 +30,7 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, to_record, to_state
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.training import LearningRate, LocalTraining
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -276,9 +276,9 @@ def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) 
 def test_a_mod_in_place_of_a_list_is_refused(client_fn, name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"^{name}=<function local_bn .* is one mod, .* write {name}=\[\.\.\.\]$",
+        match=rf"^{name}=<function bn_mod .* is one mod, .* write {name}=\[\.\.\.\]$",
     ):
-        client_app(client_fn, **{name: local_bn})
+        client_app(client_fn, **{name: bn_mod})
 
 
 def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:

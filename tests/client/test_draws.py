@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg
 
 KINDS = ("train", "evaluate", "query.statistics")
@@ -58,7 +58,7 @@ def drawn(
     return list(reply.content["metrics"]["drawn"])
 
 
-@pytest.mark.parametrize("mods", [(), (local_bn,)], ids=["no mod", "local_bn"])
+@pytest.mark.parametrize("mods", [(), (bn_mod,)], ids=["no mod", "bn_mod"])
 def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None:
     cases = list(itertools.product(KINDS, (1, 2, 3), (0, 1), (0, 5)))
     runs = []

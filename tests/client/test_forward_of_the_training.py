@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.mods import answer_query, answer_statistics, bn_rules, local_bn
+from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod, bn_rules
 from fedbn_flwr.strategies import FBN, HBN, FedAvg, StaticBN
 from tests.support.user_loops import SIZES
 
@@ -47,7 +47,7 @@ def app(datasets) -> Any:
     """
 
     def make(whole: bool) -> ClientApp:
-        app = ClientApp(mods=[local_bn])
+        app = ClientApp(mods=[bn_mod])
 
         def loader(context: Context) -> Any:
             data = datasets[int(context.node_config["partition-id"])]

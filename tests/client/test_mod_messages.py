@@ -31,7 +31,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.mods import answer_statistics, local_bn
+from fedbn_flwr.mods import answer_statistics, bn_mod
 from fedbn_flwr.strategies import (
     HBN,
     FedAvg,
@@ -120,7 +120,7 @@ def test_a_client_that_lost_what_a_hook_kept_is_named(
     with caplog.at_level("WARNING", "flwr"):
         run_app(
             Scaffold(),
-            user_app(hooked_loop, mods=(forget, local_bn), query=True),
+            user_app(hooked_loop, mods=(forget, bn_mod), query=True),
             rounds=4,
         )
     lost = [
@@ -138,7 +138,7 @@ def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:
         seen.append(list(message.content.array_records.get("arrays", {})))
         return call_next(message, context)
 
-    run_app(FedBN(), user_app(mods=(local_bn, look), query=True), rounds=2)
+    run_app(FedBN(), user_app(mods=(bn_mod, look), query=True), rounds=2)
     assert [names for names in seen if names] == [list(mlp().state_dict())] * 12
 
 
@@ -338,7 +338,7 @@ def test_a_partition_id_that_is_no_number_is_named() -> None:
             "partition-id='berlin' of the node's config must be a whole number from 0"
         ),
     ):
-        local_bn(
+        bn_mod(
             message, context, lambda message, _: Message(RecordDict(), reply_to=message)
         )
 
@@ -353,7 +353,7 @@ def test_an_app_that_replaces_its_state_does_not_lose_the_part(
             context.state = RecordDict({"mine": MetricRecord({"rounds": 1})})
         return reply
 
-    run = run_app(FedBN(), user_app(mods=(local_bn, replacing)))
+    run = run_app(FedBN(), user_app(mods=(bn_mod, replacing)))
     assert [report.rejected for report in run.strategy.reports] == [{}, {}, {}]
     plain = run_app(FedBN(), user_app())
     same_bits(run.state, plain.state)
@@ -396,7 +396,7 @@ def test_a_reply_without_the_whole_model_is_refused(
 
     strategy = method()
     run_app(
-        strategy, user_app(mods=(local_bn, change)), rounds=1, fails=NothingTrainedError
+        strategy, user_app(mods=(bn_mod, change)), rounds=1, fails=NothingTrainedError
     )
     found = list(strategy.reports[0].rejected.values())
     assert len(found) == len(SIZES)

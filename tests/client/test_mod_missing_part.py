@@ -12,7 +12,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.errors import ClientPartError, ConfigError
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import (
     FBN,
     HBN,
@@ -34,7 +34,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
-MOD = "ClientApp(mods=[local_bn])"
+MOD = "ClientApp(mods=[bn_mod])"
 MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
     # the strategy, and what the error says is missing: the mod, or the client hook
     "fedbn": (FedBN, MOD),
@@ -72,7 +72,7 @@ BARE = [case for case in MISSING if "by messages" not in case]
 
 @pytest.mark.parametrize(
     ("case", "mods"),
-    [*((case, ()) for case in BARE), *((case, (local_bn,)) for case in WITH_MOD)],
+    [*((case, ()) for case in BARE), *((case, (bn_mod,)) for case in WITH_MOD)],
 )
 def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
     run_app, user_app, mlp, wsconv_net, case: str, mods
@@ -127,7 +127,7 @@ def without_arrays(message: Message, context: Context, call_next: Any) -> Messag
 
 
 @pytest.mark.parametrize(
-    "mods", [[local_bn], [local_bn, without_arrays], [without_arrays, local_bn]]
+    "mods", [[bn_mod], [bn_mod, without_arrays], [without_arrays, bn_mod]]
 )
 def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
     run_app, user_app, caplog, mods: Any

@@ -26,12 +26,12 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import SERVER_ROUND, Continuity
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN, Strategy
 from tests.support.their_client import numpy_clients
 from tests.support.user_loops import SIZES, hooked_loop
 
-ADVICE = "Put local_bn first, ClientApp(mods=[local_bn])"
+ADVICE = "Put bn_mod first, ClientApp(mods=[bn_mod])"
 local_dp_mod = LocalDpMod(clipping_norm=100.0, sensitivity=0.0, epsilon=1.0, delta=0.5)
 PRIVATE = pytest.mark.parametrize(
     ("mod", "name"),
@@ -57,7 +57,7 @@ def run_private(mlp) -> Callable[[Strategy, ClientApp], Strategy]:
 
 
 @PRIVATE
-def test_with_local_bn_first_and_the_mod_on_training_everything_passes(
+def test_with_bn_mod_first_and_the_mod_on_training_everything_passes(
     run_private, user_app, mod, name
 ) -> None:
     strategy = run_private(FedBN(), user_app(query=True, train_mods=[mod]))
@@ -83,17 +83,17 @@ def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(
 
 
 @PRIVATE
-def test_before_local_bn_such_a_mod_ends_the_run_with_its_name(
+def test_before_bn_mod_such_a_mod_ends_the_run_with_its_name(
     run_private, user_app, mod, name
 ) -> None:
     """The reply lacks what stays with the client, and the mod would refuse it, with a
     reply to a wrong message.
     """
     with pytest.raises(ClientPartError, match=rf"{name} .*{re.escape(ADVICE)}"):
-        run_private(FedBN(), user_app(mods=[mod, local_bn], query=True))
+        run_private(FedBN(), user_app(mods=[mod, bn_mod], query=True))
 
 
-@pytest.mark.parametrize("mods", [[local_dp_mod], [local_bn, local_dp_mod]])
+@pytest.mark.parametrize("mods", [[local_dp_mod], [bn_mod, local_dp_mod]])
 def test_fedtan_names_the_mod_that_hides_the_data(
     run_app, user_app, mods: Sequence[Any]
 ) -> None:
@@ -101,11 +101,9 @@ def test_fedtan_names_the_mod_that_hides_the_data(
         run_app(FedTAN(), user_app(hooked_loop, mods, query=True), rounds=1)
 
 
-def test_behind_local_bn_the_mod_hides_the_amount_of_data_only(
-    run_app, user_app
-) -> None:
+def test_behind_bn_mod_the_mod_hides_the_amount_of_data_only(run_app, user_app) -> None:
     strategy = FedBN()
-    run_app(strategy, user_app(mods=[local_bn, local_dp_mod], query=True), rounds=1)
+    run_app(strategy, user_app(mods=[bn_mod, local_dp_mod], query=True), rounds=1)
     assert strategy.reports[0].participants == [0, 1, 2]
 
 
@@ -117,7 +115,7 @@ def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(
     with pytest.raises(ClientPartError, match="LocalDpMod"):
         run_app(
             strategy,
-            user_app(mods=[], query=True, train_mods=[local_dp_mod, local_bn]),
+            user_app(mods=[], query=True, train_mods=[local_dp_mod, bn_mod]),
             rounds=1,
         )
     reasons = list(strategy.reports[0].rejected.values())
@@ -142,8 +140,8 @@ NAMED = "the mod 'reading' of the app raised KeyError: 'server-round'.* of type 
 @pytest.mark.parametrize(
     ("mods", "named"),
     [
-        ([local_bn, reads("server-round")], NAMED),
-        ([reads("server-round"), local_bn], "server-round"),
+        ([bn_mod, reads("server-round")], NAMED),
+        ([reads("server-round"), bn_mod], "server-round"),
     ],
 )
 def test_a_mod_that_raises_on_the_query_is_told_what_to_do(
@@ -167,7 +165,7 @@ def test_a_mod_of_a_client_app_that_raises_on_the_query_is_named(
 
 
 def test_a_mod_that_raises_on_a_later_query_is_named(run_app, user_app) -> None:
-    app = user_app(hooked_loop, [local_bn, reads("fedbn-flwr.hooks")], query=True)
+    app = user_app(hooked_loop, [bn_mod, reads("fedbn-flwr.hooks")], query=True)
     with pytest.raises(
         ClientPartError, match=r"the mod 'reading' .* of type 'query.statistics'"
     ):
@@ -177,7 +175,7 @@ def test_a_mod_that_raises_on_a_later_query_is_named(run_app, user_app) -> None:
 def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app, caplog) -> None:
     app = user_app(
         hooked_loop,
-        [local_bn, lambda message, context, call_next: call_next(message, context)],
+        [bn_mod, lambda message, context, call_next: call_next(message, context)],
     )
 
     @app.query()
@@ -209,7 +207,7 @@ def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) ->
     strategy = METHODS[name]()
     strategy.continuity = Continuity("site", "run-1")  # no checkpoint yet
     app = user_app(
-        hooked_loop, [*LOOKING, local_bn, *LOOKING], query=True, train_mods=LOOKING
+        hooked_loop, [*LOOKING, bn_mod, *LOOKING], query=True, train_mods=LOOKING
     )
     by_channel = {"grid_options": {"threads": len(SIZES)}} if "channel" in name else {}
     run_app(strategy, app, rounds=2, barrier=False, **by_channel)
@@ -225,7 +223,7 @@ def test_mods_that_only_look_may_stand_in_the_legacy_loop(
     datasets, mlp, run_legacy_loop
 ) -> None:
     app = ClientApp(
-        client_fn=numpy_clients(mlp, datasets), mods=[*LOOKING, local_bn, *LOOKING]
+        client_fn=numpy_clients(mlp, datasets), mods=[*LOOKING, bn_mod, *LOOKING]
     )
     strategy = FedBN()
     run_legacy_loop(strategy, app, mlp().state_dict(), len(SIZES), 2)
@@ -267,7 +265,7 @@ def test_mods_see_each_training_message_once(run_app, user_app, mlp) -> None:
     outside, inside = list[Any](), list[Any]()
     training = [watching(inside), local_dp_mod]
     app = user_app(
-        hooked_loop, [watching(outside), local_bn], query=True, train_mods=training
+        hooked_loop, [watching(outside), bn_mod], query=True, train_mods=training
     )
     run = run_app(FedTAN(), app, rounds=2, barrier=False)
     whole = [len(mlp().state_dict())]
@@ -303,7 +301,7 @@ def test_without_a_function_for_exchanges_they_go_as_training_messages(
     names the line to add.
     """
     seen: Seen = []
-    app = user_app(hooked_loop, [watching(seen), local_bn], query=True, exchange=False)
+    app = user_app(hooked_loop, [watching(seen), bn_mod], query=True, exchange=False)
     done = run_app(FedTAN(), app, rounds=2, barrier=False)
     assert [report.rejected for report in done.strategy.reports] == [{}, {}]
     assert caplog.text.count("Write @app.query('exchange') above @app.train()") == 1
@@ -350,7 +348,7 @@ class OwnDraws(NumPyClient):
 
 
 def with_own_mods() -> ClientApp:
-    app = ClientApp(mods=[Noisy("outer"), local_bn, Noisy("inner")])
+    app = ClientApp(mods=[Noisy("outer"), bn_mod, Noisy("inner")])
     app.train(mods=[Noisy("innermost")])(the_apps_own)
     return app
 

@@ -19,7 +19,7 @@ from torch import nn
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ClientPartError, NothingTrainedError
 from fedbn_flwr.messages.records import to_state
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, Scaffold
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
@@ -39,14 +39,14 @@ def client_fn(mlp, datasets) -> Callable[..., Any]:
 
 @pytest.fixture
 def by_the_loop(run_legacy_loop, mlp) -> Callable[..., Any]:
-    """``by_the_loop(strategy, client_fn, mods=[local_bn], start=mlp())``: run in
+    """``by_the_loop(strategy, client_fn, mods=[bn_mod], start=mlp())``: run in
     Flower's legacy loop.
     """
 
     def run(
         strategy: Any,
         client_fn: Any,
-        mods: Any = (local_bn,),
+        mods: Any = (bn_mod,),
         start: Any = None,
         **options: Any,
     ) -> Any:
@@ -72,7 +72,7 @@ def test_metrics_of_a_client_are_reported_without_those_of_the_mod(
     run_app, client_fn
 ) -> None:
     strategy = FedBN()
-    run_app(strategy, client_app(client_fn(), mods=[local_bn]))
+    run_app(strategy, client_app(client_fn(), mods=[bn_mod]))
     for report in strategy.reports:
         assert report.metrics["score"] == 0.5
         assert "partition-id" not in report.metrics
@@ -211,7 +211,7 @@ def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> No
             )
 
     strategy = Scaffold(fraction_evaluate=0.0)
-    app = client_app(numpy_clients(Backwards, datasets, Ordered), mods=[local_bn])
+    app = client_app(numpy_clients(Backwards, datasets, Ordered), mods=[bn_mod])
     run_app(strategy, app, start=start.state_dict())
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
@@ -221,9 +221,7 @@ def test_arrays_without_names_need_none_where_no_hook_does(
 ) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
-    run_app(
-        strategy, client_app(client_fn(), mods=[local_bn]), start=numbered, rounds=1
-    )
+    run_app(strategy, client_app(client_fn(), mods=[bn_mod]), start=numbered, rounds=1)
     assert strategy.reports[0].participants == [0, 1, 2]
 
 
@@ -256,8 +254,8 @@ def test_an_app_for_the_message_api_is_refused_with_advice(
 ) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
     with pytest.raises(NothingTrainedError):
-        by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]))
-    all_refused(strategy, "ClientApp(client_fn, mods=[local_bn])")
+        by_the_loop(strategy, client_app(client_fn(), mods=[bn_mod]))
+    all_refused(strategy, "ClientApp(client_fn, mods=[bn_mod])")
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold])
@@ -266,7 +264,7 @@ def test_our_own_client_with_the_mod_is_refused_with_advice(
 ) -> None:
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     strategy = make(fraction_evaluate=0.0)
-    app = client_app(torch_clients(mlp, datasets, training), mods=[local_bn])
+    app = client_app(torch_clients(mlp, datasets, training), mods=[bn_mod])
     run_app(strategy, app, fails=NothingTrainedError)
     all_refused(strategy, "Leave the mod out")
 

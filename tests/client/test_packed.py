@@ -26,7 +26,7 @@ from fedbn_flwr.errors import PackingError
 from fedbn_flwr.messages.packing import in_one_piece, is_packed, unpacked
 from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.messages.records import encode, to_record
-from fedbn_flwr.mods import local_bn, packed
+from fedbn_flwr.mods import bn_mod, packed
 
 MODEL = {"w": np.float32([1, 2]), "n": np.array(3)}
 
@@ -71,7 +71,7 @@ def test_mods_and_app_see_records_and_the_reply_is_as_the_message(pack: bool) ->
         return reply
 
     given = message(pack=pack)
-    reply = app(packed, looking, message_size_mod, local_bn)(given, context())
+    reply = app(packed, looking, message_size_mod, bn_mod)(given, context())
     assert seen == [["arrays", "config"], ["arrays", "m", "properties"]]
     assert is_packed(reply.content) == pack
     found = unpacked(reply.content) if pack else reply.content
@@ -87,9 +87,9 @@ def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -
     def said(*mods: Any) -> object:
         return NodeProperties.read(app(*mods)(query, context())).packs
 
-    assert (said(packed), said(packed, local_bn), said()) == (1, 1, None)
+    assert (said(packed), said(packed, bn_mod), said()) == (1, 1, None)
     assert not caplog.records
-    assert said(local_bn, packed) is None is said(message_size_mod, local_bn, packed)
+    assert said(bn_mod, packed) is None is said(message_size_mod, bn_mod, packed)
     warnings = [
         record.args
         for record in caplog.records
@@ -103,7 +103,7 @@ def test_client_app_has_it_as_its_first_mod_at_a_supernode(
     on_node: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.client.app.on_network_node", lambda: on_node)
-    app = client_app(lambda context: NumPyClient(), [local_bn])
+    app = client_app(lambda context: NumPyClient(), [bn_mod])
     assert NodeProperties.read(
         app(Message(RecordDict(), 5, "query"), context())
     ).packs == (1 if on_node else None)

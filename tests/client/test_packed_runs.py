@@ -20,7 +20,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
 from fedbn_flwr.messages.records import encode, from_record, of_kind, to_record
-from fedbn_flwr.mods import local_bn, masked_update, packed
+from fedbn_flwr.mods import bn_mod, masked_update, packed
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -234,9 +234,9 @@ def test_an_app_of_the_message_api_with_the_mod_first(run, user_app, same_bits) 
         )
 
     ours, plain, wrong = (
-        trained(packed, masked_update, local_bn),
-        trained(local_bn),
-        trained(local_bn, packed),
+        trained(packed, masked_update, bn_mod),
+        trained(bn_mod),
+        trained(bn_mod, packed),
     )
     same_bits(ours.state, plain.state)
     same_bits(wrong.state, plain.state)

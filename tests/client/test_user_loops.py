@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import (
     FBN,
     HBN,
@@ -192,7 +192,7 @@ class Ways:
         )
 
     def numpy_client(self, name: str, barrier: bool = True) -> Any:
-        app = client_app(self.numpy_fn(name), mods=[local_bn])
+        app = client_app(self.numpy_fn(name), mods=[bn_mod])
         threads = {"threads": len(SIZES)}
         model = self.model(name)
         return self.run_app(
@@ -209,7 +209,7 @@ class Ways:
 
     def numpy_client_in_the_legacy_loop(self, name: str) -> Any:
         return self._legacy(
-            name, ClientApp(client_fn=self.numpy_fn(name), mods=[local_bn])
+            name, ClientApp(client_fn=self.numpy_fn(name), mods=[bn_mod])
         )
 
     def our_client_in_the_legacy_loop(self, name: str) -> Any:

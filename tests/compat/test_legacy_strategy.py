@@ -36,7 +36,7 @@ from fedbn_flwr.compat.flower import TaskIdentity
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record, to_state
-from fedbn_flwr.mods import bn_rules, local_bn
+from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.strategies import (
     FedAvg,
     FedAvgM,
@@ -464,8 +464,8 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
 
 WORKFLOW_METHODS: dict[str, tuple[Callable[[], Strategy], tuple[Any, ...]]] = {
     "fedavg": (FedAvg, ()),
-    "fedbn": (FedBN, (local_bn,)),
-    "fedprox": (FedProx, (local_bn,)),
+    "fedbn": (FedBN, (bn_mod,)),
+    "fedprox": (FedProx, (bn_mod,)),
     "fedavgm": (FedAvgM, ()),
 }
 
@@ -550,8 +550,8 @@ def test_what_a_secure_sum_hides_is_refused_by_name(
     run_workflow, make: Callable[[], Strategy], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        run_workflow(make(), True, mods=(local_bn,))
-    run_workflow(make(), False, mods=(local_bn,))
+        run_workflow(make(), True, mods=(bn_mod,))
+    run_workflow(make(), False, mods=(bn_mod,))
 
 
 def test_counters_stay_as_sent_under_secure_aggregation(run_workflow, caplog) -> None:
@@ -638,7 +638,7 @@ def test_it_runs_where_flower_has_set_no_identity(
         client_fn = torch_client_fn(mlp, datasets)
         app = ClientApp(client_fn)
     else:
-        app = ClientApp(numpy_clients(mlp, datasets), mods=[local_bn])
+        app = ClientApp(numpy_clients(mlp, datasets), mods=[bn_mod])
         client_fn = to_client_fn(app)
     start = mlp().state_dict()
     want = run_legacy_loop(make(), app, start, len(datasets), ROUNDS)

@@ -26,7 +26,7 @@ from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
-from fedbn_flwr.mods import clipped_update, local_bn
+from fedbn_flwr.mods import bn_mod, clipped_update
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.privacy.accounting import PrivacyAccountant
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
@@ -265,7 +265,7 @@ def test_the_mod_clips_what_leaves_an_app_of_any_kind(
     DPWrapper(strategy, 0.0, 0.5, where="client")
     got = run_strategy(
         strategy,
-        app_that_adds_five(clipped_update, local_bn),
+        app_that_adds_five(clipped_update, bn_mod),
         mlp().state_dict(),
         2,
         rounds=1,
@@ -290,7 +290,7 @@ def test_a_client_that_does_not_clip_is_refused_by_name(
         match=r"its update has norm .* to clip it to 0\.5\. Make `clipped_update`",
     ):
         run_strategy(
-            strategy, app_that_adds_five(local_bn), mlp().state_dict(), 2, rounds=1
+            strategy, app_that_adds_five(bn_mod), mlp().state_dict(), 2, rounds=1
         )
 
 

@@ -27,7 +27,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.protocol import MASKED
 from fedbn_flwr.messages.records import to_record, to_state
-from fedbn_flwr.mods import local_bn, masked_update
+from fedbn_flwr.mods import bn_mod, masked_update
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.counters import CUMULATIVE, refuse_cumulative
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
@@ -209,10 +209,10 @@ def test_a_masked_step_equals_the_plain_one(
 
 
 def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
-    """As ``client_app``: an app that begins with ``masked_update``, ``local_bn``."""
+    """As ``client_app``: an app that begins with ``masked_update``, ``bn_mod``."""
 
     def app_of(client_fn: Any) -> ClientApp:
-        inner, app = client_app(client_fn), ClientApp(mods=[masked_update, local_bn])
+        inner, app = client_app(client_fn), ClientApp(mods=[masked_update, bn_mod])
         ours = client_fn
 
         @app.train()

@@ -25,7 +25,7 @@ from fedbn_flwr.errors import (
     DivergedError,
     NothingTrainedError,
 )
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.server.methods.method import Facts
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
@@ -198,9 +198,7 @@ def test_a_foreign_loop_is_ended_too(
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     diverging = client(evaluate=lambda self, server_round, result: untestable(result))
     kind = diverging if of_clients else TorchClient
-    app = ClientApp(
-        torch_clients(mlp, datasets, training, client=kind), mods=[local_bn]
-    )
+    app = ClientApp(torch_clients(mlp, datasets, training, client=kind), mods=[bn_mod])
 
     def tested(server_round: int, arrays: Any, config: Any) -> Any:
         return (1.0 if of_clients or server_round == 1 else NAN), {}

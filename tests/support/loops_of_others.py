@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.mods import answer_query, bn_rules, local_bn
+from fedbn_flwr.mods import answer_query, bn_mod, bn_rules
 from fedbn_flwr.strategies import FedBN, FedProx, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 
@@ -76,7 +76,7 @@ def compare_with_ours(
             torch.arange(24) % 3,
         )
 
-    app = ClientApp(mods=[local_bn])
+    app = ClientApp(mods=[bn_mod])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

@@ -29,7 +29,7 @@ from torch import nn
 
 from fedbn_flwr import TorchClient, to_client_fn, to_legacy
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.points import Points
@@ -73,7 +73,7 @@ def project_app(kind: str) -> ClientApp:
         return ClientApp(torch_client)
     datasets = [points(client) for client in range(len(SIZES))]
     client_fn = numpy_clients(model, datasets, TheirClientWithALoss)
-    app = ClientApp(client_fn, mods=[local_bn])
+    app = ClientApp(client_fn, mods=[bn_mod])
     return app  # noqa: RET504
 
 

@@ -7,12 +7,12 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader
 
-from fedbn_flwr.mods import answer_query, bn_rules, local_bn, packed
+from fedbn_flwr.mods import answer_query, bn_mod, bn_rules, packed
 from hospitals.task import Net, hospital_data
 from hospitals.task import test as test_fn
 from hospitals.task import train as train_fn
 
-app = ClientApp(mods=[packed, local_bn])
+app = ClientApp(mods=[packed, bn_mod])
 
 
 @app.query()

@@ -12,7 +12,7 @@ from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import Config, NDArrays, Scalar
 
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import bn_mod
 from numpyclient.task import Net, accuracy_and_loss, load_data, train
 
 __all__ = ["app"]
@@ -70,4 +70,4 @@ def client_fn(context: Context) -> Client:
     ).to_client()
 
 
-app = ClientApp(client_fn=client_fn, mods=[local_bn])
+app = ClientApp(client_fn=client_fn, mods=[bn_mod])

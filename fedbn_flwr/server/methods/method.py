@@ -68,7 +68,7 @@ class Node:
         batch_size: examples in its first local step.
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
-        behind_mod: whether that mod comes before ``local_bn``, which would have
+        behind_mod: whether that mod comes before ``bn_mod``, which would have
             answered all the same.
         num_partitions: number of the parts into which the data are split, if it holds
             one of them.

@@ -184,7 +184,7 @@ class Terms:
             raise ClientPartError(
                 f"the reply holds {len(kept)} entries that stay with the client under"
                 f" strategy '{self.strategy}' ('{kept[0]}', ...). Make the app"
-                " `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
+                " `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
             )
         missing = sorted(self.hooks - info.applied)
         if missing:
@@ -192,7 +192,7 @@ class Terms:
                 f"the client did not apply the client hook '{missing[0]}' of strategy"
                 f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
                 " msg, context) as rules:` (docs/flower-projects.md says what to call"
-                " there), and make its app `ClientApp(mods=[local_bn])`, both from"
+                " there), and make its app `ClientApp(mods=[bn_mod])`, both from"
                 " fedbn_flwr.mods."
             )
 

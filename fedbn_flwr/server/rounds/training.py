@@ -90,7 +90,7 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     """Return the nodes that have training data and whose reply can be used; report
     those that cannot take part.
 
-    Where parts stay with the clients, a mod before ``local_bn`` would refuse every
+    Where parts stay with the clients, a mod before ``bn_mod`` would refuse every
     reply, which lacks their entries.
 
     Raises:

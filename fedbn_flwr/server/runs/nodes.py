@@ -423,7 +423,7 @@ def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
     if unnamed:
         logger.warning(
             "%d of %d nodes did not say their partition id. Until a reply names it"
-            " (ClientApp(mods=[local_bn])), they are ordered by node ids, which change"
+            " (ClientApp(mods=[bn_mod])), they are ordered by node ids, which change"
             " in every run: sampling, sums and what these clients draw are not"
             " repeatable. To say it, wrap the app with fedbn_flwr.client_app, or"
             " register @app.query() and return answer_query(msg, context, loader).",
