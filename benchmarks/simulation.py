@@ -28,6 +28,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -480,12 +481,20 @@ def main(
         raise typer.BadParameter(
             f"unknown setting {unknown[0]!r}; known: {', '.join(SETTINGS)}"
         )
+    interpreter = shutil.which(peer_python)
+    if interpreter is None:
+        raise typer.BadParameter(
+            f"--peer-python {peer_python}: there is no such program; name the peers'"
+            " interpreter, as ../fedbn-flwr-peers/bin/python"
+        )
     found = {}
     with tempfile.TemporaryDirectory(prefix="simulation-benchmark-") as folder:
         prepare(Path(folder), data_dir, [SETTINGS[name] for name in names])
         course = Course(
             Path(folder),
-            peer_python,
+            # Contenders run in another folder. An environment is found by the link to
+            # its interpreter, so the link is not followed.
+            os.path.abspath(interpreter),
             str(Path(peers).resolve()) if peers else "",
             rounds,
         )

@@ -3,9 +3,12 @@ with this package.
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,6 +62,46 @@ def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
     )
     assert len(clock.seconds) == 1
     assert 0 < reached < 0.5  # random images
+
+
+def test_the_interpreter_of_the_peers_may_be_named_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the Makefile shows it; contenders run in another folder. An environment is
+    found by the link that is its interpreter.
+    """
+    import simulation
+
+    def course_of(peer_python: str) -> simulation.Course:
+        given = []
+
+        def measure(setting: str, course: simulation.Course, turns: int):
+            given.append(course)
+            return simulation.Figures(setting)
+
+        monkeypatch.setattr(simulation, "measure", measure)
+        simulation.main(
+            turns=1,
+            only=["mlp-128"],
+            peer_python=peer_python,
+            out=tmp_path / "figures.json",
+        )
+        return given[0]
+
+    (tmp_path / "here").mkdir()
+    (tmp_path / "peers").symlink_to(sys.prefix)
+    monkeypatch.chdir(tmp_path / "here")
+    python = course_of("../peers/bin/python").peer_python
+    answer = subprocess.run(
+        [python, "-c", "import sys; print(sys.prefix)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout.strip() == str(tmp_path / "peers")
+    with pytest.raises(typer.BadParameter, match="no-such-python"):
+        course_of("no-such-python")
 
 
 def test_each_slip_of_the_list_can_be_made() -> None:

@@ -95,6 +95,18 @@ def test_help_has_an_example_that_parses(command: str) -> None:
     parsed.make_context(command, words[2:], resilient_parsing=False)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_argument_and_option_has_a_help_that_shows(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    shown = call(command, "--help").output
+    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    for parameter in parsed.params:
+        assert parameter.help, parameter.name
+        assert parameter.help in shown, parameter.name
+
+
 def test_the_file_of_the_sweep_example_exists() -> None:
     (path,) = [
         word

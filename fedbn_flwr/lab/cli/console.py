@@ -8,8 +8,9 @@ import os.path
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -53,9 +54,17 @@ BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"
 
 
 class _Command(TyperCommand):
-    """A command that reads ``~`` at the begin of a path where no shell has:
-    ``--out=~/runs``, or within quotes.
+    """A command that shows the help of its arguments, and reads ``~`` at the begin of a
+    path where no shell has: ``--out=~/runs``, or within quotes.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # click 8.5 gives arguments a help, and by that empties Typer 0.20's.
+        hints = get_type_hints(unwrap(options["callback"]), include_extras=True)
+        for parameter in self.params:
+            (told,) = hints[parameter.name].__metadata__
+            parameter.help = told.help
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with the user's home for ``~`` in paths."""
