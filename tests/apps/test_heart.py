@@ -1,4 +1,4 @@
-"""``apps/hospitals/heart.py``: tables read by pandas, in the user's function."""
+"""``apps/heart.py``: tables read by pandas, in the user's function."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pandas as pd
 import pytest
 import torch
 
-from apps.hospitals.heart import SCALE, patients
+from apps.heart import SCALE, patients
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT.parent / "shared/data/heart_disease"
-SETTINGS = ROOT / "apps/hospitals/heart.yaml"
+SETTINGS = ROOT / "apps/heart.yaml"
 # Of the reader of CSV files at commit 6b7d0f17, with the same test patients and the
 # same scales: those right after 10 rounds, in Cleveland, Hungary, Switzerland and VA.
 BY_THE_READER = {"fedavg": (79, 76, 24, 49), "fedbn": (81, 76, 24, 46)}

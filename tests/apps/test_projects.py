@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -39,10 +40,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     diff, run in process.
     """
 
-    def run(name: str, diff: str | None = None, **run_config: Any) -> SimpleNamespace:
+    def run(
+        name: str, diff: str | None = None, nodes: int = NODES, **run_config: Any
+    ) -> SimpleNamespace:
         folder = tmp_path / name
         shutil.copytree(
-            APPS / name, folder, ignore=shutil.ignore_patterns("__pycache__")
+            APPS / name,
+            folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+            dirs_exist_ok=True,
         )
         if diff:
             subprocess.run(
@@ -72,7 +78,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return seen.result
 
         monkeypatch.setattr(Strategy, "start", watch)
-        with InProcessGrid(client.app, NODES, run_config=config) as grid:
+        with InProcessGrid(client.app, nodes, run_config=config) as grid:
             server.app(grid, Context(1, 0, {}, RecordDict(), config))
         return seen
 
@@ -206,17 +212,47 @@ def test_the_hospitals_have_different_data() -> None:
     ), "seeded"
 
 
-# its bundle runs in process above, and tests/lab/runs/test_matrix.py has an app in Ray
-@pytest.mark.slow
+def demo(flag: str) -> dict[str, Any]:
+    """What the command of the hospitals' page gives for a flag."""
+    page = (APPS / "hospitals/README.md").read_text()
+    found = re.search(rf'{flag} "(.*?)"', page)
+    assert found
+    return tomllib.loads(found[1].replace(" ", "\n"))
+
+
 @pytest.mark.simulation
-@pytest.mark.parametrize("app", ["hospitals"])
-def test_the_projects_run_with_flwr_run(app: str) -> None:
+def test_the_hub_app_has_no_copy_of_the_package_and_its_page_shows_a_run(
+    tmp_path: Path,
+) -> None:
+    bundle = unpacked(APPS / "hospitals", tmp_path)
+    files = {str(path.relative_to(bundle)) for path in bundle.rglob("*.*")}
+    parts = ("__init__", "client_app", "server_app", "task")
+    own = {"README.md", "pyproject.toml", *(f"hospitals/{part}.py" for part in parts)}
+    assert {name for name in files if not name.startswith(".")} == own
+    needed = tomllib.loads((bundle / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("fedbn-flwr") for name in needed["dependencies"])
+
     lines: list[str] = []
     flower_run(
-        APPS / app,
-        run_config={"num-server-rounds": 2, "strategy": "silobn"},
-        federation_config={"num-supernodes": 2, "client-resources-num-cpus": 1},
+        bundle,
+        run_config={**demo("--run-config"), "num-server-rounds": 2},
+        federation_config=demo("--federation-config"),
         on_line=lines.append,
     )
     assert any("round 2: accuracy" in line for line in lines)
     assert not [line for line in lines if "refused" in line]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_hub_apps_page(project, capsys) -> None:
+    page = (APPS / "hospitals/README.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)`.* \| ([\d.]+) \|$", page, re.MULTILINE))
+    assert {"fedavg", "fixbn"} <= table.keys()
+    nodes = demo("--federation-config")["num-supernodes"]
+    for strategy, said in table.items():
+        reached = []
+        for seed in range(3):
+            project("hospitals", nodes=nodes, strategy=strategy, seed=seed)
+            reached.append(100 * float(capsys.readouterr().out.split()[-1]))
+        # other processors round otherwise: a patient or two
+        assert np.mean(reached) == pytest.approx(float(said), abs=0.7), strategy

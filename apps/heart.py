@@ -1,4 +1,4 @@
-"""Tables of hospitals, read by pandas: ``dataset=apps.hospitals.heart:patients``, see
+"""Tables of hospitals, read by pandas: ``dataset=apps.heart:patients``, see
 the guide own-data.md.
 """
 
@@ -64,7 +64,7 @@ def patients(site: int | str, part: str) -> TensorDataset:
     )
 
 
-patients.input_shape = (len(SCALE),)
+patients.input_shape = (len(SCALE),)  # type: ignore[attr-defined]
 
 
 def net(num_classes: int, features: int) -> nn.Module:
