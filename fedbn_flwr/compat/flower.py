@@ -39,7 +39,6 @@ from flwr.common.constant import (
     SUPERLINK_NODE_ID,
     ErrorCode,
 )
-from flwr.compat.common import recorddict_compat
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import (
     aggregate_metricrecords,
@@ -48,6 +47,10 @@ from flwr.serverapp.strategy.strategy_utils import (
 
 from fedbn_flwr.errors import ConfigError
 
+try:
+    from flwr.compat.common import recorddict_compat
+except ImportError:  # before Flower 1.32
+    from flwr.common import recorddict_compat  # type: ignore[attr-defined, no-redef]
 try:
     from flwr.supercore.run import Run
 except ModuleNotFoundError:  # before Flower 1.32
