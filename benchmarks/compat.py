@@ -59,7 +59,10 @@ NO_FLWR = "flwr ; python_version < '0'"
 # a bound with "dev" is what admits builds before a release
 NEWEST_NIGHTLY = "flwr-nightly[simulation]>=1.43.0.dev0"
 # what the core's tests need; onnx, of the extra dev, fits no old Flower
-NEEDED = (f"{ROOT}[lab,privacy,timm]", "hypothesis", "pytest", "pytest-xdist")
+NEEDED = (
+    f"{ROOT}[lab,privacy,timm]",
+    *("hypothesis", "pytest", "pytest-timeout", "pytest-xdist"),
+)
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
