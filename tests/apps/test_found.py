@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,14 +26,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common import parameters_to_ndarrays
 from flwr.server import Server
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from fedbn_flwr import strategies
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.strategies import FedBN, FedTAN, FixBN, Strategy
@@ -47,15 +51,20 @@ here = pytest.mark.skipif(
 )
 
 QUICKSTART, ADVANCED, BASELINE = "quickstart-pytorch", "advanced-pytorch", "fedbn"
+TEMPLATE, FEDREP = "pytorch-app", "fedrep"
 FOLDERS = {
     QUICKSTART: "examples/quickstart-pytorch",
     ADVANCED: "examples/advanced-pytorch",
     BASELINE: "baselines/fedbn",
+    TEMPLATE: "pytorch-app",
+    FEDREP: "baselines/fedrep",
 }
 PACKAGES = {
     QUICKSTART: "pytorchexample",
     ADVANCED: "pytorch_example",
     BASELINE: "fedbn",
+    TEMPLATE: "pytorchapp",
+    FEDREP: "fedrep",
 }
 METHODS: dict[str, Callable[[], Strategy]] = {
     "fedbn": FedBN,
@@ -63,11 +72,20 @@ METHODS: dict[str, Callable[[], Strategy]] = {
     "fedtan": FedTAN,
 }
 # the advanced example halves its rate in round 5
-ROUNDS = {QUICKSTART: 2, ADVANCED: 5, BASELINE: 2}
+ROUNDS = {QUICKSTART: 2, ADVANCED: 5, BASELINE: 2, TEMPLATE: 2, FEDREP: 2}
+MODELS = {BASELINE: "model", FEDREP: "models"}  # the others: task
 CONFIG: dict[str, dict[str, Any]] = {
     QUICKSTART: {"fraction-evaluate": 1.0},
     ADVANCED: {"fraction-train": 1.0, "fraction-evaluate": 1.0},
     BASELINE: {"algorithm-name": "FedAvg", "num-clients": 3, "fraction-evaluate": 1.0},
+    TEMPLATE: {"fraction-train": 1.0},
+    FEDREP: {
+        "algorithm": "fedavg",
+        "batch-size": BATCH,
+        "num-local-epochs": 1,
+        "fraction-fit": 1.0,
+        "fraction-evaluate": 1.0,
+    },
 }
 # Lines that are new or different, and how many of them are only indented. Blank ones
 # and docstrings are not counted.
@@ -81,6 +99,12 @@ LINES = {
     (BASELINE, "fedbn"): (14, 1),
     (BASELINE, "fixbn"): (22, 8),
     (BASELINE, "fedtan"): (35, 10),
+    (TEMPLATE, "fedbn"): (4, 0),
+    (TEMPLATE, "fixbn"): (12, 7),
+    (TEMPLATE, "fedtan"): (23, 9),
+    (FEDREP, "fedbn"): (20, 1),
+    (FEDREP, "fixbn"): (22, 2),
+    (FEDREP, "fedtan"): (30, 3),
 }
 
 
@@ -134,6 +158,8 @@ DATA: dict[str, Callable[[int], Local]] = {
     QUICKSTART: lambda node: Local(node, 32, 3, "img"),
     ADVANCED: lambda node: Local(node, 28, 1, "image"),
     BASELINE: lambda node: Local(node, 28, 3),
+    TEMPLATE: lambda node: Local(node, 32, 3, "img"),
+    FEDREP: lambda node: Local(node, 32, 3, "img"),
 }
 
 
@@ -155,7 +181,7 @@ def own_data(
         patch.setattr(
             modules["server_app"], "load_centralized_dataset", lambda: loaders[0]
         )
-    else:
+    if project == ADVANCED:
         patch.setattr(
             modules["server_app"],
             "load_dataset",
@@ -170,7 +196,9 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """
 
     def run(project: str, *diffs: str, **run_config: Any) -> SimpleNamespace:
-        folder, package = tmp_path / project, PACKAGES[project]
+        folder = tmp_path / f"{project}-{len(list(tmp_path.iterdir()))}"
+        package = PACKAGES[project]
+        forget_projects()
         shutil.copytree(REPOSITORY / FOLDERS[project], folder)
         for diff in (DIFFS / f"{project}-{name}.diff" for name in ("port", *diffs)):
             if diff.is_file():
@@ -180,7 +208,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         wandb = ModuleType("wandb")
         wandb.init = wandb.log = lambda *args, **kwargs: None  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "wandb", wandb)
-        names = ("client_app", "server_app", "model" if project == BASELINE else "task")
+        names = ("client_app", "server_app", MODELS.get(project, "task"))
         modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
         own_data(project, modules, monkeypatch)
         declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"][
@@ -195,10 +223,11 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         assert config.keys() == declared.keys()
         seen = SimpleNamespace(
             folder=folder,
-            model=getattr(modules[names[2]], "CNNModel", None),
+            model=model_of(project, modules[names[2]]),
             strategy=None,
+            messages=[],
+            first_steps=[],
         )
-        seen.model = seen.model or modules[names[2]].Net
         with (
             monkeypatch.context() as while_it_runs,
             InProcessGrid(
@@ -212,20 +241,47 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             seen.state = to_state(torch.load(saved))
         return seen
 
-    before = set(sys.modules)
     yield run
-    for name in set(sys.modules) - before:
+    forget_projects()
+
+
+def forget_projects() -> None:
+    """Make the next import read a project's files, which were changed."""
+    for name in list(sys.modules):
         if name.split(".")[0] in PACKAGES.values():
             del sys.modules[name]
 
 
-def watch(seen: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
-    """Note our strategy, and the last model where the project does not write it."""
-    prepare, start, fit = Strategy.prepare, Strategy.start, Server.fit
+def model_of(project: str, module: ModuleType) -> Callable[[], torch.nn.Module]:
+    if project == FEDREP:
+        return lambda: module.CNNCifar10ModelSplit(module.CNNCifar10())
+    return module.CNNModel if project == BASELINE else module.Net
 
-    def prepare_and_note(self: Strategy, *args: Any) -> int:
+
+def watch(seen: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
+    """Note our strategy, the messages of training, the model after the first step of
+    each round, and the last model where the project does not write it.
+    """
+    configure, start, fit = Strategy.configure_train, Strategy.start, Server.fit
+    call, step = ClientApp.__call__, Hooks.step
+
+    def call_and_note(self: ClientApp, message: Message, context: Context) -> Message:
+        sent = arrays_in(message)
+        reply = call(self, message, context)
+        if message.metadata.message_type == "train":
+            seen.messages.append((sent, arrays_in(reply)))
+        return reply
+
+    @contextmanager
+    def step_and_note(self: Hooks, batch_size: int) -> Iterator[None]:
+        with step(self, batch_size):
+            yield
+        if self._passes == 1:
+            seen.first_steps.append(from_record(to_record(self._model.state_dict())))
+
+    def configure_and_note(self: Strategy, *args: Any) -> Any:
         seen.strategy = self
-        return prepare(self, *args)
+        return configure(self, *args)
 
     def start_and_note(self: Strategy, *args: Any, **kwargs: Any) -> Any:
         result = start(self, *args, **kwargs)
@@ -238,9 +294,26 @@ def watch(seen: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
         seen.state = dict(zip(seen.model().state_dict(), seen.arrays, strict=False))
         return history
 
-    patch.setattr(Strategy, "prepare", prepare_and_note)
+    patch.setattr(ClientApp, "__call__", call_and_note)
+    patch.setattr(Hooks, "step", step_and_note)
+    patch.setattr(Strategy, "configure_train", configure_and_note)
     patch.setattr(Strategy, "start", start_and_note)
     patch.setattr(Server, "fit", fit_and_note)
+
+
+def arrays_in(message: Message) -> dict[str, np.ndarray]:
+    """Return copies of the model's entries that a message has, by their names; without
+    them where Flower's own strategies send a list.
+    """
+    content = message.content
+    names = None
+    for record in content.config_records.values():
+        names = json.loads(str(record.get("fedbn-flwr.array-names", "null"))) or names
+    return {
+        name: array.numpy().copy()
+        for record in content.array_records.values()
+        for name, array in zip(names or record, record.values(), strict=True)
+    }
 
 
 class InOrder(LocalTraining):
@@ -288,12 +361,14 @@ class OurAdvancedClient(OurQuickstartClient):
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
         result = super().fit(self._with_head(parameters, config), config)
+        names = json.loads(result[2]["fedbn-flwr.array-names"])
         head = {
             name: array
-            for name, array in self._state().items()
+            for name, array in zip(names, result[0], strict=True)
             if name.startswith("fc2.")
         }
-        self.context.state["head"] = to_record(head)  # type: ignore[union-attr]
+        if head:  # not in the exchanges of a step
+            self.context.state["head"] = to_record(head)  # type: ignore[union-attr]
         return result
 
     def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> Any:
@@ -328,7 +403,7 @@ CLIENTS = {
 
 @here
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("project", FOLDERS)
+@pytest.mark.parametrize("project", CLIENTS)
 def test_a_changed_project_ends_in_the_bits_of_our_own_client(
     found: Any, federate: Any, same_bits: Any, project: str, method: str
 ) -> None:
@@ -392,3 +467,92 @@ def test_the_baselines_own_fedbn_differs_only_in_rounding(
         np.testing.assert_allclose(
             array, ours.state[name], rtol=0, atol=2e-8, err_msg=name
         )
+
+
+def entries_of(model: torch.nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names of BatchNorm's entries, and of the statistics among them."""
+    entries = {
+        f"{path}.{name}"
+        for path, layer in model.named_modules()
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+        for name in layer.state_dict()
+    }
+    return entries, {name for name in entries if ".running_" in name}
+
+
+def largest_difference(
+    some: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
+) -> float:
+    assert some.keys() == others.keys()
+    return max(
+        float(np.abs(np.asarray(some[name], np.float64) - others[name]).max())
+        for name in some
+    )
+
+
+@here
+@pytest.mark.parametrize("project", FOLDERS)
+def test_no_entry_of_batchnorm_is_sent_under_fedbn(found: Any, project: str) -> None:
+    run = found(project, "model", "fedbn")
+    bn, _ = entries_of(run.model())
+    begun = len(SIZES)  # in the first round nodes get the whole model
+    for i, (sent, replied) in enumerate(run.messages):
+        assert i < begun or not bn & sent.keys()
+        assert replied
+        assert not bn & replied.keys()
+
+
+@here
+@pytest.mark.parametrize("project", FOLDERS)
+def test_fixbn_changes_no_statistics_after_t_star(found: Any, project: str) -> None:
+    run = found(project, "model", "fixbn", **{"num-server-rounds": 5})
+    _, statistics = entries_of(run.model())
+    frozen = run.messages[-2 * len(SIZES) :]  # T* is 2 or 3 of 5 rounds
+    before = run.messages[0]
+    last = {name: run.state[name] for name in statistics}
+    for sent, replied in frozen:
+        for arrays in (sent, replied):
+            kept = {name: arrays[name] for name in statistics}
+            assert largest_difference(kept, last) == 0.0
+    assert any((before[1][name] != last[name]).any() for name in statistics)
+
+
+@here
+@pytest.mark.parametrize("project", FOLDERS)
+def test_fedtans_first_step_has_the_statistics_of_the_pooled_batch(
+    found: Any, monkeypatch: pytest.MonkeyPatch, project: str
+) -> None:
+    # Clients weigh by their examples, so a first batch has all of them.
+    monkeypatch.setattr(sys.modules[__name__], "BATCH", max(SIZES))
+    options = {"num-server-rounds": 1}
+    if project == FEDREP:
+        options["batch-size"] = BATCH
+    run = found(project, "model", "fedtan", **options)
+    model = seeded(run.model)()
+    data = [DATA[project](node) for node in range(len(SIZES))]
+    model.train()
+    model(torch.cat([each.inputs for each in data]))
+    _, statistics = entries_of(model)
+    pooled = {name: model.state_dict()[name].numpy() for name in statistics}
+    assert len(run.first_steps) == len(SIZES)
+    for state in run.first_steps:
+        ours = {name: state[name] for name in statistics}
+        assert largest_difference(ours, pooled) <= 1e-6
+
+
+@here
+@pytest.mark.parametrize("project", FOLDERS)
+def test_under_our_fedavg_a_project_has_its_own_numbers(
+    found: Any, monkeypatch: pytest.MonkeyPatch, project: str
+) -> None:
+    # One round: training enlarges differences, and Adam's first step turns a gradient
+    # that is nothing but rounding, of a bias before BatchNorm, into a whole step.
+    once = {"num-server-rounds": 1}
+    own = found(project, "model", **once).state
+    monkeypatch.setattr(strategies, "FedBN", strategies.FedAvg)
+    ours = found(project, "model", "fedbn", **once).state
+    # Flower averages the counters of batches, too; ours are counts.
+    for state in (own, ours):
+        for name in [name for name in state if name.endswith("num_batches_tracked")]:
+            del state[name]
+    assert largest_difference(own, ours) <= 1e-6
