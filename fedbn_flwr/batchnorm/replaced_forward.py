@@ -7,7 +7,7 @@ What a method needs to write such a forward pass, besides the statistics of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.own_forward import has_own_forward
+from fedbn_flwr.norms.own_forward import modules_after
 from fedbn_flwr.training.freezing import refuse_scripted, restored_modes, stays_in_eval
 from fedbn_flwr.training.model_state import not_compiled
 from fedbn_flwr.training.replaced_method import replace_method
@@ -54,21 +54,26 @@ def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     return {path: module for path, module in model.named_modules() if module in layers}
 
 
-def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return ``layers_in_training``, all with a forward pass that a method can replace.
+def replaceable_layers(model: nn.Module) -> dict[_BatchNorm, list[nn.Module]]:
+    """Return ``layers_in_training``, each with the modules that it applies after BN.
+
+    A method can replace the rest of their forward pass.
 
     Raises:
-        NormLayerError: a layer has a forward pass of its own, which would be left out,
+        NormLayerError: a layer does more in its forward pass, which would be left out,
             or TorchScript holds it.
     """
-    layers = layers_in_training(model)
-    for path, layer in layers.items():
-        if has_own_forward(layer, training=True):
+    layers = {}
+    for path, layer in layers_in_training(model).items():
+        after = modules_after(layer)
+        if after is None:
             raise NormLayerError(
                 f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a"
                 " forward pass of its own: the method would replace it. Use torch's"
-                " BatchNorm1d, BatchNorm2d or BatchNorm3d."
+                " BatchNorm1d, BatchNorm2d or BatchNorm3d, or a subclass that applies"
+                " its modules in their order, and nothing else, after BatchNorm."
             )
+        layers[layer] = list(after.values())
     return layers
 
 
@@ -104,17 +109,18 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
 def replace_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
     """Let ``compute`` be the layers' forward pass; return the function that undoes it.
 
-    The layers are those of ``layers_in_training``. A layer that does not track when it
-    is called (in eval mode, or while ``reestimate_statistics`` passes the data through
-    the model) uses its own forward pass. Running statistics and counters change only if
+    The layers are those of ``layers_in_training``. What a subclass applies after
+    BatchNorm, an activation say, it applies after ``compute``. A layer that does not
+    track when it is called (in eval mode, or while ``reestimate_statistics`` passes the
+    data through the model) uses its own forward pass. Running statistics and counters change only if
     ``compute`` does it. A compiled model runs ``compute`` between its compiled parts.
 
     Raises:
-        NormLayerError: a layer has a forward pass of its own, which would be left out.
+        NormLayerError: a layer does more in its forward pass, which would be left out.
     """
     undo = ExitStack()
-    for layer in replaceable_layers(model).values():
-        taken = functools.partial(_forward, layer, layer.forward, compute)
+    for layer, after in replaceable_layers(model).items():
+        taken = functools.partial(_forward, layer, layer.forward, compute, after)
         forward = _Forward(layer, not_compiled(taken))
         undo.callback(replace_method(layer, "forward", forward))
     return undo.close
@@ -124,6 +130,7 @@ def _forward(
     layer: _BatchNorm,
     original: Callable[[Tensor], Tensor],
     compute: ForwardFunction,
+    after: Iterable[nn.Module],
     input: Tensor,
 ) -> Tensor:
     """Return ``compute``'s output, or that of the layer's own forward in a test."""
@@ -131,7 +138,10 @@ def _forward(
         return original(input)
     # As torch's forward does, whose message a user knows.
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
-    return compute(layer, input)
+    output = compute(layer, input)
+    for module in after:
+        output = module(output)
+    return output
 
 
 def watch_inputs(

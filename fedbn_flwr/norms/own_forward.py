@@ -1,12 +1,13 @@
-"""Whether a BatchNorm subclass does more than BatchNorm, found out by trying it.
+"""What a BatchNorm subclass does after BatchNorm, found out by trying it.
 
-What replaces such a layer, or its forward pass, would lose an activation, a scale or a
-slope without a word. A mere cast of the input and back loses nothing.
+What replaces such a layer, or its forward pass, applies the layer's own modules after
+it: an activation, a dropout. A scale or a slope in the layer's code would be lost
+without a word. A mere cast of the input and back loses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,52 +15,60 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.randomness import seeded_on_cpu
 
-__all__ = ["has_own_forward", "random_input"]
+__all__ = ["modules_after", "random_input"]
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 # Examples and positions; the channels come second. 3d first: most layers take it.
 _SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))
 
+# Whether a layer of a class with a forward pass of its own was found to be BatchNorm.
+_IS_BATCHNORM: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
-def has_own_forward(
-    layer: _BatchNorm, *, training: bool, then_children: bool = False
-) -> bool:
-    """Return whether a layer's output is something else than BatchNorm's.
 
-    A layer with torch's forward pass is not tried. Another one is, on a copy with
-    random entries: it is BatchNorm's if it has the same outputs. A layer that cannot be
-    tried, or that has entries besides BatchNorm's, has its own.
+def modules_after(layer: _BatchNorm) -> dict[str, nn.Module] | None:
+    """Return the modules that a layer applies after BatchNorm, in order, by name.
+
+    timm's ``BatchNormAct2d`` has ``drop`` and ``act``; ``nn.Identity`` is left out.
+    None if the layer does something else: on a copy with random entries its outputs, in
+    train and in eval mode, are not those of BatchNorm and then its modules in the order
+    of registration, or it cannot be tried, or has entries besides BatchNorm's.
 
     Args:
-        layer: it does not change.
-        training: whether the outputs in train mode count, too; else those in eval mode
-            alone.
-        then_children: whether the outputs are compared with those of BatchNorm and then
-            the layer's modules, in order (timm's ``BatchNormAct2d`` has ``drop`` and
-            ``act``).
+        layer: it does not change. One with torch's forward pass is not tried.
     """
     # Replaced on the object itself, by a method or a compiler.
     if "forward" in vars(layer):
-        return True
+        return None
     kind = type(layer)
     if kind.forward in _OF_TORCH and kind.__call__ is nn.Module.__call__:
-        return False
+        return {}
     entries = {*layer._parameters, *layer._buffers}
     if layer._modules.get("parametrizations") or not entries <= _ENTRIES:
-        return True
+        return None
+    # Once: it takes as long as a step, and a method asks in each round.
+    if layer not in _IS_BATCHNORM:
+        _IS_BATCHNORM[layer] = _is_batchnorm(layer)
+    if not _IS_BATCHNORM[layer]:
+        return None
+    return {
+        name: module
+        for name, module in layer.named_children()
+        if not isinstance(module, nn.Identity)
+    }
+
+
+def _is_batchnorm(layer: _BatchNorm) -> bool:
+    """Return whether a layer's outputs are those of BatchNorm and then its modules."""
     try:
         trial = _with_random_entries(layer)
-        after = list(trial.children()) if then_children else []
-        for mode in (False, True) if training else (False,):
-            if _differs(trial.train(mode), random_input(trial), after):
-                return True
+        return not any(_differs(trial.train(mode)) for mode in (False, True))
     except Exception:
         # A forward pass of the user's own may raise anything, and a layer may refuse to
         # be copied.
-        return True
-    return False
+        return False
 
 
 def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
@@ -102,8 +111,8 @@ def random_input(layer: _BatchNorm, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 @torch.no_grad()
-def _differs(layer: _BatchNorm, x: Tensor, after: Iterable[nn.Module]) -> bool:
-    """Return whether a layer's output is not BatchNorm's, with ``after`` behind it."""
+def _differs(layer: _BatchNorm) -> bool:
+    x = random_input(layer)
     by_batch = layer.training or layer.running_mean is None
     mean, var = layer.running_mean, layer.running_var
     if by_batch:
@@ -111,9 +120,12 @@ def _differs(layer: _BatchNorm, x: Tensor, after: Iterable[nn.Module]) -> bool:
     expected = functional.batch_norm(
         x, mean, var, layer.weight, layer.bias, by_batch, 0.0, layer.eps
     )
-    for module in after:
-        expected = module(expected)
-    output = layer(x)
+    # The same draws for both, as of a dropout.
+    with seeded_on_cpu(0):
+        for module in layer.children():
+            expected = module(expected)
+    with seeded_on_cpu(0):
+        output = layer(x)
     if output.shape != x.shape:
         return True
     return not torch.allclose(output, expected, rtol=1e-4, atol=1e-5)

@@ -107,10 +107,11 @@ def replace_norm(
         print(report)  # path, old layer, new layer; one line per replaced layer
 
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device,
-    dtype, ``requires_grad``, train/eval mode and sharing inside the model; the given
-    model does not change. A layer object at several paths stays one object. Without
-    BatchNorm in the model the result is a copy and an empty report, except that
-    ``wsconv`` still changes the convolutions and ``fixup`` refuses the model.
+    dtype, ``requires_grad``, train/eval mode and sharing inside the model, and the
+    activation that a BatchNorm subclass applies; the given model does not change. A
+    layer object at several paths stays one object. Without BatchNorm in the model the
+    result is a copy and an empty report, except that ``wsconv`` still changes the
+    convolutions and ``fixup`` refuses the model.
 
     Args:
         model: any module, also a BatchNorm layer itself.
@@ -122,9 +123,9 @@ def replace_norm(
     Raises:
         ConfigError: the kind or an option is unknown, or an option is out of range.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
-            divisible by the groups, a BatchNorm subclass contains other layers or has a
-            forward pass of its own, TorchScript holds a BatchNorm, or the norm is not
-            for this model; the message names the layers.
+            divisible by the groups, a BatchNorm subclass does more than BatchNorm and
+            then its modules, TorchScript holds a BatchNorm, or the norm is not for this
+            model; the message names the layers.
     """
     if kind not in NORMS:
         raise unknown_name("norm", kind, NORMS)

@@ -7,8 +7,9 @@ registered submodules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.own_forward import has_own_forward
+from fedbn_flwr.norms.own_forward import modules_after
 from fedbn_flwr.norms.report import Replacement, named
 from fedbn_flwr.training.freezing import refuse_scripted
 
@@ -66,32 +67,37 @@ def swap_batchnorm(
     """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
     ``make`` is called once per layer object, with its first path; the new layer gets
-    the old mode.
+    the old mode. The modules that a subclass applies after BatchNorm, as timm's
+    ``BatchNormAct2d`` its activation, follow the new layer under their names.
 
     Returns:
         The model (the new layer, if the model itself was a BatchNorm) and one row per
         place.
 
     Raises:
-        NormLayerError: a layer contains layers (a fused activation), has a forward pass
-            of its own or forward hooks, which would be lost, or TorchScript holds it.
+        NormLayerError: a layer has a forward pass of its own or forward hooks, which
+            would be lost, or TorchScript holds it.
     """
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
-    _refuse_more_than_norms(places)
+    after = _modules_after(places)
     # One new layer for a layer at several places, which stay shared.
-    made = {}
+    made: dict[nn.Module, tuple[nn.Module, str]] = {}
     rows = []
     for path, layer, parent, name in places:
-        if id(layer) not in made:
-            made[id(layer)] = make(layer, path).train(layer.training)
-        new = made[id(layer)]
+        if layer not in made:
+            new = make(layer, path).train(layer.training)
+            described = describe(new)
+            for module in after[layer].values():
+                described += f", then {type(module).__name__}"
+            made[layer] = _followed(new, after[layer]), described
+        new, described = made[layer]
         if parent is None:
             model = new
         else:
             # In the old one's place, so the order of the children stays.
             parent.add_module(name, new)
-        rows.append(Replacement(path, describe(layer), describe(new)))
+        rows.append(Replacement(path, describe(layer), described))
     return model, tuple(rows)
 
 
@@ -108,22 +114,44 @@ def refuse_uninitialised(model: nn.Module) -> None:
         )
 
 
-def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
-    """Raise NormLayerError if a layer does more than BatchNorm: it would be lost."""
+def _followed(new: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a layer after which these modules are applied."""
+    if modules and isinstance(new, nn.Identity):
+        return nn.Sequential(OrderedDict(modules))
+    # Inside the layer: its entries keep their names, by which weights are loaded.
+    for name, module in modules.items():
+        new.add_module(name, module)
+    if modules:
+        new.register_forward_hook(_apply_modules)
+    return new
+
+
+def _apply_modules(layer: nn.Module, args: Any, output: Any) -> Any:
+    for module in layer.children():
+        output = module(output)
+    return output
+
+
+def _modules_after(places: tuple[Place, ...]) -> dict[nn.Module, dict[str, nn.Module]]:
+    """Return the modules that each layer applies after BatchNorm, by name.
+
+    Raises:
+        NormLayerError: a layer does more than that: it would be lost.
+    """
+    found: dict[nn.Module, dict[str, nn.Module]] = {}
     lost = []
     for path, layer, _, _ in places:
-        # timm's layers hold an Identity where others hold an activation.
-        inner = [
-            type(child).__name__
-            for child in layer.children()
-            if not isinstance(child, nn.Identity)
-        ]
-        if inner:
-            lost.append(named(path, layer, f" holds {', '.join(inner)}"))
-        elif has_own_forward(layer, training=True):
+        after = modules_after(layer)
+        if after is None:
             lost.append(named(path, layer, " has a forward pass of its own"))
+        elif not after and not all(
+            isinstance(m, nn.Identity) for m in layer.children()
+        ):
+            lost.append(named(path, layer, " holds layers that it does not apply"))
         elif layer._forward_hooks or layer._forward_pre_hooks:
             lost.append(named(path, layer, " has forward hooks"))
+        else:
+            found[layer] = after
     if lost:
         raise NormLayerError(
             "replacing these BatchNorm layers would lose what they do beside"
@@ -131,6 +159,7 @@ def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
             " layer after the norm layer, register hooks after the replacement, or use"
             " norm='batch'."
         )
+    return found
 
 
 def describe(layer: nn.Module) -> str:

@@ -189,14 +189,16 @@ def train_only(
 def force_eval(layer: nn.Module) -> Callable[[], None]:
     """Keep a layer in eval mode, also through ``model.train()``; return the function
     that undoes this.
+
+    The modules inside a layer, a dropout say, keep the mode that the model gives them.
     """
     mode = layer.training
-    layer.eval()
+    layer.training = False
     release = replace_method(layer, "train", functools.partial(_stay, layer))
 
     def undo() -> None:
         release()
-        type(layer).train(layer, mode)  # also under an earlier hold
+        layer.training = mode
 
     return undo
 
@@ -297,6 +299,8 @@ def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+    for module in layer.children():
+        module.train(mode)
     return layer
 
 

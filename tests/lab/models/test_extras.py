@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model, input_shape, load_initial
 from fedbn_flwr.lab.runs.run import run
@@ -50,7 +50,13 @@ def test_input_shape_and_logits_at_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "norm"), [(TIMM, 15, "wsconv"), (SEG, 61, "group")]
+    ("name", "layers", "norm"),
+    [
+        (TIMM, 15, "wsconv"),
+        (FUSED, 13, "wsconv"),
+        (FUSED, 13, "group"),
+        (SEG, 61, "group"),
+    ],
 )
 def test_norms_are_replaced(name: str, layers: int, norm: str) -> None:
     assert len(batchnorm_places(build(name))) == layers
@@ -62,14 +68,6 @@ def test_norms_are_replaced(name: str, layers: int, norm: str) -> None:
     assert all(
         torch.equal(value, same[key]) for key, value in again.state_dict().items()
     )
-
-
-@pytest.mark.parametrize("norm", ["group", "wsconv"])
-def test_batchnorm_with_its_activation_inside_is_refused_by_name(norm: str) -> None:
-    with pytest.raises(
-        NormLayerError, match=r"conv_stem\.1|bn1 \(BatchNormAct2d holds"
-    ):
-        build(FUSED, norm=norm)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""BatchNorm layers with their dropout and activation inside, as in most of timm's
+networks: every method and norm does what it does with these written out after torch's
+BatchNorm, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.norms import NORMS, replace_norm
+from fedbn_flwr.strategies import STRATEGIES
+from tests.support.federation import Outcome
+from tests.support.strange_layers import acts_inside, written_out
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "fixbn": {"freeze_at": 1},
+    "fedtan2": {"fedtan_rounds": 1},
+    "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 1},
+}
+OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "fbn pass": ("fbn", {"fbn_measure": "pass"}),
+    "recalibrate": ("fedavg", {"recalibrate": True}),
+    "batch statistics": ("fedavg", {"eval_on": "global-batch-statistics"}),
+}
+# FedWon is for models without BatchNorm.
+METHODS = [name for name in STRATEGIES if name != "fedwon"]
+SLOW = ("test_byobnet", "mobilenetv3_small_050", "lcnet_035", "mnasnet_small")
+OF_TIMM = (
+    "test_efficientnet",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+)
+Federate = Callable[..., Outcome]
+
+
+def images(channels: int, side: int, *sizes: int) -> list[TensorDataset]:
+    """Return the images of clients, each with another mean and scale."""
+    draw = torch.Generator().manual_seed(1)
+    datasets = []
+    for client, size in enumerate(sizes):
+        shape = (size, channels, side, side)
+        x = torch.randn(shape, generator=draw, dtype=torch.float64) * (client + 1)
+        datasets.append(
+            TensorDataset(x + client, torch.randint(3, (size,), generator=draw))
+        )
+    return datasets
+
+
+def of_timm(name: str) -> nn.Module:
+    """Return a network in float64, always the same, without what is drawn at random."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(name, num_classes=3).double()
+    for module in model.modules():
+        for leaf in ("p", "drop_prob", "drop_rate"):
+            if isinstance(vars(module).get(leaf), float):
+                setattr(module, leaf, 0.0)
+    return model
+
+
+def named_as_inside(state: Mapping[str, Array | Tensor]) -> dict[str, Tensor]:
+    return {k.replace(".bare.", "."): torch.as_tensor(v) for k, v in state.items()}
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    one, two = named_as_inside(found), named_as_inside(expected)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+
+
+def compare(
+    federate: Federate,
+    case: str,
+    model: Callable[[], nn.Module],
+    datasets: list[TensorDataset],
+    **options: Any,
+) -> None:
+    """Compare the runs of a model and of the same model with all written out."""
+    method, settings = OPTIONS.get(case, (case, {}))
+    runs = []
+    for build in (model, lambda: written_out(model())):
+        strategy = STRATEGIES[method](**{**SETTINGS.get(method, {}), **settings})
+        runs.append(federate(strategy, build, datasets, **options))
+    found, expected = runs
+    assert_same(found.state, expected.state)
+    tests = [dict(run.result.evaluate_metrics_clientapp) for run in runs]
+    assert tests[0] == tests[1]
+    for client in range(len(datasets)):
+        kept = [run.context(client).state.array_records for run in runs]
+        assert kept[0].keys() == kept[1].keys()
+        if "fedbn-flwr.local" in kept[0]:
+            assert_same(found.local_state(client), expected.local_state(client))
+
+
+@pytest.mark.parametrize("case", [*METHODS, *OPTIONS])
+def test_a_method_treats_them_as_if_written_out(case: str, federate: Federate) -> None:
+    """The dropout inside is a part of the training also where BatchNorm is frozen."""
+    datasets = images(1, 5, 5, 9, 7)
+    compare(federate, case, acts_inside, datasets, rounds=3, rate=0.05)
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+@pytest.mark.parametrize("method", ["hbn", "bn-scaffold"])
+def test_networks_of_timm(name: str, method: str, federate: Federate) -> None:
+    datasets = images(3, 32, 4, 6)
+    compare(
+        federate,
+        method,
+        functools.partial(of_timm, name),
+        datasets,
+        rounds=2,
+        rate=0.01,
+        batch_size=3,
+        local_steps=1,
+    )
+
+
+@pytest.mark.parametrize("name", ["", *OF_TIMM])
+@pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != "fixup"])
+def test_another_norm_keeps_what_is_inside(kind: str, name: str) -> None:
+    """The entries keep their names, by which published weights are loaded."""
+    model = of_timm(name) if name else acts_inside()
+    side = 64 if name else 5
+    x, y = images(3 if name else 1, side, 4)[0].tensors
+    found, report = replace_norm(model, kind)
+    expected, rows = replace_norm(written_out(model), kind)
+    assert [row.path for row in report] == [
+        row.path.removesuffix(".bare") for row in rows
+    ]
+    for net in (found, expected):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        net.eval()
+    assert torch.equal(found(x), expected(x))
+    assert_same(found.state_dict(), expected.state_dict())
