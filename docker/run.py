@@ -1,6 +1,7 @@
 """``flwr run`` that waits for the run: ``run.py APP CONNECTION OPTIONS...``.
 
-It exits with 1 unless the run completes. Flower's own command exits with 0 whatever
+It shows the run's log to its end, also where the SuperLink was away for a while, and
+exits with 1 unless the run completes. Flower's own command exits with 0 whatever
 becomes of the run, and ends when the SuperLink goes away for a moment.
 """
 
@@ -10,6 +11,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 
 from fedbn_flwr.engines.flower_run import flower_runs, stream
 from fedbn_flwr.errors import EngineError
@@ -19,41 +21,102 @@ _AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away for longer
 
 def main(app: str, connection: str, *options: str) -> int:
     """Run the app, print its log and its end, and return the exit status."""
-    started: list[str] = []
-
-    def show(line: str) -> None:
-        print(line, flush=True)
-        started.extend(re.findall(r"started run (\d+)", line))
-
+    run = _Run(connection)
     try:
-        stream(["flwr", "run", app, connection, *options], os.environ, show)
-        if not started:
+        run.show("run", app, connection, *options)
+        if not run.id:
             print("flwr run: refused by Flower")
             return 1
-        status = _end_of(started[0], connection)
+        end = _end_of(run)
     except KeyboardInterrupt:
         print(f"the run goes on; `flwr stop RUN_ID {connection}` ends it")
         return 130
-    print(f"run {started[0]}: {status}")
-    return int(status != "finished:completed")
+    if end["status"] == "finished:completed":
+        print(f"run {run.id}: {end['status']}")
+        return 0
+    print(f"run {run.id}: {end['status']}: {end['status-details']}")
+    if run.how_to_resume:
+        print(run.how_to_resume)
+    return 1
 
 
-def _end_of(run_id: str, connection: str) -> str:
-    """Wait for the end of a run and return Flower's status of it."""
-    last_seen = time.monotonic()
-    while True:
+class _Run:
+    """A run, as Flower's commands tell of it.
+
+    Attributes:
+        id: "" until it has started.
+        how_to_resume: what its app says of that in the log; "" = nothing.
+    """
+
+    def __init__(self, connection: str) -> None:
+        self.id = ""
+        self.how_to_resume = ""
+        self._connection = connection
+        # the lines of the log by the last command and by this one
+        self._before: list[str] = []
+        self._now: list[str] = []
+        self._repeats = False
+
+    def show(self, *words: str) -> None:
+        """Show what a command of ``flwr`` prints, but for lines that were shown."""
+        stream(["flwr", *words], os.environ, self._show_line)
+
+    def show_log(self) -> None:
+        """Show the log until the run ends, or the SuperLink goes away."""
+        self.show("log", self.id, self._connection, "--stream")
+
+    def _show_line(self, line: str) -> None:
+        # From here on Flower repeats the log from its begin.
+        if "Starting logstream for run_id" in line:
+            self._before, self._now, self._repeats = self._now, [], True
+        place = len(self._now)
+        self._now.append(line)
+        self._repeats = self._repeats and self._before[place : place + 1] == [line]
+        if self._repeats:
+            return
+        print(line, flush=True)
+        started = re.search(r"started run (\d+)", line)
+        if started:
+            self.id = started[1]
+        if "resume=true" in line:
+            self.how_to_resume = line.partition(":")[2].strip()
+
+    def status(self) -> Mapping[str, str] | None:
+        """Return Flower's entry of the run; None if the SuperLink does not answer."""
         try:
-            runs = flower_runs(os.environ, connection)
-            statuses = {str(run["run-id"]): run["status"] for run in runs}
-            status = statuses[run_id]
-            last_seen = time.monotonic()
+            runs = flower_runs(os.environ, self._connection)
         except EngineError:
-            if time.monotonic() > last_seen + _AWAY_SECONDS:
-                raise
-            status = "unknown"
-        if status.startswith("finished"):
+            return None
+        return {run["run-id"]: run for run in runs}.get(self.id)
+
+
+def _end_of(run: _Run) -> Mapping[str, str]:
+    """Wait for the end of a run, and return Flower's last entry of it."""
+    gone_at: float | None = None
+    while True:
+        status = run.status()
+        now = time.monotonic()
+        if status is None:
+            if gone_at is None:
+                gone_at = now
+                _say(
+                    f"the run goes on if the SuperLink is back in {_AWAY_SECONDS:.0f} s"
+                )
+            elif now > gone_at + _AWAY_SECONDS:
+                why = f"no answer from the SuperLink for {_AWAY_SECONDS:.0f} s"
+                return {"status": "unknown", "status-details": why}
+        elif gone_at is None and status["status"].startswith("finished"):
             return status
+        else:
+            if gone_at is not None:
+                _say(f"the SuperLink is back after {now - gone_at:.0f} s")
+                gone_at = None
+            run.show_log()
         time.sleep(0.5)
+
+
+def _say(text: str) -> None:
+    print(time.strftime("%X"), text, flush=True)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,7 @@ def test_a_bad_reply_is_refused_by_name(
     node_id = run.grid.get_node_ids()[BAD]
     (report,) = run.strategy.reports
     assert list(report.rejected) == [node_id]
+    assert report.missing == [str(BAD)]
     assert report.rejected[node_id].startswith(f"node {node_id} (partition {BAD}): ")
     assert name in report.rejected[node_id]
     assert report.codes.get(node_id) == ({code} if code else None)

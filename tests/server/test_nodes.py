@@ -316,6 +316,22 @@ def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
     ] == [(trained, tested)] * 2
 
 
+@pytest.mark.parametrize(
+    ("fraction", "expected", "told"), [(1.0, 4, [2]), (0.5, 2, [])], ids=["all", "half"]
+)
+def test_a_round_knows_who_is_missing(
+    federate, mlp, points, fraction: float, expected: int, told: list[int]
+) -> None:
+    """Of those that were there before; where a share trains, others take their place."""
+    data = [points(8, i) for i in range(4)]
+    strategy = FedAvg(fraction_train=fraction)
+    run = federate(strategy, mlp, data, rounds=3, hide={2: [1]})
+    reports = run.strategy.reports
+    assert [report.expected for report in reports] == [expected] * 3
+    assert [report.missing for report in reports] == [[], ["1"], []]
+    assert [report.server_round for report in reports if report.absences()] == told
+
+
 def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
     federate, mlp, points
 ) -> None:

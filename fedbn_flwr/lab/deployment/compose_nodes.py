@@ -26,8 +26,7 @@ _ELSEWHERE = "".join(
 def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     """Return the compose file and its overrides for ``num_nodes`` nodes, by path.
 
-    The last node shares the server's machine; each other one has an override for a
-    machine of its own.
+    Each node has an override for a machine of its own; the server's has no node.
 
     Args:
         root: the folder of ``docker-compose.yml`` and ``docker``.
@@ -68,13 +67,12 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     whole = above + "\n\n".join(copies) + "\n" + _VOLUMES + volumes + below
     files = {compose: whole}
 
-    # Overrides: the server's machine leaves out all nodes but the last, and each
-    # node's machine all but its own.
+    # Overrides: the server's machine leaves out all nodes, and each node's machine all
+    # but its own.
     here, _ = _split(docker / "machine-server.yml", _FIRST)
-    here = re.sub(r"(?<=ServerApp and node )\d+", str(num_nodes), here)
-    files[docker / "machine-server.yml"] = here + _elsewhere(numbers[:-1])
+    files[docker / "machine-server.yml"] = here + _elsewhere(numbers)
     alone, _ = _split(docker / "machine-node-1.yml", _SECOND)
-    for n in numbers[:-1]:
+    for n in numbers:
         others = _elsewhere(k for k in numbers if k != n)
         files[docker / f"machine-node-{n}.yml"] = _of_node(alone, n, num_nodes) + others
     return files
@@ -139,12 +137,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="make compose", description="docker-compose.yml for its nodes"
     )
-    parser.add_argument(
-        "--nodes",
-        type=int,
-        default=3,
-        help="how many nodes; the last is with the server",
-    )
+    parser.add_argument("--nodes", type=int, default=3, help="how many nodes")
     try:
         changed = write_for_nodes(Path(), parser.parse_args().nodes)
     except ConfigError as error:

@@ -206,7 +206,7 @@ class Recorder:
         if report.diverged:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
         self.start_clock()
-        self._add(line)
+        self._add(line, report.absences())
         return line
 
     def _counted(self, report: RoundReport) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class Recorder:
             counted |= _moved(report.evaluate, "evaluation-")
         return counted
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _add(self, line: dict[str, Any], absences: str) -> None:
         """Write the line of a round; tell early stopping, the log and ``on_round``."""
         # Written first: whoever is told may read the file.
         self._folder.add_round(line)
@@ -238,6 +238,8 @@ class Recorder:
             if name in line:
                 what = " (mean over clients)" if name.startswith("personal") else ""
                 shown.append(f"{name} {line[name]:.4f}{what}")
+        if absences:
+            shown.append(f"({absences})")
         logger.info(
             "round %d/%d: %s",
             line["round"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.node_guard import guarded, reason
 
 __all__ = ["client_app", "server_app"]
+
+logger = logging.getLogger("flwr")
 
 client_app = make_client_app(client_fn, mods=[guarded], reason=reason)
 server_app = ServerApp()
@@ -32,6 +35,14 @@ def main(grid: Grid, context: Context) -> None:
 
     config = Config.make(context.run_config, complete=True)
     out = _out(config, context.run_id)
+    # docker/run.py repeats it where the run fails.
+    if config.checkpoint_every:
+        logger.info(
+            "results: %s; if the run ends early, the same command with out='%s'"
+            " resume=true in its --run-config goes on",
+            out,
+            out,
+        )
     serve(grid, check(config), out)
 
 

@@ -64,6 +64,10 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     # A target epsilon may be spent: then nobody is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
         return []
+    run.report.missing = run.nodes.lost
+    could_train = run.num_able + len(run.report.missing)
+    share = share_of(options.fraction_train, could_train)
+    run.report.expected = min(max(share, options.min_train_nodes), could_train)
     logger.info(
         "configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able
     )
@@ -235,6 +239,10 @@ def read_training(
 
     usable, refused = read_replies(received, read, run.report)
     run.report.replied = len(usable) + len(refused)
+    used = {one.read.node.node_id for one in usable}
+    run.report.missing += [
+        node.label for node in sent.nodes if node.node_id not in used
+    ]
     # A refused client may have lost its own part: it is sent the whole state again.
     run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
     replies = [one.read for one in usable]

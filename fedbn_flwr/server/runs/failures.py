@@ -24,7 +24,7 @@ from fedbn_flwr.errors import (
     NothingTrainedError,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.report import RoundReport, listed
 from fedbn_flwr.server.runs.run import Run
 
 __all__ = [
@@ -82,7 +82,7 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if "" in metrics:
         return [f"{name} is {who[0]}" for name, who in clients_of.items()]
     return [
-        f"{name} of client {_listed(who)} is not finite"
+        f"{name} of client {listed(who)} is not finite"
         for name, who in clients_of.items()
     ]
 
@@ -292,8 +292,3 @@ def _shortened(reason: str) -> str:
     """Return a reason without its node; of a long one the end, as of a traceback."""
     reason = _NODE.sub("", reason)
     return reason if len(reason) <= _LONGEST else f"...{reason[-_LONGEST:]}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

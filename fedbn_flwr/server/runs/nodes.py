@@ -98,7 +98,9 @@ class NodeRegistry:
                 they are parts of other splits.
         """
         node_ids = self._wait(grid, at_least)
-        self._connected = set(node_ids)
+        connected = set(node_ids)
+        self._log_changes(self._connected, connected)
+        self._connected = connected
         if node_ids == self._last_ids:
             return self._last_nodes
         self.silent = {}
@@ -133,6 +135,17 @@ class NodeRegistry:
         self._nodes[node.node_id] = node
         self._last_ids = []  # its place in the order has changed
         return node
+
+    @property
+    def lost(self) -> list[str]:
+        """The labels of the nodes that could train, and are not connected any more."""
+        labels = set()
+        for node_id, node in self._nodes.items():
+            if node_id not in self._connected and node.num_examples != 0:
+                labels.add(node.label)
+        # With a new key a node is another one, and has the same partition.
+        here = {self.node(node_id).label for node_id in self._connected}
+        return sorted(labels - here)
 
     @property
     def initialised_labels(self) -> list[str]:
@@ -173,7 +186,18 @@ class NodeRegistry:
         chosen = {node.node_id for node in first}
         return [node for node in nodes if node.node_id in chosen]
 
-    # --- how they join ----------------------------------------------------------------
+    # --- how they join, and leave ------------------------------------------------------
+
+    def _log_changes(self, before: set[int], now: set[int]) -> None:
+        """Log which of the known nodes are no longer connected, and which are again."""
+        known = self._nodes.keys()
+        for node_id in (before - now) & known:
+            logger.warning(
+                "%s is no longer connected; the run goes on without it.",
+                self._nodes[node_id],
+            )
+        for node_id in (now - before) & known:
+            logger.info("%s is connected again.", self._nodes[node_id])
 
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
         """Return the ids of the connected nodes, as soon as there are enough."""

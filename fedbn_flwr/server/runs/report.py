@@ -22,7 +22,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import Traffic, of_kind
 from fedbn_flwr.training.tasks import METRICS, quantity_of
 
-__all__ = ["AVERAGED", "RoundReport", "average_metrics"]
+__all__ = ["AVERAGED", "RoundReport", "average_metrics", "listed"]
 
 logger = logging.getLogger("flwr")
 
@@ -40,6 +40,8 @@ class RoundReport:
         rejected: node id to the reason why its reply was refused.
         codes: node id to the codes of these reasons, where they have any.
         asked: number of clients that training messages were sent to.
+        expected: number of clients that would have been asked if none were lost.
+        missing: labels of the clients that are lost, or whose reply was not used.
         replied: number of their replies, also of those that were refused.
         kept_previous: whether the global model did not change, for too few usable
             replies.
@@ -60,6 +62,8 @@ class RoundReport:
     rejected: dict[int, str] = field(default_factory=dict)
     codes: dict[int, set[str]] = field(default_factory=dict)
     asked: int = 0
+    expected: int = 0
+    missing: list[str] = field(default_factory=list)
     replied: int = 0
     kept_previous: bool = False
     diverged: list[str] = field(default_factory=list)
@@ -78,6 +82,19 @@ class RoundReport:
         if node_id in self.rejected:
             text = f"{self.rejected[node_id]}; {text}"
         self.rejected[node_id] = text
+
+    def absences(self) -> str:
+        """Return how many clients took part and who did not, in words; "" if all did."""
+        used = len(self.participants)
+        if used >= self.expected:
+            return ""
+        return f"{used} of {self.expected} clients; missing: {listed(self.missing)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first five names, and how many others there are."""
+    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 AVERAGED = "averages weighted by examples, counts summed"

@@ -1,4 +1,4 @@
-"""``cli`` ends with the run's status, which Flower's command does not tell."""
+"""``cli`` shows the run's log to its end, and ends with the run's status."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ ROOT = Path(__file__).parents[3]
 FLWR = """#!{python}
 import json, pathlib, sys
 folder = pathlib.Path({folder!r})
-if sys.argv[1] == "run":
-    (folder / "words").write_text(json.dumps(sys.argv[2:]))
-    print("Successfully started run 7" if {started} else "no such app")
-else:
-    runs = [dict({{"run-id": "3", "status": "running"}}), dict({{"run-id": "7", "status": {status!r}}})]
-    print(json.dumps({{"success": True, "runs": runs}}))
+calls = folder / "calls"
+with calls.open("a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+answers = json.loads((folder / "answers").read_text())
+answer = answers[sys.argv[1]]
+print(answer[0] if len(answer) == 1 else answer.pop(0))
+(folder / "answers").write_text(json.dumps(answers))
 """
+LOG = "INFO : Starting logstream for run_id `7`\nround 1\nround 2"
+GONE = "Connection to the SuperLink is unavailable"
+RESUME = "the same command with out='/a' resume=true goes on"
+
+
+def runs(status: str, details: str = "N/A") -> str:
+    """What ``flwr list`` says of a run, and of another one."""
+    other = {"run-id": "3", "status": "running", "status-details": "N/A"}
+    own = {"run-id": "7", "status": status, "status-details": details}
+    return json.dumps({"success": True, "runs": [other, own]})
 
 
 @pytest.fixture
 def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``flwr(status)``: a command of this name that ends with 0, and whose run ends
-    with this status.
+    """``flwr(run=[...], list=[...], log=[...])``: a command of this name that ends with
+    0 and prints these answers in turn, the last one ever after; returns its calls.
     """
 
-    def make(status: str, started: bool = True) -> Path:
+    def make(**answers: list[str]) -> Path:
         path = tmp_path / "flwr"
-        path.write_text(
-            FLWR.format(
-                python=sys.executable,
-                folder=str(tmp_path),
-                status=status,
-                started=started,
-            )
-        )
+        path.write_text(FLWR.format(python=sys.executable, folder=str(tmp_path)))
         path.chmod(0o755)
+        (tmp_path / "answers").write_text(json.dumps(answers))
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        return tmp_path / "words"
+        return tmp_path / "calls"
 
     return make
 
@@ -61,17 +66,43 @@ def run(*more: str) -> subprocess.CompletedProcess[str]:
     [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)],
 )
 def test_the_exit_status_is_that_of_the_run(flwr, status: str, code: int) -> None:
-    words = flwr(status)
+    calls = flwr(run=["started run 7"], list=[runs(status)])
     more = ["--run-config", "strategy='fedbn' out='/state/a b'"]
     done = run(*more)
     assert done.returncode == code, done.stderr
-    assert done.stdout.splitlines()[-1] == f"run 7: {status}"
-    assert json.loads(words.read_text())[-2:] == more
-    assert json.loads(words.read_text())[:3] == ["/app", "federation", "--stream"]
+    assert f"run 7: {status}" in done.stdout
+    words = json.loads(calls.read_text().splitlines()[0])
+    assert words[-2:] == more
+    assert words[:4] == ["run", "/app", "federation", "--stream"]
 
 
 def test_a_run_that_flower_refuses_is_an_error(flwr) -> None:
-    flwr("", started=False)
+    flwr(run=["no such app"])
     done = run()
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "flwr run: refused by Flower"
+
+
+def test_a_run_that_fails_tells_why_and_how_to_go_on(flwr) -> None:
+    failed = runs("finished:failed", "No heartbeat received from the task")
+    flwr(run=[f"started run 7\n{LOG}\nINFO : {RESUME}"], list=[failed])
+    *_, cause, resume = run().stdout.splitlines()
+    assert "No heartbeat received from the task" in cause
+    assert resume == RESUME
+
+
+def test_each_line_of_the_log_is_shown_once_though_the_superlink_goes_away(
+    flwr,
+) -> None:
+    """Twice, the second time before a line came; Flower repeats the log each time."""
+    calls = flwr(
+        run=[f"started run 7\n{LOG}\n{GONE}"],
+        list=["{}", "{}", runs("running"), "{}", runs("finished:completed")],
+        log=[f"{LOG}\n{GONE}", f"{LOG}\nround 3\nround 3"],
+    )
+    done = run()
+    assert done.returncode == 0, done.stderr
+    shown = [line for line in done.stdout.splitlines() if "round" in line]
+    assert shown == ["round 1", "round 2", "round 3", "round 3"]
+    commands = [json.loads(line)[0] for line in calls.read_text().splitlines()]
+    assert commands.count("log") == 2

@@ -279,7 +279,7 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
     run.wait_for_round(2)
     for app in apps_of(federation, "superexec-serverapp"):
         os.kill(app, signal.SIGKILL)
-    assert run.error().endswith(": finished:failed")
+    assert ": finished:failed: " in run.error()
     assert 2 <= len(run.lines()) < ROUNDS
     ours = begin(**how, resume=True).end()
     theirs = in_process(**how, num_server_rounds=ROUNDS, local_steps=2)
