@@ -1,24 +1,36 @@
-"""Tell a SuperLink the public keys of its nodes: ``register.py CONNECTION FOLDER``."""
+"""Tell a SuperLink the public keys of its nodes: ``register.py CONNECTION FOLDER``.
+
+The folder is the whole list: a node whose key is not in it any more is unregistered.
+"""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+from click import ClickException
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
+
+from fedbn_flwr.compat.node_list import register_exactly
+
 
 def main(connection: str, folder: str) -> None:
-    """Register each ``*.pub`` of the folder by its name."""
-    for key in sorted(Path(folder).glob("*.pub")):
-        command = ["flwr", "supernode", "register", str(key), connection]
-        command += ["--name", key.stem]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        output = (done.stdout + done.stderr).strip()
-        # A key that is known stays; Flower's answer has no code for it.
-        if done.returncode and "already" not in output:
-            sys.exit(f"{key.name} could not be registered: {output}")
-        what = "was already registered" if done.returncode else "registered"
-        print(f"{key.stem}: {what}")
+    """Register each ``*.pub`` of the folder by its name, and no other node."""
+    keys = {}
+    for path in sorted(Path(folder).glob("*.pub")):
+        key = load_ssh_public_key(path.read_bytes())
+        form = PublicFormat.SubjectPublicKeyInfo
+        keys[path.stem] = key.public_bytes(Encoding.PEM, form)
+    if not keys:
+        sys.exit(f"{folder} has no *.pub: that would unregister all nodes")
+    try:
+        print(*register_exactly(connection, keys), sep="\n")
+    except ClickException as error:
+        sys.exit(error.format_message())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,14 @@ import fedbn_flwr
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
     ("errors", "seeds", "machine", "lazy", "atomic_file"),
-    ("training", "norms", "compat/flower", "compat/node_key", "compat/secret_sharing"),
+    (
+        "training",
+        "norms",
+        "compat/flower",
+        "compat/node_key",
+        "compat/node_list",
+        "compat/secret_sharing",
+    ),
     ("batchnorm",),
     ("doctor",),
     ("messages", "transport", "checked_file"),

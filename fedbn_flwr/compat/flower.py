@@ -1,7 +1,7 @@
 """All uses of Flower's internals.
 
-No other module imports or reads what Flower does not document, but for ``node_key`` and
-``secret_sharing`` beside this one.
+No other module imports or reads what Flower does not document, but for ``node_key``,
+``node_list`` and ``secret_sharing`` beside this one.
 Each function has a test in ``tests/compat/test_flower.py`` that says what broke, and
 what to do, when a new version of Flower changes it. Supported: Flower 1.28 to 1.43.
 """

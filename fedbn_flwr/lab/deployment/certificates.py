@@ -24,6 +24,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -33,12 +34,14 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["make_certificates"]
+__all__ = ["add_node", "make_certificates", "renew"]
 
 # the service whose ServerApp opens FedTAN's channel
 _CHANNEL_HOST = "superexec-serverapp"
@@ -67,9 +70,10 @@ def make_certificates(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{str(folder)!r} is in use: keys are never overwritten, since running"
-            " nodes depend on them. Remove it yourself, or name another folder."
+            " nodes depend on them. --add N makes those of one more node, --renew new"
+            " certificates for the same keys. For a new set name another folder."
         )
-    authority = _Authority(days)
+    authority = _Authority(_new_key(), days)
     _write(folder / "ca/ca.key", _private(authority.key))
     _write(folder / "ca/ca.crt", authority.certificate)
 
@@ -80,21 +84,66 @@ def make_certificates(
     _role(folder / "channel", authority, None, [_CHANNEL_HOST, *hosts])
     _role(folder / "cli", authority, None)
 
-    # The nodes. The server gets their public keys alone, by which it registers them.
     for number in range(1, num_nodes + 1):
-        secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
-        _role(folder / f"node-{number}", authority, secret, [f"supernode-{number}"])
-        _write(folder / f"node-{number}/node.key", _private(key, PrivateFormat.OpenSSH))
-        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        _write(folder / f"cli/node-{number}.pub", public + f" node-{number}\n".encode())
-        _role(folder / f"clientapp-{number}", authority, secret)
+        _node(folder, authority, number)
+
+
+def add_node(folder: Path, number: int, days: int = 365) -> None:
+    """Write the keys of one more node; no other file changes.
+
+    Raises:
+        ConfigError: the node has keys, the folder has no authority, or a number is out
+            of range.
+    """
+    if number < 1:
+        raise ConfigError(f"node {number}: nodes are counted from 1")
+    authority = _authority_of(folder, days)
+    there = [path for path in _paths_of_node(folder, number) if path.exists()]
+    if there:
+        raise ConfigError(
+            f"node {number} has keys: {' '.join(map(str, there))}. For new ones remove"
+            " these first."
+        )
+    # the one that all others have, and not one that they would have to get first
+    authority.certificate = (folder / "ca/ca.crt").read_bytes()
+    _node(folder, authority, number)
+
+
+def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
+    """Write new certificates for the same keys, and return their paths.
+
+    Machines may get them one after the other: the authority has its key and its name
+    still, so the old certificates and the new ones verify each other.
+
+    Args:
+        folder: that of ``make_certificates``.
+        hosts: names and addresses of the server, instead of those that it has.
+        days: until the certificates expire.
+
+    Raises:
+        ConfigError: the folder has no authority, or a number is out of range.
+    """
+    authority = _authority_of(folder, days)
+    renewed = []
+    for path in sorted(folder.glob("*/*.crt")):
+        content = authority.certificate
+        if path.name == "server.crt":
+            old = x509.load_pem_x509_certificate(path.read_bytes())
+            names = _names_of(old)
+            if hosts and path.parent.name in ("superlink", "channel"):
+                names = [names[0], *hosts]
+            key = _load_key(path.with_name("server.key"))
+            content = authority.server(names, key)
+        write_atomically(path, content, 0o644)
+        renewed.append(path)
+    return renewed
 
 
 class _Authority:
     """A private certificate authority."""
 
-    def __init__(self, days: int) -> None:
-        self.key = _new_key()
+    def __init__(self, key: Key, days: int) -> None:
+        self.key = key
         self._until = datetime.timedelta(days=days)
         self._name = _name("fedbn-flwr federation CA")
         # All of them must be named. This key signs certificates, and none of them may
@@ -154,6 +203,36 @@ class _Authority:
         return builder.sign(self.key, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
+def _authority_of(folder: Path, days: int) -> _Authority:
+    """Return the authority of a folder, with a new certificate."""
+    path = folder / "ca/ca.key"
+    if days < 1:
+        raise ConfigError(f"days={days} must be at least 1")
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is not there: it signs certificates. Name the folder in which"
+            " `make certs` has made it."
+        )
+    return _Authority(_load_key(path), days)
+
+
+def _paths_of_node(folder: Path, number: int) -> list[Path]:
+    names = (f"node-{number}", f"clientapp-{number}", f"cli/node-{number}.pub")
+    return [folder / name for name in names]
+
+
+def _node(folder: Path, authority: _Authority, number: int) -> None:
+    """Write the files of a node."""
+    own, clientapp, registered = _paths_of_node(folder, number)
+    secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
+    _role(own, authority, secret, [f"supernode-{number}"])
+    _write(own / "node.key", _private(key, PrivateFormat.OpenSSH))
+    # The server gets the public key alone, by which it registers the node.
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    _write(registered, public + f" node-{number}\n".encode())
+    _role(clientapp, authority, secret)
+
+
 def _role(
     folder: Path, authority: _Authority, secret: bytes | None, names: Sequence[str] = ()
 ) -> None:
@@ -171,12 +250,25 @@ def _new_key() -> Key:
     return ec.generate_private_key(ec.SECP384R1())
 
 
+def _load_key(path: Path) -> Key:
+    return cast(Key, load_pem_private_key(path.read_bytes(), None))
+
+
 def _private(key: Key, form: PrivateFormat = PrivateFormat.PKCS8) -> bytes:
     return key.private_bytes(Encoding.PEM, form, NoEncryption())
 
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _names_of(certificate: x509.Certificate) -> list[str]:
+    """Return the names of a server's certificate, without those of this machine."""
+    extension = certificate.extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    names = [str(alternative.value) for alternative in extension.value]
+    return [name for name in names if name not in _LOCAL]
 
 
 def _alternative(name: str) -> x509.GeneralName:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.deployment.certificates import make_certificates
+from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
 
 __all__ = ["add_variables", "main"]
 
@@ -21,19 +21,31 @@ _ORDINARY = 1000  # the containers' user where root makes the keys; it needs no 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the keys and certificates, and write ``.env``.
+    """Make the keys and certificates, and write ``.env``; later on, those of one more
+    node, or new certificates.
 
     Raises:
-        SystemExit: the folder is not empty, or a number is out of range; nothing is
-            written then.
+        SystemExit: the folder is not empty, or lacks what is needed, or a number is out
+            of range; nothing is written then.
     """
     parser = argparse.ArgumentParser(
         prog="make certs", description="keys and certificates"
     )
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("certs"), help="new or empty"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("certs"),
+        help="new, or with --add, --renew the one in use",
     )
     parser.add_argument("--nodes", type=int, default=3, help="how many nodes get keys")
+    later = parser.add_mutually_exclusive_group()
+    later.add_argument("--add", type=int, metavar="N", help="keys of one more node")
+    later.add_argument(
+        "--renew",
+        action="store_true",
+        help="new certificates for the same keys, with --hosts for other names",
+    )
     parser.add_argument(
         "--hosts",
         default="",
@@ -50,20 +62,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     hosts = [host for host in given.hosts.split(",") if host]
+    folder = given.folder
+    done = f"a folder for each role. Keep {folder}/ca secret"
     try:
-        make_certificates(given.folder, given.nodes, hosts, given.days)
+        if given.add is not None:
+            add_node(folder, given.add, given.days)
+            done = f"node-{given.add}, clientapp-{given.add} and cli have new files"
+        elif given.renew:
+            renewed = renew(folder, hosts, given.days)
+            done = f"{len(renewed)} certificates, valid for {given.days} days"
+        else:
+            make_certificates(folder, given.nodes, hosts, given.days)
     except FedBNError as error:
         parser.exit(1, f"{error}\n")
 
     # The containers run as the user whose the keys are, or could not read them.
-    user, group = _give_to_containers(given.folder)
+    user, group = _give_to_containers(folder)
     variables = {"FEDBN_UID": str(user), "FEDBN_GID": str(group)}
     variables["COMPOSE_PROFILES"] = "cpu"
     added = add_variables(given.env, variables)
-    print(
-        f"{given.folder}: a folder for each role. Keep {given.folder}/ca secret; the"
-        " nodes need node-N and clientapp-N."
-    )
+    print(f"{folder}: {done}. docs/operations.md says which machine needs what.")
     print(f"{given.env}: {', '.join(added) or 'nothing to add'}")
 
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.deployment.certificates import make_certificates
+from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +187,98 @@ def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
     assert env.read_text() == added.replace("5", "6")
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file by its path in the folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def own(certs: Path, tmp_path: Path) -> Path:
+    """A copy of the certificates, to be changed."""
+    return shutil.copytree(certs, tmp_path / "certs")
+
+
+def test_a_further_node_gets_keys_and_no_other_file_changes(
+    certs: Path, own: Path
+) -> None:
+    add_node(own, 3)
+    before, after = contents(certs), contents(own)
+    assert after.items() > before.items()
+    as_node_2 = {name.replace("-2", "-3") for name in before if "-2" in name}
+    assert after.keys() - before.keys() == as_node_2
+    authority = x509.load_pem_x509_certificate(before["ca/ca.crt"])
+    new = x509.load_pem_x509_certificate(after["node-3/server.crt"])
+    new.verify_directly_issued_by(authority)
+    assert after["node-3/ca.crt"] == before["ca/ca.crt"]
+    assert after["node-3/superexec.secret"] == after["clientapp-3/superexec.secret"]
+    assert len({after[f"node-{n}/node.key"] for n in (1, 2, 3)}) == 3
+
+
+def test_a_node_with_keys_gets_new_ones_after_they_are_removed(own: Path) -> None:
+    before = contents(own)
+    with pytest.raises(ConfigError):
+        add_node(own, 2)
+    assert contents(own) == before
+    for name in ("node-2", "clientapp-2"):
+        shutil.rmtree(own / name)
+    (own / "cli/node-2.pub").unlink()
+    add_node(own, 2)
+    after = contents(own)
+    assert after.keys() == before.keys()
+    same = {name for name in before if before[name] == after[name]}
+    assert same == {
+        name for name in before if "-2" not in name or name[-7:] == "/ca.crt"
+    }
+
+
+def test_new_certificates_are_of_the_same_keys_and_names(
+    certs: Path, own: Path
+) -> None:
+    """Old and new ones verify each other, so no two machines need them at once."""
+    renew(own, days=60)
+    before, after = contents(certs), contents(own)
+    changed = {name for name in before if before[name] != after[name]}
+    assert before.keys() == after.keys()
+    assert changed == {name for name in before if name.endswith(".crt")}
+
+    def read(files: dict[str, bytes], name: str) -> x509.Certificate:
+        return x509.load_pem_x509_certificate(files[name])
+
+    def names(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+        kind = x509.SubjectAlternativeName
+        return certificate.extensions.get_extension_for_class(kind).value
+
+    for role in ("superlink", "channel", "node-1", "node-2"):
+        old, new = (read(files, f"{role}/server.crt") for files in (before, after))
+        new.verify_directly_issued_by(read(before, "ca/ca.crt"))
+        old.verify_directly_issued_by(read(after, "ca/ca.crt"))
+        assert new.public_key() == old.public_key()
+        assert set(names(new)) == set(names(old))
+        assert (new.not_valid_after_utc - new.not_valid_before_utc).days == 60
+
+    renew(own, ["192.0.2.9"])
+    for role, address in (("superlink", True), ("channel", True), ("node-1", False)):
+        found = names(read(contents(own), f"{role}/server.crt"))
+        addresses = [str(a) for a in found.get_values_for_type(x509.IPAddress)]
+        assert ("192.0.2.9" in addresses) == address
+        assert "fl.example.org" not in found.get_values_for_type(x509.DNSName)
+
+
+def test_what_only_the_authority_signs_is_refused_without_it(own: Path) -> None:
+    (own / "ca/ca.key").unlink()
+    before = contents(own)
+    for change in (lambda: add_node(own, 3), lambda: renew(own)):
+        with pytest.raises(ConfigError):
+            change()
+    assert contents(own) == before
+
+
 @pytest.mark.parametrize(("nodes", "days"), [(0, 1), (1, 0)])
 def test_numbers_out_of_range(tmp_path: Path, nodes: int, days: int) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         make_certificates(tmp_path / "certs", nodes, days=days)
     assert not (tmp_path / "certs").exists()
+    make_certificates(tmp_path / "certs", 1)
+    with pytest.raises(ConfigError):
+        add_node(tmp_path / "certs", nodes and 2, days)
