@@ -77,10 +77,10 @@ gpu: .venv/installed-dev
 	$(BIN)/python benchmarks/gpu.py
 
 # Keys and certificates for docker-compose.yml, and .env: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
-# Seconds, and cryptography alone where .venv is not there.
+# Later on: make certs ARGS="--add 4", make certs ARGS=--renew. Seconds, and cryptography alone where .venv is not there.
 certs: $(if $(wildcard .venv/installed),,.venv-certs/installed)
 	$(if $(wildcard .venv/installed),$(BIN),.venv-certs/bin)/python -m fedbn_flwr.lab.deployment.certs certs --nodes $(NODES) \
-		--hosts "$(HOSTS)"
+		--hosts "$(HOSTS)" $(ARGS)
 
 # The versions and hashes of what docker/Dockerfile installs beside torch: after a change of pyproject.toml or constraints.txt.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \

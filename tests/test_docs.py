@@ -85,6 +85,8 @@ NOT_RUN = {
     ),
     ("docs/guides/own-data.md", "needs MONAI; tests/apps/test_volumes.py runs it"),
     ("docs/deployment.md", "needs a running federation"),
+    ("docs/operations.md", "needs a Docker engine"),
+    ("docs/operations.md", "needs a running federation"),
     ("docs/guides/own-data.md", "needs the four files of UCI heart disease"),
     ("docs/guides/own-data.md", "a line of the function's module"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
+from fedbn_flwr.lab.deployment.certs import main as certs_command
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +264,19 @@ def test_new_certificates_are_of_the_same_keys_and_names(
         addresses = [str(a) for a in found.get_values_for_type(x509.IPAddress)]
         assert ("192.0.2.9" in addresses) == address
         assert "fl.example.org" not in found.get_values_for_type(x509.DNSName)
+
+
+def test_the_command_adds_and_renews(own: Path, tmp_path: Path) -> None:
+    words = [str(own), "--env", str(tmp_path / ".env")]
+    before = contents(own)
+    certs_command([*words, "--nodes", "3", "--hosts", "", "--add", "3"])
+    assert contents(own).items() > before.items()
+    certs_command([*words, "--renew"])
+    after = contents(own)
+    assert after["ca/ca.crt"] != before["ca/ca.crt"]
+    with pytest.raises(SystemExit):
+        certs_command([*words, "--add", "3"])
+    assert contents(own) == after
 
 
 def test_what_only_the_authority_signs_is_refused_without_it(own: Path) -> None:

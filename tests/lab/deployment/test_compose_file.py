@@ -423,6 +423,16 @@ def test_the_server_waits_for_the_one_service_that_ends() -> None:
     assert needed == ("register", {"condition": "service_completed_successfully"})
 
 
+def test_a_proxy_lets_in_what_nodes_ask_for_alone() -> None:
+    text = (ROOT / "docker/fleet-proxy.conf").read_text()
+    locations = dict(re.findall(r"location ([^{]+) \{ (\w+) ", text))
+    assert locations == {
+        "/v1/fleet/": "proxy_pass",
+        "= /health": "proxy_pass",
+        "/": "return",
+    }
+
+
 def test_the_image() -> None:
     """The parts of its definition that need no docker engine."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
