@@ -449,6 +449,43 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("sizes", "keys", "height", "told"),
+    [
+        ([(12, 12), *[(96, 96)] * 5], {}, 96, ["12x12", "96x96", "28x28"]),
+        (
+            [(40, 30), (50, 60), (300, 200), (70, 90), (99, 80)],
+            {},
+            80,
+            ["40x30", "300x200", "28x28"],
+        ),
+        ([(96, 96)] * 5, {}, 96, []),
+        ([(12, 12), *[(96, 96)] * 5], {"image_size": 28}, 96, []),
+    ],
+    ids=["a thumbnail first", "all sizes", "one size", "asked"],
+)
+def test_images_of_several_sizes_are_told_with_what_was_taken(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    sizes: list[tuple[int, int]],
+    keys: dict[str, int],
+    height: int,
+    told: list[str],
+) -> None:
+    """The first file decides nothing; one warning in a process."""
+    for number, size in enumerate(sizes):
+        write_images(tmp_path / f"{number}", {"cat": 1, "dog": 1}, size)
+    info = own_info(own("folder", tmp_path, **keys))
+    assert info.size == height
+    with caplog.at_level("WARNING", "flwr"):
+        for _ in range(2):
+            load_dataset(info, channels=1, size=28)
+    found = [text for text in caplog.messages if "sizes" in text]
+    assert len(found) == bool(told)
+    for text in found:
+        assert [size for size in told if size not in text] == []
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
     settings, message = BAD[case]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["Bytes", "check_mode", "for_all", "pixels"]
+__all__ = ["Bytes", "check_mode", "for_all", "pixels", "size_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
@@ -65,6 +66,17 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
     if values.ndim == 2:
         values = values[:, :, None]
     return torch.from_numpy(values).permute(2, 0, 1)
+
+
+def size_of(path: Path) -> tuple[int, int] | None:
+    """Return width and height of an image by its header; None if it cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
 
 
 def check_mode(image: Any) -> None:

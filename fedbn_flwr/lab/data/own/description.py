@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ _LARGEST = 224
 def own_info(request: OwnData) -> DatasetInfo:
     """Return the description of own data, after reading them.
 
-    Image files are read by their names and the first header.
+    Image files are read by their names and headers.
 
     Raises:
         ConfigError: keys do not fit the data.
@@ -45,12 +46,14 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
     records = read(request, stamp)
     inputs = records.inputs
     shape: tuple[int, ...] = ()
-    channels, height = 3, records.height
-    if isinstance(inputs, Tensor):
-        if inputs.dtype == torch.uint8:
-            channels, height = inputs.shape[1:3]
-        else:
-            shape, channels = tuple(inputs.shape[1:]), 0
+    channels, height = 3, 0
+    if not isinstance(inputs, Tensor):
+        # A thumbnail among them does not decide.
+        height = statistics.median_low([height for _, height in records.sizes])
+    elif inputs.dtype == torch.uint8:
+        channels, height = inputs.shape[1:3]
+    else:
+        shape, channels = tuple(inputs.shape[1:]), 0
     # Every node must scale pixels alike, so this is no mean of what it happens to have.
     return DatasetInfo(
         request.name,

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.lab.data.folders import SUFFIXES
-from fedbn_flwr.lab.data.image_files.decoding import pixels
+from fedbn_flwr.lab.data.image_files.decoding import for_all, size_of
+from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
 from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 
@@ -28,6 +29,8 @@ logger = logging.getLogger("flwr")
 
 _PARTS = {"train": False, "training": False, "test": True, "testing": True}
 _VALIDATION = {"val", "valid", "validation"}
+# Files whose headers tell the sizes of the images.
+_MOST_HEADERS = 1000
 
 
 class Place(NamedTuple):
@@ -72,8 +75,6 @@ def read_folder(request: OwnData) -> Records:
     if len(classes) == 2:
         allowed.append("binary")
     task = chosen_task(request, "classification", allowed)
-    # The first image stands for all: image-size says another height.
-    _, height, _ = pixels(str(paths[0])).shape
     given: dict[str, Any] = {}
     if of_files[0].client:
         clients = [place.client for place in of_files]
@@ -84,10 +85,24 @@ def read_folder(request: OwnData) -> Records:
         task=task,
         num_classes=task.outputs(len(classes)),
         class_names=tuple(classes),
-        height=height,
+        sizes=_sizes(paths),
         tests=_tests(request, [place.part for place in of_files]),
         **given,
     )
+
+
+def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return width and height of the images, of many those of some, evenly spread.
+
+    Raises:
+        DataError: none of these can be read.
+    """
+    some = paths[:: 1 + len(paths) // _MOST_HEADERS]
+    sizes = [size for size in for_all(len(some), lambda at: size_of(some[at])) if size]
+    # A few are named when all are read.
+    if not sizes:
+        refuse_damaged_files(some)
+    return sizes
 
 
 def _image_folders(root: Path) -> dict[Path, list[str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
+
+logger = logging.getLogger("flwr")
 
 __all__ = ["is_divided", "load", "own_sha256", "own_tests", "read", "stamp_of"]
 
@@ -72,12 +76,34 @@ def load(
     # Own data name their path.
     del folder
     records = read(request, stamp)
+    if not request.image_size and len(set(records.sizes)) > 1:
+        _tell_sizes(request, records.sizes, shape)
     parts = parts_of(request, records)
     both = []
     for samples, part in zip(_examples(records, parts, shape), parts, strict=True):
         clients = _numbers(records.clients, part)
         both.append(samples.regrouped(clients, _numbers(records.units, part)))
     return Loaded(both[0], both[1], records.client_names)
+
+
+def _tell_sizes(
+    request: OwnData, sizes: Sequence[tuple[int, int]], shape: Shape
+) -> None:
+    """Warn of images of several sizes, which all become one."""
+    by_area = sorted(sizes, key=math.prod)
+    (least_wide, least_high), (most_wide, most_high) = by_area[0], by_area[-1]
+    logger.warning(
+        "dataset=%r: its images have several sizes, from %dx%d to %dx%d (width x"
+        " height): each becomes %dx%d, by their median height and what the model"
+        " takes. image-size says another height.",
+        request.name,
+        least_wide,
+        least_high,
+        most_wide,
+        most_high,
+        shape.width,
+        shape.height,
+    )
 
 
 def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:

@@ -26,7 +26,7 @@ class Records:
         task: the learning task.
         num_classes: outputs of the model: classes, labels or target columns.
         class_names: their names, () = numbers.
-        height: that of the first image file, in pixels.
+        sizes: width and height of image files, in pixels; of many those of some.
         clients: client of each example, (N,), and ``client_names``; None if the data
             have no clients.
         units: unit (patient) of each example, (N,), or None, and ``unit_names``.
@@ -39,7 +39,7 @@ class Records:
     task: Task
     num_classes: int
     class_names: tuple[str, ...] = ()
-    height: int = 0
+    sizes: Sequence[tuple[int, int]] = ()
     clients: npt.NDArray[np.int64] | None = None
     client_names: tuple[str, ...] = ()
     units: npt.NDArray[np.int64] | None = None

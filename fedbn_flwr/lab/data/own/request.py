@@ -57,8 +57,8 @@ class OwnData:
             have the data.
         task: name of the task; "" = the one that the targets show.
         num_classes: number of classes; 0 = those found.
-        image_size: height and width of the images; 0 = those of the first image
-            (``npz``: of all).
+        image_size: height and width of the images; 0 = their median height
+            (``npz``: that of all).
         test_share: share of the examples that are test examples, where the data do not
             say; 1 = all.
         sites: ``FUNCTION``: the sites that are asked for, by number or by a node's
