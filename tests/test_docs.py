@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -170,6 +171,9 @@ def blocks() -> list[Block]:
 
 
 BLOCKS = blocks()
+NOTEBOOK = json.loads((ROOT / "docs/quickstart.ipynb").read_text())["cells"]
+CELLS = [cell for cell in NOTEBOOK if cell["cell_type"] == "code"]
+NOTEBOOK_CODE = "\n".join("".join(cell["source"]) for cell in CELLS)
 
 
 def to_run(language: str) -> list[Block]:
@@ -258,9 +262,34 @@ def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+def test_the_notebook_prints_what_it_shows_and_draws_two_pictures(
+    folder: Path, at_once: dict[str, str]
+) -> None:
+    shown = [out for cell in CELLS for out in cell["outputs"]]
+    printed = "".join("".join(out.get("text", "")) for out in shown)
+    assert sum("image/png" in out.get("data", {}) for out in shown) == 2
+    assert len(NOTEBOOK) <= 15
+
+    code = f"{NOTEBOOK_CODE}\nprint(len(plt.get_fignums()))"
+    env = {**at_once, "MPLBACKEND": "Agg"}
+    done = subprocess.run(["python", "-c", code], cwd=folder, env=env, **SAID)
+    assert done.returncode == 0, done.stderr
+    # another processor rounds otherwise
+    *said, pictures = numbers(done.stdout)
+    assert said == pytest.approx(numbers(printed), rel=0.05, abs=0.02)
+    assert pictures == 2
+
+
 def test_programs_import_from_the_public_places() -> None:
     found = set()
-    for block in BLOCKS:
+    for block in [
+        *BLOCKS,
+        Block("docs/quickstart.ipynb", 0, "python", "", NOTEBOOK_CODE),
+    ]:
         if block.language == "python":
             for module in re.findall(
                 r"^ *(?:from|import) (fedbn_flwr[\w.]*)", block.text, re.MULTILINE
