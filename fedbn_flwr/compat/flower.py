@@ -50,7 +50,7 @@ from fedbn_flwr.errors import ConfigError
 try:
     from flwr.compat.common import recorddict_compat
 except ImportError:  # before Flower 1.32
-    from flwr.common import recorddict_compat  # type: ignore[attr-defined, no-redef]
+    from flwr.common import recorddict_compat  # type: ignore[no-redef]
 try:
     from flwr.supercore.run import Run
 except ModuleNotFoundError:  # before Flower 1.32

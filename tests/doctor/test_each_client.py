@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,14 @@ def split(digits: Data, clients: int, seed: int = 0, alpha: float = 0.0) -> list
     """Deal the digits to clients of uneven sizes, with the same classes; or, with
     alpha, by Dirichlet(alpha).
     """
-    torch.manual_seed(seed)
-    shares = torch.rand(clients).add(0.5).expand(10, clients)
+    # NumPy's draws: torch's differ between its versions.
+    draw = np.random.default_rng(seed)
+    shares = np.tile(draw.uniform(0.5, 1.5, clients), (10, 1))
     if alpha:
-        shares = torch.distributions.Dirichlet(torch.full((clients,), alpha)).sample(
-            (10,)
-        )
-    owner = torch.multinomial(shares[digits[1]], 1)[:, 0]
+        shares = draw.dirichlet([alpha] * clients, 10)
+    bounds = (shares / shares.sum(1, keepdims=True)).cumsum(1)[digits[1]]
+    at = draw.random((len(bounds), 1))
+    owner = torch.from_numpy((at > bounds).sum(1).clip(max=clients - 1))
     parts = [(digits[0][owner == k], digits[1][owner == k]) for k in range(clients)]
     return [part for part in parts if len(part[1]) > 7]
 

@@ -155,6 +155,7 @@ class HeadFirst(nn.Module):
 def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
     write_cityscapes, tmp_path, monkeypatch
 ) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
     sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}
     with pytest.raises(
         NormLayerError,
