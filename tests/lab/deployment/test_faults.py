@@ -1,4 +1,4 @@
-"""Faults during a round, one per test: the run continues and logs the fault.
+"""Faults, and what an operator does, during a run, one per test: it continues.
 ``make network`` runs them.
 """
 
@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +24,13 @@ from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines.flower_run import running
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.lab.deployment.certificates import add_node, renew
 from fedbn_flwr.lab.files import read_metrics
 from tests.support.network import settings_for
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
+ROOT = Path(__file__).parents[3]
 NODES = 3
 ROUNDS = 4
 
@@ -284,6 +289,62 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
     ours = begin(**how, resume=True).end()
     theirs = in_process(**how, num_server_rounds=ROUNDS, local_steps=2)
     assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
+
+
+def register(federation: LocalFederation) -> None:
+    """Let the SuperLink take the keys in the folder, and no others."""
+    script = str(ROOT / "docker/register.py")
+    command = [sys.executable, script, "federation", str(federation.certs / "cli")]
+    subprocess.run(command, env=federation.environment, check=True)
+
+
+def wait_for(federation: LocalFederation, run: Run, participants: list[int]) -> None:
+    """Restart what has ended until a further round has these participants."""
+    before = len(run.lines())
+    while not any(
+        line["participants"] == participants for line in run.lines()[before:]
+    ):
+        assert run.under_way(), run.error()
+        federation.restart_dead()
+        time.sleep(1)
+
+
+def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
+    """The node tries to come back with its old key, and does with the new one."""
+    run = begin(strategy="fedavg", num_server_rounds=12)
+    run.wait_for_round(1)
+    certs = federation.certs
+    try:
+        (certs / "cli/node-2.pub").unlink()
+        register(federation)
+        wait_for(federation, run, [0, 2])
+        wait_for(federation, run, [0, 2])
+    finally:
+        for role in ("node-2", "clientapp-2"):
+            shutil.rmtree(certs / role)
+        add_node(certs, 2)
+        register(federation)
+        for name in ("supernode-2", "superexec-clientapp-2"):
+            federation.processes[name].end()
+        federation.restart_dead()
+    wait_for(federation, run, [0, 1, 2])
+    run.end()
+
+
+def test_new_certificates_one_machine_after_the_other(federation, begin) -> None:
+    """As for an upgrade, all processes of a machine start again."""
+    run = begin(strategy="fedbn", num_server_rounds=14)
+    run.wait_for_round(1)
+    renew(federation.certs)
+    nodes = [(f"supernode-{n}", f"superexec-clientapp-{n}") for n in (1, 2, 3)]
+    for machine in (("superlink",), *nodes):
+        for name in machine:
+            federation.processes[name].end()
+        federation.restart_dead()
+        wait_for(federation, run, [0, 1, 2])
+    run.end()
+    served = ssl.get_server_certificate(("127.0.0.1", federation.port))
+    assert served == (federation.certs / "superlink/server.crt").read_text()
 
 
 @contextmanager
