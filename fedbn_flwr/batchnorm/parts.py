@@ -27,6 +27,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import (
     is_scripted_batchnorm,
     layers_of,
+    refuse_scripted,
     stays_in_eval,
 )
 from fedbn_flwr.training.model_state import without_wrappers
@@ -372,11 +373,21 @@ def split_state(
     return parts._where(chosen.__contains__)
 
 
-def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_BatchNorm]:
+def batchnorm_layers(
+    model: nn.Module, paths: Collection[str] = (), changed: str = ""
+) -> list[_BatchNorm]:
     """Return the BatchNorm layers with these paths, or all; each layer once.
 
-    Paths may have a wrapper's prefix, or lack that of ``model``.
+    Args:
+        model: the model.
+        paths: they may have a wrapper's prefix, or lack that of ``model``.
+        changed: what the caller does to the layers, in words; "" = nothing.
+
+    Raises:
+        NormLayerError: TorchScript holds a layer, in which this has no effect.
     """
+    if changed:
+        refuse_scripted(model, changed)
     bare = {without_wrappers(path) for path in paths}
     # A layer that is used twice may be named by its second path.
     found = [

@@ -32,7 +32,6 @@ from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import (
     layers_of,
     left_in_eval,
-    refuse_scripted,
     unchanged,
 )
 from fedbn_flwr.training.randomness import seeded
@@ -342,8 +341,7 @@ def reestimate_statistics(
     Raises:
         NormLayerError: TorchScript holds a layer.
     """
-    refuse_scripted(model, "re-estimated statistics")
-    chosen = batchnorm_layers(model, measured)
+    chosen = batchnorm_layers(model, measured, "re-estimated statistics")
     in_eval = [one for one in batchnorm_layers(model) if one not in chosen]
     in_eval += left_in_eval(model).values()
     with unchanged(model), torch.no_grad():

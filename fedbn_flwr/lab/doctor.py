@@ -53,7 +53,6 @@ from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.travels import model_needs
-from fedbn_flwr.strategies.fixbn import freezing_method
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
@@ -475,8 +474,7 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     synchronised = methods.whole.exchanges and steps == 1
     if methods.freezes_bn or synchronised:
         handled |= {"label-skew", "clients-differ"}
-    freezing = freezing_method(methods)
-    if run and freezing and Part.STATISTICS in freezing.parts:
+    if run and methods.freezes_bn and Part.STATISTICS in methods.whole.frozen:
         lines = read_metrics(run / "metrics.jsonl")
         # Training and test normalise by the same statistics by now.
         if lines and lines[-1]["phase"] == "frozen":

@@ -649,8 +649,8 @@ class TrainConfig(MessageConfig):
     Attributes:
         hooks: names of the client hooks to apply, in order.
         extras: names of the method's records besides the model; others are the user's.
-        frozen: whether BN is frozen in this round, for the learning rate. The method
-            writes it.
+        frozen: whether BN is frozen in this round, and was not in others; for the
+            learning rate.
         attempt: attempt of a synchronised step by messages, of which this message is
             part; None = it is part of none. ``transport.step_by_messages`` writes
             it.

@@ -285,7 +285,6 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         " could not be read)"
     )
     source = "Quintana 2024, arXiv:2410.03281 (abstract)"
-    role = ""
     alone = (
         "bn-scaffold corrects the gradients and the statistics of every step by itself"
     )

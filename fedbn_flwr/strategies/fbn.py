@@ -78,7 +78,6 @@ BN: no gradient flows through the statistics.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -300,9 +299,11 @@ class PooledStatisticsMethod(Method[P, S]):
         )
         return (Travels(frozen=TRACKED, extras=(Extra(BN_MOMENTS, "moments", why),)),)
 
-    @abstractmethod
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
-        """Return a layer's moments of all clients; ``weights``: p_i, not normalised."""
+        """Return a layer's moments of all clients, here merged by their counts;
+        ``weights``: p_i, not normalised.
+        """
+        return pool(moments)
 
     def begin(self, facts: Facts) -> S:
         """Start with the warm-up; without one it is over."""

@@ -49,7 +49,6 @@ Equal losses give the plain mean.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -66,8 +65,6 @@ from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["FedBS", "FedBSMethod", "FedBSState", "MeasureValidationLoss"]
-
-logger = logging.getLogger("flwr")
 
 
 class MeasureValidationLoss(ClientHook):
@@ -104,7 +101,6 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
-    role = ""
     alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
     Params = FedBSParams
     State = FedBSState
@@ -153,14 +149,8 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         agreed = 0
         if float(np.std(losses)) <= self.params.fedbs_eps:
             agreed = state.agreed + 1
-        if agreed < self.params.fedbs_rounds:
-            return model, FedBSState(None, agreed)
-        logger.info(
-            "FedBS: the losses agreed in %d rounds; FedProx from round %d",
-            agreed,
-            facts.number + 1,
-        )
-        return model, FedBSState(facts.number, agreed)
+        enough = agreed >= self.params.fedbs_rounds
+        return model, FedBSState(facts.number if enough else None, agreed)
 
     def table(self) -> Sequence[Problem]:
         """Return the end of this file."""

@@ -57,7 +57,6 @@ class FedDNAMethod(FedTANMethod):
         "FedTAN's forward half only: global statistics, own gradients through them"
     )
     source = "Duan 2021; arXiv:2301.02982, 6.1.3"
-    role = ""
     alone = "feddna is a baseline for comparison; use fedtan in a combination"
     backward = "own"
 

@@ -36,14 +36,13 @@ $\mu = 0$ is FedAvg, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Role
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem
 from fedbn_flwr.server.methods.method_params import FedProxParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
@@ -97,7 +96,7 @@ class FedProxMethod(Method[P, S]):
     name = "fedprox"
     summary_line = "FedAvg with mu/2 ||w - w_global||^2 in the local loss"
     source = "Li 2020, arXiv:1812.06127"
-    role: ClassVar[Role] = "client-hooks"
+    role = "client-hooks"
     Params = FedProxParams
     client_hooks = {
         "proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))

@@ -89,29 +89,16 @@ from typing import ClassVar, Literal, Unpack
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.sync import (
-    Backward,
-    ExchangeScheme,
-    refuse_batch_renorm,
-    synchronised,
-)
+from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.methods.method import (
-    Ask,
-    Facts,
-    HookContext,
-    Method,
-    Problem,
-    Role,
-)
+from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method, Problem
 from fedbn_flwr.server.methods.method_params import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.step import LinkSettings
-from fedbn_flwr.transport.transports import connect
 
 __all__ = ["FedTAN", "FedTANMethod", "SynchroniseFirstStep"]
 
@@ -164,8 +151,6 @@ class SynchroniseFirstStep(ClientHook):
                 f" the query said batch-size {self._batch_size}, which the other"
                 " clients count on"
             )
-        # Its correction follows local statistics, and would differ between clients.
-        refuse_batch_renorm(model)
         # How many examples all clients have in this step, known before the first layer.
         union = self._reducer.begin()
         with synchronised(
@@ -185,11 +170,9 @@ class SynchroniseFirstStep(ClientHook):
 def _make_hook(context: HookContext) -> ClientHook:
     config = context.config
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
-    # By messages, and in one process, it is given; a channel is opened by the client.
-    reducer = context.reducer
-    if reducer is None:
-        reducer = connect(config)
-    return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
+    return SynchroniseFirstStep(
+        context.reducer, config[EXCHANGES], config[BACKWARD], size
+    )
 
 
 class FedTANMethod(Method[FedTANParams]):
@@ -198,7 +181,7 @@ class FedTANMethod(Method[FedTANParams]):
     name = "fedtan"
     summary_line = "first local step synchronised layer by layer over all clients"
     source = "Wang 2023, arXiv:2301.02982"
-    role: ClassVar[Role] = "client-hooks"
+    role = "client-hooks"
     Params = FedTANParams
     client_hooks = {"synchronise-first-step": _make_hook}
     backward: ClassVar[Backward] = "global"

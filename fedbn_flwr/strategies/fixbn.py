@@ -56,10 +56,10 @@ asks for a large $W$ and a small $\tau$ and gives neither: $W$ = 100 and $\tau$ 
 are calibrated on MNIST (`docs/results/window-rule.md`). $\delta$ has the scale of the
 statistics, so another network may want another $\tau$.
 
-The authors of HBN have a public FixBN as a baseline (Hongyao-Chen/HybridBN at 1c0e151).
-It differs: after $T^*$ the whole model is in eval mode, dropout included; BN's counters
-are averaged as floats; gradients are clipped to norm 10; a last smaller batch and
-clients with less than a batch are left out; the best round is chosen on the test set.
+In HBN's public code (commit 1c0e151) FixBN is a baseline, and differs: after $T^*$ the
+whole model is in eval mode, dropout included; BN's counters are averaged as floats;
+gradients are clipped; small batches and clients are left out; the best round is chosen
+on the test set.
 
 ## Law
 
@@ -69,9 +69,9 @@ round is one centralized step with frozen BN.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
@@ -79,25 +79,16 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import batchnorm_layers, split_state
-from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies, Role
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies
 from fedbn_flwr.server.methods.method_params import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.freezing import force_eval, refuse_scripted
-from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.training.freezing import force_eval
+from fedbn_flwr.training.settings import round_of
 
-__all__ = [
-    "FixBN",
-    "FixBNMethod",
-    "FreezeBN",
-    "Frozen",
-    "MeasureDrift",
-    "freezing_method",
-]
-
-logger = logging.getLogger("flwr")
+__all__ = ["FixBN", "FixBNMethod", "FreezeBN", "Frozen", "MeasureDrift"]
 
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
 FREEZE_AFFINE = Key(
@@ -114,17 +105,11 @@ class FreezeBN(ClientHook):
 
     def __init__(self, affine: bool, paths: Collection[str] = ()) -> None:
         self.affine, self.paths = affine, paths
-        self._undo: list[Callable[[], None]] = []
-        self._learning: list[nn.Parameter] = []
+        self._undo: list[Callable[[], object]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Put the BN layers in eval mode; with ``affine`` also freeze their parameters.
-
-        Raises:
-            NormLayerError: TorchScript holds a layer.
-        """
-        refuse_scripted(model, "frozen BatchNorm")
-        layers = batchnorm_layers(model, self.paths)
+        """Put the BN layers in eval mode; with ``affine`` also freeze gamma and beta."""
+        layers = batchnorm_layers(model, self.paths, "frozen BatchNorm")
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine or not layers:
             return
@@ -135,21 +120,17 @@ class FreezeBN(ClientHook):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if (parameter in own or name in affine) and parameter.requires_grad:
                 parameter.requires_grad_(False)
-                self._learning.append(parameter)
+                self._undo.append(partial(parameter.requires_grad_, True))
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the layers' modes and unfreeze their parameters."""
+        """Undo this."""
         for undo in self._undo:
             undo()
-        for parameter in self._learning:
-            parameter.requires_grad_(True)
         return {}
 
 
 class MeasureDrift(ClientHook):
-    """Client half of the automatic T*: report delta_m.
-
-    delta_m = ||statistics after - received||_1 / number of entries.
+    """Client half of the automatic T*: report delta_m, how far the statistics moved.
 
     ``paths`` are those of the layers, () = all.
     """
@@ -161,16 +142,11 @@ class MeasureDrift(ClientHook):
         self._received: list[Tensor] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Store the statistics as received.
-
-        Raises:
-            NormLayerError: TorchScript holds a layer.
-        """
-        refuse_scripted(model, "the change of the statistics")
+        """Store the statistics as received."""
         self._received = [statistic.clone() for statistic in self._statistics(model)]
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Return delta_m, in float64."""
+        """Return delta_m = ||S_m - S||_1 / number of entries, in float64."""
         if not self._received:
             return {}
         distances = []
@@ -181,7 +157,8 @@ class MeasureDrift(ClientHook):
 
     def _statistics(self, model: nn.Module) -> list[Tensor]:
         found = []
-        for layer in batchnorm_layers(model, self.paths):
+        changed = "the change of the statistics"
+        for layer in batchnorm_layers(model, self.paths, changed):
             found += [layer.running_mean, layer.running_var]
         return [statistic for statistic in found if statistic is not None]
 
@@ -212,7 +189,7 @@ class FixBNMethod(Method[Any, Frozen]):
     """
 
     name = "fixbn"
-    role: ClassVar[Role] = "client-hooks"
+    role = "client-hooks"
     summary_line = "BN statistics frozen mid-way, after round T*"
     source = "Zhong 2023, arXiv:2303.06530"
     Params: ClassVar[type[Any]] = FixBNParams
@@ -242,9 +219,7 @@ class FixBNMethod(Method[Any, Frozen]):
 
     def freezes_after(self, num_rounds: int) -> int | None:
         """Return T*, of a fraction f floor(f R); None = found out in the run."""
-        if isinstance(self.at, str):
-            return None
-        return share_of(self.at, num_rounds) if isinstance(self.at, float) else self.at
+        return round_of(self.at, num_rounds)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return two phases: before and after the freeze."""
@@ -261,7 +236,7 @@ class FixBNMethod(Method[Any, Frozen]):
         rounds = 0
         # A fraction needs R, which Flower's own loops do not say.
         if isinstance(self.at, float):
-            rounds = facts.total_rounds(f"{self.key.replace('-', '_')}={self.at}")
+            rounds = facts.total_rounds(f"{self.key}={self.at}")
         return Frozen(self.freezes_after(rounds))
 
     def phase(self, state: Frozen, number: int) -> str:
@@ -273,12 +248,11 @@ class FixBNMethod(Method[Any, Frozen]):
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
         if self.phase(state, facts.number) == "frozen":
-            # FROZEN is for the learning rate (lr-decay-at=freeze), not for the hook.
-            # FedTAN-II has no setting of this name; its parts say what freezes.
-            config = {FREEZE_AFFINE: self.parts == BATCHNORM, FROZEN: True}
+            # FedTAN-II has no setting freeze_affine; its parts say what freezes.
+            affine = self.parts == BATCHNORM
             # The reply need not say that the hook was applied: its frozen entries are
             # compared with those that were sent.
-            return [Ask("freeze-bn", config, shown=True)]
+            return [Ask("freeze-bn", {FREEZE_AFFINE: affine}, shown=True)]
         if state.frozen_after is None:
             return [Ask("report-drift")]
         return []
@@ -297,14 +271,8 @@ class FixBNMethod(Method[Any, Frozen]):
         means = [*state.deltas, replies.mean_of(DELTA)]
         window = means[-self.params.freeze_window :]
         full = len(window) == self.params.freeze_window
-        if not full or not float(np.var(window)) < self.params.freeze_tau:
-            return model, Frozen(None, means)
-        logger.info(
-            "BN frozen after round %d: variance of delta over %d rounds under tau",
-            facts.number,
-            len(window),
-        )
-        return model, Frozen(facts.number, means)
+        steady = full and float(np.var(window)) < self.params.freeze_tau
+        return model, Frozen(facts.number if steady else None, means)
 
     def outcome(self, state: Frozen, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if it was not yet."""
@@ -314,14 +282,6 @@ class FixBNMethod(Method[Any, Frozen]):
     def table(self) -> Sequence[Problem]:
         """Return the end of this file."""
         return PROBLEMS
-
-
-def freezing_method(methods: Iterable[Method[Any, Any]]) -> FixBNMethod | None:
-    """Return the one of these methods that freezes BN; None if none does."""
-    for method in methods:
-        if isinstance(method, FixBNMethod):
-            return method
-    return None
 
 
 class FixBN(Strategy):
@@ -459,8 +419,8 @@ PROBLEMS = (
         " longer keeps the activations small. What helped in small runs: a learning"
         " rate ten times lower from there on (lr-decay-at=freeze, or a smaller"
         " lr-decay-factor where it is set; in a loop of your own, where the message's"
-        f" config has {FROZEN}), or from the start (learning-rate). A later T* alone"
-        " put the divergence off, but did not prevent it.",
+        " config has fedbn-flwr.frozen), or from the start (learning-rate). A later T*"
+        " alone put the divergence off, but did not prevent it.",
         "cause",
         at="diverged",
         when=lambda method, seen: method.phase(seen.state, seen.number) == "frozen",

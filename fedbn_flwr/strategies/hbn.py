@@ -81,7 +81,7 @@ otherwise it is no centralized step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -90,7 +90,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.batchnorm.reestimation import Moments, batch_statistics, pool
+from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.batchnorm.replaced_forward import (
     normalise,
     replace_forward,
@@ -307,10 +307,6 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         config = {WARM_UP: warms_up, SHARE_ALPHA: self.params.share_alpha}
         sends = {ALPHA: state.alpha} if self.params.share_alpha else {}
         return [Ask("hybrid-statistics", config, sends)]
-
-    def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
-        """Merge by the counts of the passes."""
-        return pool(moments)
 
     def aggregate(
         self, state: HBNState, facts: Facts, replies: Replies, model: dict[str, Any]

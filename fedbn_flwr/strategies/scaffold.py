@@ -61,7 +61,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +78,6 @@ from fedbn_flwr.server.methods.method import (
     Method,
     Problem,
     Replies,
-    Role,
 )
 from fedbn_flwr.server.methods.method_params import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
@@ -245,7 +244,7 @@ class ScaffoldMethod(Method[P, S]):
     name = "scaffold"
     summary_line = "control variates over trainable parameters; BN statistics averaged"
     source = "Karimireddy 2020, arXiv:1910.06378"
-    role: ClassVar[Role] = "client-hooks"
+    role = "client-hooks"
     Params = ScaffoldParams
     State = Variates
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}

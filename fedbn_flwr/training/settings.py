@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.training.schedule import LearningRate
 
-__all__ = ["LocalTraining", "OptimizerName", "Sampling", "share_of"]
+__all__ = ["LocalTraining", "OptimizerName", "Sampling", "round_of", "share_of"]
 
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
@@ -27,6 +27,15 @@ def share_of(fraction: float | str, count: int) -> int:
     """
     # as floats 0.29 * 100 is 28.999999999999996
     return math.floor(Fraction(str(fraction)) * count)
+
+
+def round_of(at: float | str, num_rounds: int) -> int | None:
+    """Return the round that a setting means: itself, or of a fraction (float) f of R
+    rounds floor(f R); None for a word.
+    """
+    if isinstance(at, str):
+        return None
+    return share_of(at, num_rounds) if isinstance(at, float) else at
 
 
 @dataclass(frozen=True, kw_only=True)

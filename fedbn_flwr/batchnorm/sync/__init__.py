@@ -27,7 +27,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     exchange_bytes,
 )
 from fedbn_flwr.batchnorm.sync.step import synchronised
-from fedbn_flwr.batchnorm.sync.trial import refuse_batch_renorm, try_synchronised_step
+from fedbn_flwr.batchnorm.sync.trial import try_synchronised_step
 
 __all__ = [
     "BACKWARDS",
@@ -39,7 +39,6 @@ __all__ = [
     "SynchronisedStep",
     "combine",
     "exchange_bytes",
-    "refuse_batch_renorm",
     "synchronised",
     "try_synchronised_step",
 ]

@@ -24,6 +24,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     check_names,
 )
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
 from fedbn_flwr.training.replaced_method import replace_method
 
@@ -84,10 +85,10 @@ def synchronised(
 
     Raises:
         ConfigError: An argument is out of range.
-        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel and a
-            model that is in another client's step are refused immediately; one value
-            per channel in the union, activation checkpointing and a layer's own
-            arithmetic when the layer is called.
+        NormLayerError: A layer cannot be synchronised. TorchScript, DataParallel, batch
+            renormalisation and a model that is in another client's step are refused
+            immediately; one value per channel in the union, activation checkpointing
+            and a layer's own arithmetic when the layer is called.
     """
     if not 1 <= batch_size <= union_batch_size:
         raise ConfigError(
@@ -95,7 +96,7 @@ def synchronised(
             f" {union_batch_size} no less."
         )
     check_names(exchanges, backward)
-    _refuse_containers(model)
+    _refuse_unfit(model)
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:
         # Undone in the reverse order: the step is closed last.
@@ -114,9 +115,16 @@ def synchronised(
         yield step
 
 
-def _refuse_containers(model: nn.Module) -> None:
-    """Raise NormLayerError for modules whose calls torch's function modes miss."""
+def _refuse_unfit(model: nn.Module) -> None:
+    """Raise NormLayerError for modules whose calls torch's function modes miss, and
+    for layers that correct their statistics locally.
+    """
     for path, module in model.named_modules():
+        if isinstance(module, BatchRenorm):
+            raise NormLayerError(
+                f"layer '{path}' is batch-renorm, whose correction comes from local"
+                " statistics: it cannot be synchronised. Use norm=batch."
+            )
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
                 f"module {path or 'model'!r} is a {type(module).__name__}: its"

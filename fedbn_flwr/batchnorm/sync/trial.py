@@ -13,29 +13,14 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.freezing import unchanged
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["refuse_batch_renorm", "try_synchronised_step"]
+__all__ = ["try_synchronised_step"]
 
 # Of two examples; a layer that is skipped half of the time is missed once in 128
 # models.
 _PASSES = 8
-
-
-def refuse_batch_renorm(model: nn.Module) -> None:
-    """Check that no layer corrects its statistics locally.
-
-    Raises:
-        NormLayerError: one does; the message has its path.
-    """
-    for path, layer in model.named_modules():
-        if isinstance(layer, BatchRenorm):
-            raise NormLayerError(
-                f"layer '{path}' is batch-renorm, whose correction comes from local"
-                " statistics: it cannot be synchronised. Use norm=batch."
-            )
 
 
 def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
@@ -54,7 +39,6 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
             the passes call other layers.
     """
-    refuse_batch_renorm(model)
     try:
         with unchanged(model):
             first, drawn = _pass(model.train(), inputs, batch_size, seed=0)

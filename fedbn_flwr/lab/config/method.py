@@ -19,7 +19,7 @@ from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.schedule import LearningRate
-from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.training.settings import round_of
 
 __all__ = [
     "RunMethod",
@@ -143,12 +143,8 @@ def rounds_of_decays(config: Fields) -> list[int | str]:
     after: list[int | str] = []
     for text, _ in read_decays(config.lr_decay_at, config.lr_decay_factor):
         value = number(text)
-        if value is None:
-            after.append(text)
-        elif isinstance(value, int):
-            after.append(value)
-        else:
-            after.append(share_of(text, config.num_server_rounds))
+        at = None if value is None else round_of(value, config.num_server_rounds)
+        after.append(text if at is None else at)
     return after
 
 

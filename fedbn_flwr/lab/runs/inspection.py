@@ -21,7 +21,7 @@ from fedbn_flwr.lab.runs.start_checks import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import Traffic, num_bytes, to_record, to_state
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.strategies.fixbn import FixBNMethod, freezing_method
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval, unchanged
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
@@ -139,7 +139,6 @@ def inspect_model(
     if methods.whole.exchanges:
         calls = batchnorm_calls(model, config)
         step = costs.synchronised_step(calls, model)
-    freezing = freezing_method(methods)
 
     # what a user may not expect
     warnings = []
@@ -158,7 +157,7 @@ def inspect_model(
         counters=costs.elements(floating=False),
         local=methods.local,
         synchronised=tuple(channels for channels, _ in calls),
-        phases=_phases(start, later, step, config.num_server_rounds, freezing),
+        phases=_phases(start, later, step, config.num_server_rounds, methods),
         reestimation=costs.reestimation(),
         plain=costs.one_round(costs.everything, costs.everything),
         warnings=tuple(warnings),
@@ -303,7 +302,7 @@ def _phases(
     later: Traffic,
     exchanges: Traffic | None,
     rounds: int,
-    freezing: FixBNMethod | None,
+    methods: Methods,
 ) -> tuple[Phase, ...]:
     """Split the rounds into phases.
 
@@ -313,14 +312,15 @@ def _phases(
         exchanges: traffic of the synchronised step, which each round has until BN is
             frozen; None = no such step.
         rounds: rounds of the run.
-        freezing: the method that freezes BN; None = BN is never frozen.
+        methods: those of the run.
     """
     # the last round before BN is frozen; None = the run finds it
     last: int | None = rounds
     parts: frozenset[Part] = frozenset()
-    if freezing is not None:
-        last = freezing.freezes_after(rounds)
-        parts = freezing.parts
+    if methods.freezes_bn:
+        declared = methods.phases(rounds)
+        last = [one.last for one in declared if not one.frozen][-1]
+        parts = declared[-1].frozen
 
     # the rounds after which the traffic changes
     cuts = {0, rounds}
@@ -340,7 +340,7 @@ def _phases(
         elif start != later:
             name = "first" if begin == 0 else "later"
         else:
-            name = "before T*" if freezing else "every"
+            name = "before T*" if parts else "every"
         phases.append(Phase(name, end - begin, traffic))
 
     # a length that the run finds is that of both phases

@@ -39,6 +39,7 @@ from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
+from fedbn_flwr.transport.transports import connect
 
 __all__ = [
     "ROLES",
@@ -370,7 +371,7 @@ class HookContext:
         config: the config of the training message; the keys of a method are declared in
             its file.
         local_entries: names of the entries that stay with this client.
-        reducer: the reducer of a synchronised step by messages; None otherwise.
+        replayed: the reducer of a synchronised step by messages; None otherwise.
         validation_loss: returns the loss of a model on the client's validation data;
             None if the training is a loop of another project. It raises DataError if
             the client has none.
@@ -378,8 +379,13 @@ class HookContext:
 
     config: Mapping[str, Any]
     local_entries: frozenset[str] = frozenset()
-    reducer: Reducer | None = None
+    replayed: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of a synchronised step; a channel is opened here."""
+        return connect(self.config) if self.replayed is None else self.replayed
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -404,7 +410,8 @@ class Method(Generic[P, S]):
         source: the paper.
         role: what the method adds to another one, and the config key for it; "" = it is
             not combined with others.
-        alone: why the method is not combined with others; "" if it has a role.
+        alone: why the method is not combined with others: then it has no role, whatever
+            its base has.
         instead: what to use where the method does not fit.
         Params: the class of the settings; its fields are constructor arguments of the
             strategy.
@@ -426,6 +433,12 @@ class Method(Generic[P, S]):
     State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Take away the role of a base that is combined with others."""
+        super().__init_subclass__(**kwargs)
+        if cls.alone:
+            cls.role = ""
 
     def __init__(self, params: P) -> None:
         self.params = params

@@ -175,6 +175,8 @@ def address_training(
         **vars(run.message_config(facts.number)),
         hooks=tuple(ask.hook for ask in asks),
         extras=tuple(extras),
+        # Of statistics that are frozen in every round there is no freeze to wait for.
+        frozen=run.methods.freezes_bn and bool(facts.travels.frozen),
     )
     # The user's entries first: ours and the methods' win.
     entries = {**config, **own.write(), **run.protection.config()}
