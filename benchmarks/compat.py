@@ -72,7 +72,7 @@ CORE = (
     *("batchnorm", "client", "compat", "doctor", "engines", "messages", "norms"),
     *("privacy", "server", "strategies", "training", "transport"),
     *("test_checked_file.py", "test_core_alone.py", "test_devices.py"),
-    *("test_errors.py", "test_seeds.py"),
+    "test_errors.py",
 )
 SUITE = (*(f"tests/{name}" for name in CORE), "-n", "auto", "--dist", "loadgroup")
 ROW = "| 3."

@@ -56,11 +56,11 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.randomness import torch_generator
 
 Scalar = bool | int | float | str
 SETTING: Mapping[str, Scalar] = {

@@ -15,7 +15,7 @@ import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "seeds", "machine", "lazy", "atomic_file"),
+    ("errors", "machine", "lazy", "atomic_file"),
     (
         "training",
         "norms",
@@ -63,7 +63,6 @@ LEVELS = (
 """Each layer may import from its own level and from those above it in this list."""
 TORCH_ONLY = (
     "errors",
-    "seeds",
     "training",
     "norms",
     "batchnorm",

@@ -23,11 +23,11 @@ from fedbn_flwr.doctor.diagnose import diagnose_clients
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.randomness import torch_generator
 from tests.support.fake_gpu import fake_gpu
 from tests.support.points import Points
 from tests.support.synchronised import (

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norms.own_forward import random_input
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 
 __all__ = ["outer_affine"]
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig, own_node_id
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import LoadedBatches
+from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["ClientData", "ClientStreams", "Examples", "as_batches"]

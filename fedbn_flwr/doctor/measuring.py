@@ -28,9 +28,8 @@ from fedbn_flwr.doctor.mismatch import Loss, accuracy, mismatch
 from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.doctor.thresholds import MIN_CLIENTS
 from fedbn_flwr.errors import DataError, FedBNError
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.model_state import copied, load_state
 
 __all__ = ["Measuring"]
 

@@ -23,7 +23,7 @@ from fedbn_flwr.doctor.clients import (
 )
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 
 __all__ = ["Loss", "Mismatch", "accuracy", "default_loss", "mismatch"]
 

@@ -43,7 +43,7 @@ from fedbn_flwr.engines.client_work import InProcessMember, Job, OwnProcess, wor
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport import Barrier
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
 

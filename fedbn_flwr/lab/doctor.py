@@ -51,11 +51,10 @@ from fedbn_flwr.lab.report import RunFiles, run_warnings
 from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.travels import model_needs
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.model_state import copied, load_state
+from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.state_file import tensors_by_name
 
 __all__ = [

@@ -28,7 +28,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import of_kind
-from fedbn_flwr.seeds import derive_seed
+from fedbn_flwr.training.randomness import derive_seed
 
 __all__ = [
     "SERIES_PATTERN",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 
 __all__ = ["modules_after", "random_input"]

@@ -19,7 +19,7 @@ from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.norms.report import NormReport, Replacement
 from fedbn_flwr.norms.swap import refuse_uninitialised
 from fedbn_flwr.norms.wsconv import use_wsconv
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
 

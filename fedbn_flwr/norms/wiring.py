@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 
 __all__ = ["Wiring", "num_outputs", "wiring"]
 

@@ -16,8 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import INPUTS_NOT_FINITE, DataError, coded
-from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.model_state import unwrap
+from fedbn_flwr.training.model_state import copied, unwrap
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = [

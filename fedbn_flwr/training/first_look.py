@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.losses import pixel_cross_entropy
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 

@@ -1,5 +1,9 @@
-"""The default random generators of torch, NumPy and Python, seeded for one client at a
-time.
+"""One seed, many named random streams; and the default generators of torch, NumPy and
+Python, seeded for one client at a time.
+
+Every draw of a run uses a generator that is named by its purpose and, if they matter,
+by server round and partition id. Different draws never share a stream, and a stream
+does not depend on the process or thread that uses it.
 
 A model's dropout, a user's augmentation and a user's shuffling draw from the default
 generators of the process. They repeat, and are the same in every engine, because the
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import random
 from collections.abc import Iterator
@@ -23,13 +28,36 @@ import torch
 __all__ = [
     "Generators",
     "NumpyGenerator",
+    "derive_seed",
     "drawing_from",
+    "numpy_generator",
     "seed_generators",
     "seed_secretly",
     "seeded",
     "seeded_on_cpu",
+    "torch_generator",
 ]
 
+
+# --- named streams --------------------------------------------------------------------
+def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
+    """Return the 63-bit seed of the stream ``purpose``/``keys``."""
+    # A hash of the names that is the same on every machine; Python's ``hash`` is not.
+    name = "/".join([str(int(seed)), purpose, *map(str, keys)])
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def torch_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
+    """Return a CPU ``torch.Generator`` for the stream, whose draws fit every device."""
+    return torch.Generator().manual_seed(derive_seed(seed, purpose, *keys))
+
+
+def numpy_generator(seed: int, purpose: str, *keys: int | str) -> np.random.Generator:
+    """Return a NumPy generator for the stream."""
+    return np.random.default_rng(derive_seed(seed, purpose, *keys))
+
+
+# --- the default generators -----------------------------------------------------------
 _WORDS = 624
 _BYTES = 4 * _WORDS + 4  # the words of MT19937, and the position in them
 

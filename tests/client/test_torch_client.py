@@ -30,7 +30,6 @@ from fedbn_flwr.client.client_data import as_batches
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import to_record, to_state
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
@@ -40,6 +39,7 @@ from fedbn_flwr.training.loaded import (
     first_batch,
     num_examples,
 )
+from fedbn_flwr.training.randomness import torch_generator
 
 SETTINGS = LocalTraining(
     learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9

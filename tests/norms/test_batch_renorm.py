@@ -13,7 +13,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.randomness import torch_generator
 
 C = 5
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.randomness import torch_generator
 
 CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
     1: nn.Conv1d,

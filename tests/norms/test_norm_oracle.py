@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.training.randomness import torch_generator
 
 CHANNELS = 6
 EPS = 1e-3

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 from fedbn_flwr.norms.wsconv import GAMMAS
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.randomness import torch_generator
 
 RELU = 1.7128585504496627
 

@@ -22,7 +22,6 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.runs.report import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import (
@@ -35,6 +34,7 @@ from fedbn_flwr.training import (
     train,
 )
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.randomness import torch_generator
 
 SIZES = (6, 13, 9)
 NAN = float("nan")

@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import tensors, to_record
-from fedbn_flwr.strategies import MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
+from fedbn_flwr.strategies import FBN, MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
 from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
 
 SIZES = (6, 13, 9)
@@ -112,8 +112,12 @@ def test_freeze_affine_freezes_gamma_and_beta_too(federate, datasets, mlp) -> No
     assert not np.array_equal(run.history[1]["1.weight"], run.history[0]["1.weight"])
 
 
-def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp) -> None:
+def test_clients_receive_when_bn_is_frozen(
+    federate, datasets, mlp, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flwr")
     run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
+    assert [r.args for r in caplog.records].count((2, "frozen")) == 1
     configs = run.grid.config()
     assert dict(configs[0]) == {"server-round": 1}
     assert dict(configs[-1]) == {
@@ -125,6 +129,10 @@ def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp) -> None:
     assert all(
         "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
     )
+    # A rate that waits for the freeze waits for a change: FBN's statistics are the
+    # server's in every round.
+    pooled = federate(FBN(), mlp, datasets, rounds=2)
+    assert all("fedbn-flwr.frozen" not in config for config in pooled.grid.config())
 
 
 def test_nothing_is_frozen_when_t_star_is_the_last_round(

@@ -19,10 +19,10 @@ from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import select, tensors, to_state
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.randomness import torch_generator
 
 METHODS = [FedBN, SiloBN, MTFL, Standalone]
 LEAVES = {

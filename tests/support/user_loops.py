@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.randomness import torch_generator
 from tests.support.federation import SEED
 
 SIZES, BATCH = (6, 8, 10), 4

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import (
@@ -27,6 +26,7 @@ from fedbn_flwr.training import (
 )
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.gradient_clipping import clip_in_steps
+from fedbn_flwr.training.randomness import torch_generator
 
 
 def stream(purpose: str) -> torch.Generator:

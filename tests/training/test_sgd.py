@@ -12,12 +12,12 @@ from torch import nn
 from torchvision.models import resnet18
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.optimizers import sgd, sgd_step
+from fedbn_flwr.training.randomness import torch_generator
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

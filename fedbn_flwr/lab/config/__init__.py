@@ -24,7 +24,13 @@ if TYPE_CHECKING:
         method_of,
         schedule_changes,
     )
-    from fedbn_flwr.lab.config.reading import CENTRALIZED, RENAMED, number, split
+    from fedbn_flwr.lab.config.reading import (
+        CENTRALIZED,
+        RENAMED,
+        listed,
+        number,
+        split,
+    )
     from fedbn_flwr.lab.config.yaml_text import read_overrides
 else:
     _WHERE = {
@@ -36,6 +42,7 @@ else:
         "Scalar": "config",
         "data_of": "data",
         "learning_rate_of": "method",
+        "listed": "reading",
         "method_of": "method",
         "number": "reading",
         "read_overrides": "yaml_text",
@@ -54,6 +61,7 @@ __all__ = [
     "Scalar",
     "data_of",
     "learning_rate_of",
+    "listed",
     "method_of",
     "number",
     "read_overrides",

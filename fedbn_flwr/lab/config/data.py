@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.lab.config.fields import Fields
-from fedbn_flwr.lab.config.reading import split
+from fedbn_flwr.lab.config.reading import listed, split
 from fedbn_flwr.lab.data import (
     DATASETS,
     FUNCTION,
@@ -18,7 +18,6 @@ from fedbn_flwr.lab.data import (
     DatasetInfo,
     OwnData,
     is_own,
-    listed,
 )
 from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.training.tasks import TASKS, Task

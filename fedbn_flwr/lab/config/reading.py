@@ -6,6 +6,7 @@ The registries need torch: ``make generate`` writes their names into ``names.jso
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import logging
@@ -21,6 +22,7 @@ __all__ = [
     "NAMES_FILE",
     "RENAMED",
     "allowed",
+    "listed",
     "merged",
     "new_names",
     "number",
@@ -124,6 +126,16 @@ def refuse_bool(key: str, value: Any, wanted: str) -> Any:
 def split(text: str) -> list[str]:
     """Return the entries of a comma string, stripped, without empty ones."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def listed(text: str) -> list[str]:
+    """Return the entries of a comma list, stripped, without empty ones.
+
+    Args:
+        text: ``north,"Paris, Sud"``, say: one with a comma stands in quotes, as in CSV.
+    """
+    rows = csv.reader([text.strip()], skipinitialspace=True)
+    return [entry.strip() for entry in next(rows, []) if entry.strip()]
 
 
 def number(text: str) -> int | float | None:

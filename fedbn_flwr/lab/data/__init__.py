@@ -2,8 +2,8 @@
 
 What every other file uses:
 
-- ``samples``: labelled examples, in memory or read batch by batch; their shape.
-- ``dataset``: a training and a test set; lists of names in one text.
+- ``samples``: labelled examples, in memory or read batch by batch; their shape; a data
+  set of them.
 - ``subset``: some of these examples, as the normalised batches that a client uses.
 - ``augment``: random changes of the images of a training batch.
 
@@ -39,7 +39,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.dataset import Dataset, listed
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.own.request import (
@@ -59,7 +58,7 @@ from fedbn_flwr.lab.data.partitioning import (
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table
 from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
-from fedbn_flwr.lab.data.samples import Samples
+from fedbn_flwr.lab.data.samples import Dataset, Samples
 from fedbn_flwr.lab.data.splits import PartitionRequest
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off
@@ -94,7 +93,6 @@ __all__ = [
     "Subset",
     "is_divided",
     "is_own",
-    "listed",
     "load_dataset",
     "load_local_dataset",
     "make_partition",

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedbn_flwr.lab.data.domains import merged
 from fedbn_flwr.lab.data.readers import Loaded, read_digits
 from fedbn_flwr.lab.data.samples import Samples, Shape
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 
 __all__ = ["DOMAINS", "read_digits_domains"]
 

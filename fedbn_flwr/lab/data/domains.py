@@ -33,7 +33,7 @@ from fedbn_flwr.lab.data.readers import (
     read_torchvision,
 )
 from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 
 __all__ = [
     "DIGITS_FIVE",

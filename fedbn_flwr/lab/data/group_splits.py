@@ -17,7 +17,7 @@ import numpy as np
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.splits import Indices, PartitionRequest
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["split_domain", "split_natural"]

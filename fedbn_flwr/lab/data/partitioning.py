@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.group_splits import split_domain, split_natural
+from fedbn_flwr.lab.data.samples import Dataset
 from fedbn_flwr.lab.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.lab.data.splits import (
     Indices,
@@ -25,7 +25,7 @@ from fedbn_flwr.lab.data.splits import (
     split_dirichlet_equal,
     split_iid,
 )
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 
 __all__ = [
     "PARTITIONS",

@@ -22,7 +22,7 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.samples import Samples, Shape
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 
 __all__ = [
     "IDX_FILES",

@@ -1,5 +1,5 @@
-"""Labelled examples: images as bytes, rows of tables and signals as float32; and the shape
-of images in memory.
+"""Labelled examples: images as bytes, rows of tables and signals as float32; the shape of
+images in memory; and a data set, of examples to train on and to test on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from torch import Tensor
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
 
-__all__ = ["LazyInputs", "Samples", "Shape", "fitted", "per_channel", "reshaped"]
+__all__ = [
+    "Dataset",
+    "LazyInputs",
+    "Samples",
+    "Shape",
+    "fitted",
+    "per_channel",
+    "reshaped",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,3 +299,43 @@ class Samples:
         if augment is not None and draw is not None:
             inputs, targets = augment.apply(inputs, targets, draw)
         return inputs, targets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """A training and a test set of one kind of examples.
+
+    Attributes:
+        name: name in the registry of data sets, or the kind and path of own data.
+        train: training samples.
+        test: test samples.
+        num_classes: targets are 0..num_classes - 1; for other tasks the number of the
+            model's outputs.
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]; () if
+            inputs are taken as they are.
+        std: standard deviation, in the same way.
+        group_names: names of the groups 0, 1, ... of training and test samples; () if
+            there are no groups.
+        class_names: names of the classes (labels, target columns) 0, 1, ...; () if they
+            have no names.
+    """
+
+    name: str
+    train: Samples
+    test: Samples
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    group_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """A name for each class of a label, its number where it has none."""
+        # Labels may have more classes than the model has outputs: one output stands for
+        # two classes.
+        count = self.num_classes
+        if len(self.train):
+            count = max(count, int(self.train.labels.max()) + 1)
+        known = self.class_names[:count]
+        return known + tuple(str(at) for at in range(len(known), count))

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.seeds import derive_seed, numpy_generator
+from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner

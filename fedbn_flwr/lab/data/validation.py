@@ -9,7 +9,7 @@ import numpy as np
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.training.randomness import numpy_generator
 
 __all__ = ["split_off"]
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.norms.convolution import DerivedWeightConv
 from fedbn_flwr.norms.report import shown_path
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 
 __all__ = ["Folding", "fold", "folded_at"]
 

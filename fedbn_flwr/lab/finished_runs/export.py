@@ -40,7 +40,7 @@ from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 
 __all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_exported"]
 

@@ -29,8 +29,7 @@ from fedbn_flwr.lab.models.zoo import (
     zoo_names,
 )
 from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
-from fedbn_flwr.seeds import derive_seed
-from fedbn_flwr.training.randomness import seeded_on_cpu
+from fedbn_flwr.training.randomness import derive_seed, seeded_on_cpu
 
 __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
 

@@ -6,7 +6,6 @@ In reading order:
 - ``recorder``: what a run writes, round by round and at its end.
 - ``checkpoint``: the server's checkpoints, and where a run starts.
 - ``run_tests``, ``site_tests``: the tests of the run, and those of each site.
-- ``run_notes``: what a run notes of data and model before it trains.
 - ``summary``: what the last files say besides numbers, also of the model.
 - ``statistics_log``, ``curves``, ``tensorboard_log``: a file each.
 """

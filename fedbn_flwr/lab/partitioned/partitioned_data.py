@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.config import Config, data_of, listed
 from fedbn_flwr.lab.data import (
     PARTITIONS,
     Augment,
     Dataset,
     Samples,
     Subset,
-    listed,
     load_dataset,
     split_dataset,
     split_off,
@@ -27,7 +26,7 @@ from fedbn_flwr.lab.data import (
 from fedbn_flwr.lab.data.augment import RESIZED_CROP
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.setup import pick_device
-from fedbn_flwr.seeds import derive_seed
+from fedbn_flwr.training.randomness import derive_seed
 
 __all__ = [
     "PartitionedData",

@@ -20,10 +20,9 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint
 from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
-from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.recording import divergence_of, ends_diverged
-from fedbn_flwr.lab.runs.serve import beginning, tests_of_clients
+from fedbn_flwr.lab.runs.serve import beginning, report_data, tests_of_clients
 from fedbn_flwr.lab.runs.start_checks import Checked
 from fedbn_flwr.lab.setup import local_training, on_device
 from fedbn_flwr.messages.protocol import (
@@ -33,13 +32,13 @@ from fedbn_flwr.messages.protocol import (
     TRAIN_LOSS,
 )
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.methods.together import TOO_LARGE_STEPS
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.model_state import load_state, unwrap
+from fedbn_flwr.training.randomness import torch_generator
 
 __all__ = ["centralized", "reference_config"]
 

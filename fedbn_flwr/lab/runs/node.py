@@ -17,8 +17,15 @@ from fedbn_flwr.client.model_cache import BuildModel
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of, state_in_out
-from fedbn_flwr.lab.data import Subset, is_own, listed, load_dataset, load_local_dataset
+from fedbn_flwr.lab.config import (
+    STATE_IN_OUT,
+    Config,
+    data_of,
+    listed,
+    method_of,
+    state_in_out,
+)
+from fedbn_flwr.lab.data import Subset, is_own, load_dataset, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
@@ -43,7 +50,7 @@ from fedbn_flwr.messages.protocol import (
     num_partitions_of,
     partition_of,
 )
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:

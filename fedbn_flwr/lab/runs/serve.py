@@ -18,12 +18,18 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
+from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.output.checkpoint import StartingPoint, starting_point
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound
-from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.lab.output.run_tests import GLOBAL_TESTS
-from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
+from fedbn_flwr.lab.partitioned.counts import (
+    data_counts,
+    data_text,
+    data_warnings,
+    refuse_no_tests,
+    sha256_of_data,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
@@ -43,13 +49,21 @@ from fedbn_flwr.lab.setup import (
 )
 from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION, NodeProperties
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.norms.feature import NormalisedLinear
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network, polling
 
-__all__ = ["REPLY_WAIT", "beginning", "count_nodes", "serve", "tests_of_clients"]
+__all__ = [
+    "REPLY_WAIT",
+    "beginning",
+    "count_nodes",
+    "report_data",
+    "serve",
+    "tests_of_clients",
+]
 
 logger = logging.getLogger("flwr")
 
@@ -289,12 +303,44 @@ def beginning(
 
     The model of a new run gets its initial weights.
     """
-    log_feature_norm(model)
+    # The layer is found by its place; the user knows whether it is the classifier.
+    for path, module in model.named_modules():
+        if isinstance(module, NormalisedLinear):
+            logger.info(
+                "feature-norm: '%s' is the classifier; the features before it get a"
+                " fixed length",
+                path,
+            )
     start = starting_point(out, config, model)
     if start.saved:
         return start, to_record(start.saved.state)
-    log_initial(initialise(model, config))
+    loaded = initialise(model, config)
+    if loaded:
+        # a warning if some weights, or some of the model's entries, found no partner
+        level = logging.INFO if loaded.complete else logging.WARNING
+        logger.log(level, "%s", loaded)
     return start, to_record(model.state_dict())
+
+
+def report_data(
+    folder: RunFolder, config: Config, data: PartitionedData | None
+) -> None:
+    """Log what is unusual in the data; log and write the counts of own data."""
+    if data is None:
+        return
+    warnings = data_warnings(data, config)
+    for line in warnings:
+        logger.warning("%s", line)
+    if not is_own(config.dataset):
+        return
+    # Own data have no name that says what they are: another run can compare.
+    logger.info("%s", data_text(data, config))
+    of_data = {
+        "dataset": config.dataset,
+        "examples": data_counts(data),
+        "sha256": sha256_of_data(config),
+    }
+    folder.save("data.json", {**of_data, "warnings": warnings})
 
 
 def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:

@@ -28,9 +28,9 @@ from fedbn_flwr.lab.setup import (
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import Problem
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.first_look import first_look
 from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 

@@ -29,8 +29,8 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.messages.versions import differences, own_versions
-from fedbn_flwr.seeds import derive_seed, numpy_generator
 from fedbn_flwr.server.methods.method import Node
+from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
 __all__ = ["NodeRegistry"]

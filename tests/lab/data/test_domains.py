@@ -15,9 +15,9 @@ from PIL import Image
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import loading
-from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.domains import DOMAINNET10, OFFICE_CALTECH10
 from fedbn_flwr.lab.data.loading import load_dataset
+from fedbn_flwr.lab.data.samples import Dataset
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 SPLITS = ("train", "test")

@@ -12,8 +12,8 @@ from PIL import Image
 
 from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import OwnData, listed, load_dataset, loading, own_info
+from fedbn_flwr.lab.config import Config, data_of, listed
+from fedbn_flwr.lab.data import OwnData, load_dataset, loading, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     make_partition,
@@ -22,8 +21,8 @@ from fedbn_flwr.lab.data.partitioning import (
     partition_test_set,
     split_dataset,
 )
-from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.seeds import derive_seed, numpy_generator
+from fedbn_flwr.lab.data.samples import Dataset, Samples
+from fedbn_flwr.training.randomness import derive_seed, numpy_generator
 
 ROOT = Path(__file__).parents[3]
 MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from fedbn_flwr.seeds import derive_seed, numpy_generator, torch_generator
+from fedbn_flwr.training.randomness import derive_seed, numpy_generator, torch_generator
 
 
 def test_the_seed_is_the_documented_hash() -> None:
