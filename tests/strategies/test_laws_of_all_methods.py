@@ -277,6 +277,7 @@ NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
     "kept_previous": (
         "whether what is known of the statistics holds: if not, they are not saved"
     ),
+    "phase": "a line of the log, where the next phase begins",
 }
 
 

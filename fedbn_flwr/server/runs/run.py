@@ -222,9 +222,8 @@ class Run:
 
     def open_round(self, number: int) -> None:
         """Begin a round with the model of ``set_model``."""
-        before = self.travels.phase
         self.travels = self.methods.phase(self.states, number)
-        if self.reports and self.travels.phase != before:
+        if self.reports and self.travels.phase != self.report.phase:
             logger.info("Round %d begins the phase %r.", number, self.travels.phase)
         self.metrics = {}
         # The model of the last round's end is that of this one's start. Before the new
