@@ -1,7 +1,7 @@
 """FedTAN's Theorem 1 in a run: B_i, V_i and the gradient over the rounds, for iid data,
 Dirichlet(0.1) and two classes.
 
-    python benchmarks/theorem_1.py --data-dir DIR --out docs/results/theorem-1
+    python benchmarks/theorem_1.py --data-dir DIR --out runs/theorem-1
 
 Theorem 1 (arXiv:2301.02982, eq. (12)) bounds the mean over the rounds of ||grad F||^2
 by terms that vanish with the number of steps, and by 6 sum p_i B_i^2, which does not.

@@ -10,14 +10,17 @@ import re
 import shutil
 import subprocess
 import tomllib
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torchvision
 import yaml
 from doc_methods import page_of
 from doc_tables import changed, main
+from pages import FOLDER, Block, blocks, missing, pages, shown_after, written
 
 import fedbn_flwr
 from fedbn_flwr.doctor.situations import SITUATIONS
@@ -28,10 +31,7 @@ from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.freezing import layers_of
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "studies/README.md")
-] + sorted((ROOT / "docs").rglob("*.md"))
+PAGES = pages()
 NOT_RUN = {
     ("docs/guides/privacy.md", "needs a grid"),
     (
@@ -137,39 +137,6 @@ NOT_PUBLIC_YET = {
 """Imports of today's pages from other places."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, the reason not to run it, its text."""
-
-    page: str
-    line: int
-    language: str
-    reason: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def blocks() -> list[Block]:
-    found = []
-    for page in PAGES:
-        text = page.read_text()
-        for match in re.finditer(
-            r"^```(\w*)(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE
-        ):
-            language, tag, body = match.groups()
-            line = text[: match.start()].count("\n") + 1
-            reason = tag.strip().removeprefix("no-run:").strip()
-            assert not tag.strip() or tag.strip().startswith("no-run: "), (
-                f"{page}:{line}: {tag}"
-            )
-            found.append(
-                Block(str(page.relative_to(ROOT)), line, language, reason, body)
-            )
-    return found
-
-
 BLOCKS = blocks()
 NOTEBOOK = json.loads((ROOT / "docs/quickstart.ipynb").read_text())["cells"]
 CELLS = [cell for cell in NOTEBOOK if cell["cell_type"] == "code"]
@@ -180,16 +147,6 @@ def to_run(language: str) -> list[Block]:
     return [
         block for block in BLOCKS if block.language == language and not block.reason
     ]
-
-
-def next_block(block: Block) -> Block | None:
-    """The page's next block; after a program, text is what it prints."""
-    later = [
-        other
-        for other in BLOCKS
-        if other.page == block.page and other.line > block.line
-    ]
-    return later[0] if later else None
 
 
 def shell_scripts() -> list[Block]:
@@ -221,11 +178,16 @@ SAID = {"capture_output": True, "text": True, "check": False, "timeout": 120}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder in which the paths of the documentation lead into the checkout."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which the paths of the documentation lead into the checkout; its
+    programs leave nothing there beside ``runs``.
+    """
     for name in ("apps", "docs", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
-    return tmp_path
+    yield tmp_path
+    assert {path.name for path in tmp_path.iterdir() if not path.is_symlink()} <= {
+        FOLDER
+    }
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
@@ -236,6 +198,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
         "toml",
         "text",
         "diff",
+        "command",
     }
     assert {(block.page, block.reason) for block in BLOCKS if block.reason} == NOT_RUN
     assert to_run("python")
@@ -246,10 +209,8 @@ def test_every_block_is_run_or_says_why_not() -> None:
 def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     done = subprocess.run(["python", "-c", block.text], cwd=folder, env=at_once, **SAID)
     assert done.returncode == 0, done.stderr
-    if "print(diagnose(" in block.text:
-        assert "1) strategy=fedbn:" in done.stdout
-    elif (shown := next_block(block)) and shown.language == "text":
-        assert done.stdout == shown.text
+    if shown := shown_after(block, BLOCKS):
+        assert missing(shown, done.stdout) == []
     elif "print(" in block.text:
         assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 
@@ -259,7 +220,27 @@ def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    of_page = [b for b in BLOCKS if b.page == block.page and b.text in block.text]
+    for one in of_page:
+        assert missing(shown_after(one, BLOCKS), said) == []
+
+
+def test_what_pages_write_lies_in_one_folder_and_no_two_pages_share_a_part() -> None:
+    """Files within containers, and those of Flower and of Docker's ``.env``, aside."""
+    owners = {}
+    for page in PAGES:
+        for path in written(page.read_text()):
+            if path.startswith(("/state/", "~/.flwr")) or path == "env":
+                continue
+            assert path.startswith(f"{FOLDER}/"), (page, path)
+            owners[PurePosixPath(path), page] = page
+    assert len(owners) > 40
+    for (one, of_one), (other, of_other) in combinations(owners, 2):
+        if of_one != of_other:
+            assert not one.is_relative_to(other), (one, of_one, of_other)
+            assert not other.is_relative_to(one), (other, of_other, of_one)
 
 
 def numbers(text: str) -> list[float]:

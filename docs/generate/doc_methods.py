@@ -43,7 +43,7 @@ A method changes one of three places of FedAvg, and a run may have a method in e
 `strategy` is one of them; the three keys add others. MTFL's own paper combines its local part with Adam on the server:
 
 ```sh
-fedbn-flwr run --set strategy=mtfl --set server-step=fedadam --set num-server-rounds=5 --out runs/mtfl-fedadam
+fedbn-flwr run --set strategy=mtfl --set server-step=fedadam --set num-server-rounds=5 --out runs/options/mtfl-fedadam
 ```
 
 FixBN with FedProx's term in every local step, in Python and from the command line:
@@ -55,7 +55,8 @@ strategy = combined(FixBN, FedProx)(freeze_at=0.5, proximal_mu=0.01)
 ```
 
 ```sh
-fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set num-server-rounds=4 --out runs/fixbn-fedprox
+fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set lr-decay-at=freeze \\
+    --set num-server-rounds=4 --out runs/options/fixbn-fedprox
 ```
 
 The order has no meaning. The settings are those of all methods in the run. Adaptive gradient clipping (`agc`) and
@@ -177,7 +178,8 @@ def _box(
         lines.append(f"**Measured:** {measured}")
     lines.append(f"**Cost:** {cost_of(METHODS[method.name](method.Params()))}")
     lines.append(
-        f"**Command:** `fedbn-flwr run {_recipe(method.name)} --out runs/{method.name}`"
+        f"**Command:** `fedbn-flwr run {_recipe(method.name)}"
+        f" --out runs/methods/{method.name}`"
     )
     paper = re.search(r"arXiv:(\d{4}\.\d{5})", METHODS[method.name].source)
     links = [f"[arXiv:{paper[1]}](https://arxiv.org/abs/{paper[1]})"] if paper else []

@@ -111,7 +111,8 @@ def do(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[0] = ""
+    python_path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = ["", *filter(None, python_path)]
     if name == "fedbn-flwr":
         sys.argv = [name, *arguments]
         app()
