@@ -3,6 +3,7 @@
     python benchmarks/pages.py                      # in a clone of the last commit, deleted at the end
     python benchmarks/pages.py --clone runs/clone   # in this clone, made if it is not there, which stays
     python benchmarks/pages.py --only docs/guides --also managed   # some pages; blocks whose reason has this word, too
+    python benchmarks/pages.py --at-once            # commands are forks of one process, which has torch imported
 
 The order is README's, that of the site's navigation, then the texts beside it. A block
 with a reason not to be run is named with it. What a page says that a block prints must
@@ -22,14 +23,19 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.support import preloaded  # noqa: E402
+
 FOLDER = "runs"
 """What all pages write lies in this folder, which git ignores."""
 BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "studies/README.md")
@@ -149,20 +155,20 @@ class Course:
     Args:
         clone: the folder of the clone.
         home: an empty folder, the user's home of the blocks.
+        commands: folders of the commands, which come before those of the PATH.
     """
 
-    def __init__(self, clone: Path, home: Path) -> None:
+    def __init__(self, clone: Path, home: Path, commands: Iterable[Path]) -> None:
         self.clone = clone
         self._mark = uuid.uuid4().hex
         self._environment = {
             **os.environ,
             _MARK: self._mark,
             "HOME": str(home),
-            "PATH": os.pathsep.join(
-                [str(Path(sys.executable).parent), os.environ["PATH"]]
-            ),
+            "PATH": os.pathsep.join([*map(str, commands), os.environ["PATH"]]),
             "PYTHONPATH": str(clone),
             "PYTHONPYCACHEPREFIX": str(home / "pycache"),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -225,6 +231,38 @@ class Course:
         return [line for line in done.stdout.splitlines() if line not in expected]
 
 
+def faults_of(course: Course, block: Block, shown: str) -> list[str]:
+    """Run a block, print what it printed, and return what is wrong."""
+    start = time.monotonic()
+    code, printed = course.run(block)
+    seconds = time.monotonic() - start
+    faults = [f"not printed: {line}" for line in missing(shown, printed)]
+    if code:
+        faults.append(f"exit code {code}")
+    if left := course.end_what_is_left():
+        printed += f"{left} processes were ended\n"
+    print(f"{block}: {seconds:.0f} s", *faults, sep="; ")
+    print(re.sub(r"^", "    ", printed.rstrip(), flags=re.MULTILINE), flush=True)
+    return [f"{block}: {fault}" for fault in faults]
+
+
+def walk(course: Course, wanted: Sequence[Block], also: Sequence[str]) -> list[str]:
+    """Run the blocks in their order and return what is wrong."""
+    wrong = []
+    for page, of_page in groupby(wanted, lambda block: block.page):
+        before = course.files()
+        for block in of_page:
+            if block.reason and not any(word in block.reason for word in also):
+                print(f"{block}: not run: {block.reason}", flush=True)
+            elif block.program:
+                wrong += faults_of(course, block, shown_after(block, wanted))
+        after = course.files()
+        for name, changed in before.items():
+            if after.get(name) != changed:
+                wrong.append(f"{page}: another page's file changed: {name}")
+    return wrong + [f"beside {FOLDER}: {line}" for line in course.beside()]
+
+
 def main(
     clone: Annotated[
         Path | None, typer.Option(help="folder of the clone, which stays")
@@ -237,43 +275,25 @@ def main(
         list[str] | None,
         typer.Option(help="run blocks whose reason not to has this, too; repeatable"),
     ] = None,
+    at_once: Annotated[
+        bool,
+        typer.Option("--at-once", help="fork commands: no import of torch in each"),
+    ] = False,
 ) -> None:
     """Run every block of README and the pages in their order in one clone."""
     asked = tuple(only or ("",))
     wanted = [block for block in blocks() if block.page.startswith(asked)]
-    wrong = []
-    with tempfile.TemporaryDirectory(prefix="pages-") as folder:
+    commands = [Path(sys.executable).parent]
+    with (
+        tempfile.TemporaryDirectory(prefix="pages-") as folder,
+        ExitStack() as stack,
+    ):
+        if at_once:
+            commands.insert(0, stack.enter_context(preloaded.commands(Path(folder))))
         home = Path(folder, "home")
         home.mkdir()
         place = clone.absolute() if clone else Path(folder, "clone")
-        course = Course(place, home)
-        page, before, now = "", {}, {}
-        for block in wanted:
-            if not block.program:
-                continue
-            if block.reason and not any(word in block.reason for word in also or ()):
-                print(f"{block}: not run: {block.reason}", flush=True)
-                continue
-            if block.page != page:
-                page, before = block.page, course.files()
-            start = time.monotonic()
-            code, printed = course.run(block)
-            seconds = time.monotonic() - start
-            faults = []
-            if code:
-                faults.append(f"exit code {code}")
-            for line in missing(shown_after(block, wanted), printed):
-                faults.append(f"not printed: {line}")
-            now = course.files()
-            for name, changed in before.items():
-                if now.get(name) != changed:
-                    faults.append(f"another page's file changed: {name}")
-            if left := course.end_what_is_left():
-                printed += f"{left} processes were ended\n"
-            print(f"{block}: {seconds:.0f} s", *faults, sep="; ", flush=True)
-            print(re.sub(r"^", "    ", printed.rstrip(), flags=re.MULTILINE))
-            wrong += [f"{block}: {fault}" for fault in faults]
-        wrong += [f"beside {FOLDER}: {line}" for line in course.beside()]
+        wrong = walk(Course(place, home, commands), wanted, also or ())
     print(*wrong or ["every block ran, and nothing is left beside"], sep="\n")
     raise typer.Exit(bool(wrong))
 

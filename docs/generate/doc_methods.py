@@ -43,7 +43,8 @@ A method changes one of three places of FedAvg, and a run may have a method in e
 `strategy` is one of them; the three keys add others. MTFL's own paper combines its local part with Adam on the server:
 
 ```sh
-fedbn-flwr run --set strategy=mtfl --set server-step=fedadam --set num-server-rounds=5 --out runs/options/mtfl-fedadam
+fedbn-flwr run --set strategy=mtfl --set server-step=fedadam --set server-learning-rate=0.03 \\
+    --set num-server-rounds=5 --out runs/options/mtfl-fedadam
 ```
 
 FixBN with FedProx's term in every local step, in Python and from the command line:
