@@ -1,12 +1,12 @@
-# Everything a fresh machine with Python 3.11, pip, git and make needs. All targets create and use ./.venv.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Everything a fresh machine with Python 3.11, 3.12 or 3.13, pip, git and make needs. All targets create and use ./.venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
+.PHONY: demo test compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
 
 NODES ?= 3
 HOSTS ?=
@@ -35,6 +35,10 @@ slow: .venv/installed-dev
 # Every test over real SuperLinks and SuperNodes, also those too slow for the suite.
 network: .venv/installed-dev
 	$(BIN)/python -m pytest -m network
+
+# The commands and programs of README and every page, in their order, in one clone: make pages ARGS="--clone runs/clone"
+pages: .venv/installed-dev
+	$(BIN)/python benchmarks/pages.py --at-once $(ARGS)
 
 # Every benchmark, its figures into docs/performance.yaml, tables and charts; 40 quiet minutes on two cores. Without DATA the images are random;
 # without PEERS and PEER_PYTHON the other packages are named as missing (benchmarks/simulation.py says what they need):

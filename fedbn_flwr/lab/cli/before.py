@@ -191,7 +191,8 @@ def _costs(inspection: Inspection) -> Iterator[str]:
 
 
 @app.add(
-    BEFORE, "partition --set partition=dirichlet --set num-clients=10 --out split.png"
+    BEFORE,
+    "partition --set partition=dirichlet --set num-clients=10 --out runs/split.png",
 )
 def partition(
     config: ConfigFile = None,

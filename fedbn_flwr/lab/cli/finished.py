@@ -16,7 +16,7 @@ from fedbn_flwr.lab.files import refuse_no_run
 
 @app.add(
     AFTERWARDS,
-    "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps",
+    "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out runs/usps",
 )
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
@@ -111,7 +111,7 @@ def evaluate(
 
 @app.add(
     AFTERWARDS,
-    "export runs/fedbn --client 2 --format onnx --fold-bn --out home/model.onnx",
+    "export runs/fedbn --client 2 --format onnx --fold-bn --out runs/model.onnx",
 )
 def export(
     run: Annotated[

@@ -23,7 +23,7 @@ measured.
 """
 
 
-@app.add(AFTERWARDS, "report runs/digits --out digits.html")
+@app.add(AFTERWARDS, "report runs/digits --out runs/digits.html")
 def report(
     folder: Annotated[
         Path,
