@@ -36,6 +36,7 @@ from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
+from fedbn_flwr.training.first_look import makes_no_entries
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.model_state import not_compiled, view_with_names
@@ -91,9 +92,10 @@ def bn_rules(
     Raises:
         ConfigError: at the start if the message or the context is needed and missing,
             or if a block has ended before in this message; in a step of an optimizer
-            that was not wrapped, if the method acts in every step; at the end if a hook
-            took no part in the training (the optimizer was not wrapped, or no step was
-            taken), or the weights are not those of the last step and the hook needs it.
+            that was not wrapped, if the method acts in every step; at the end if the
+            model has made entries, a hook took no part in the training (the optimizer
+            was not wrapped, or no step was taken), or the weights are not those of the
+            last step and the hook needs it.
     """
     message: Message | None = None
     if isinstance(message_or_config, Message):
@@ -519,7 +521,8 @@ class Hooks:
                     undo.callback(hook.end, self._model)
                 # an exception may leave a framework's loop between its callbacks
                 undo.enter_context(self._open_step)
-                yield
+                with makes_no_entries(self._model):
+                    yield
                 self._check()
                 undo.pop_all()
             self.metrics = {}

@@ -55,6 +55,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.messages.records import from_record, of_kind, to_record
+from fedbn_flwr.training.first_look import refuse_made
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
 __all__ = ["bn_mod"]
@@ -88,6 +89,7 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
     Raises:
         StateError: an entry was neither sent nor kept here, the kept state belongs to
             another model or is not finite, or the app's reply is not the whole model.
+        ConfigError: the app's model has made entries.
     """
     # A query without arrays, and the app's own messages.
     if not of_kind(message.content, ArrayRecord):
@@ -124,6 +126,7 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
         clear_log(context)
         take_records(context, INBOX)
         if reply.has_content():
+            _refuse_made(reply, key, whole)
             _keep_own(reply, key, config, store)
             _add_outbox(reply, context)
     return _sign(reply, context)
@@ -199,6 +202,13 @@ def _completed(
             " start"
         )
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
+
+
+def _refuse_made(reply: Message, key: str, whole: ArrayRecord) -> None:
+    """Refuse a reply with the whole model and more entries."""
+    state = of_kind(reply.content, ArrayRecord).get(key, ArrayRecord())
+    if whole.keys() < state.keys():
+        refuse_made([name for name in state if name not in whole])
 
 
 def _keep_own(reply: Message, key: str, config: TrainConfig, store: KeptState) -> None:

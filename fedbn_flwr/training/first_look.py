@@ -4,8 +4,8 @@ makes, and a sigmoid or softmax before a loss of logits. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
-__all__ = ["first_look", "was_looked_at"]
+__all__ = ["first_look", "makes_no_entries", "refuse_made", "was_looked_at"]
 
 # What this process has looked at: a model may be built for every message.
 _SEEN: set[tuple[object, ...]] = set()
@@ -57,13 +57,7 @@ def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
             outputs = trial(inputs_for(trial)(inputs()))
         finally:
             made = [name for name in trial.state_dict() if name not in before]
-    if made:
-        raise ConfigError(
-            f"the model makes {len(made)} entries in its first forward pass"
-            f" ('{made[0]}', ...): the model of the server, which had none, lacks them,"
-            " and so do new clients. Make them where the model is built, or pass a"
-            " batch through it there."
-        )
+    refuse_made(made)
     _SEEN.add(_key(model, task))
     end = _end_of(outputs)
     if not end or not _takes_logits(task):
@@ -74,8 +68,36 @@ def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
     )
 
 
-def _key(model: nn.Module, task: Task) -> tuple[object, ...]:
-    return (task.name, *map(type, model.modules()))
+def refuse_made(names: Sequence[str]) -> None:
+    """Raise ConfigError if there are entries that a forward pass has made."""
+    if names:
+        raise ConfigError(
+            f"the model makes {len(names)} entries in its first forward pass"
+            f" ('{names[0]}', ...): the model of the server, which had none, lacks them,"
+            " and so do new clients. Make them where the model is built, or pass a"
+            " batch through it there."
+        )
+
+
+@contextmanager
+def makes_no_entries(model: nn.Module) -> Iterator[None]:
+    """Refuse entries that the block makes, once in a process for such a model.
+
+    Raises:
+        ConfigError: at the end of the block, if there are any.
+    """
+    key = _key(model)
+    if key in _SEEN:
+        yield
+        return
+    before = model.state_dict().keys()
+    yield
+    refuse_made([name for name in model.state_dict() if name not in before])
+    _SEEN.add(key)
+
+
+def _key(model: nn.Module, task: Task | None = None) -> tuple[object, ...]:
+    return (task and task.name, *map(type, model.modules()))
 
 
 def _takes_logits(task: Task) -> bool:

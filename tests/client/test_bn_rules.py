@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, Message
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.replaced_forward import replace_forward, watch_inputs
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import (
@@ -31,6 +32,7 @@ from fedbn_flwr.strategies import (
     HBN,
     BNScaffold,
     FedAvg,
+    FedBN,
     FedProx,
     FedTAN,
     FixBN,
@@ -41,7 +43,7 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
+from tests.support.user_loops import SIZES, hooked_loop, loop_without_step, plain_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
 
@@ -596,3 +598,44 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_in_the_warm_up_too() -> No
     ):
         HybridStatistics(True, share=False).begin(model)
     assert not changed(model)
+
+
+class MadeLater(nn.Module):
+    """A BatchNorm, and one that is made in the first pass. 5 numbers, 3 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hidden = nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(self.norm(x))
+        if not hasattr(self, "made"):
+            self.made = nn.BatchNorm1d(hidden.shape[1]).to(hidden.dtype)
+        out: Tensor = self.made(hidden)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("loop", "method"),
+    [
+        (plain_loop, FedAvg),
+        (plain_loop, FedBN),
+        (hooked_loop, FedAvg),
+        (hooked_loop, FedBN),
+        (hooked_loop, FedProx),
+    ],
+)
+def test_entries_that_a_pass_makes_are_refused_by_name_in_round_1(
+    run_app, user_app, loop: Any, method: Any
+) -> None:
+    """By the block of `bn_rules`, and by the mod where a method needs no block."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return MadeLater().double()
+
+    app = user_app(loop, query=True, model=model)
+    strategy = method(parts=split_state(model()))
+    with pytest.raises(ConfigError, match=r"'made\.weight'"):
+        run_app(strategy, app, model=model, rounds=3)
+    assert len(strategy.reports) <= 2, "it does not come again in each round"
