@@ -116,15 +116,20 @@ def refuse_not_finite(data: Batches) -> None:
         # With a generator: without one random transforms are warned of.
         with seeded(0):
             inputs, _ = data.batch(positions, torch.Generator())
-        for tensor in tree_leaves(inputs):
-            is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
-            if is_number and not tensor.isfinite().all():
-                text = (
-                    "the loss is not finite, because NaN or infinity is in the inputs"
-                    f" (among examples {int(positions[0])} to {int(positions[-1])})."
-                    " Replace such values, or leave these examples out."
-                )
-                raise DataError(coded(INPUTS_NOT_FINITE, text))
+        first, last = int(positions[0]), int(positions[-1])
+        refuse_inputs(inputs, f"among examples {first} to {last}")
+
+
+def refuse_inputs(inputs: Any, where: str) -> None:
+    """Raise DataError if a number of a batch's inputs is NaN or infinite."""
+    for tensor in tree_leaves(inputs):
+        is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if is_number and not tensor.isfinite().all():
+            text = (
+                "the loss is not finite, because NaN or infinity is in the inputs"
+                f" ({where}). Replace such values, or leave these examples out."
+            )
+            raise DataError(coded(INPUTS_NOT_FINITE, text))
 
 
 def inputs_for(model: Entries) -> Callable[[Any], Any]:

@@ -24,6 +24,7 @@ from fedbn_flwr.errors import (
     DataError,
     DivergedError,
     NothingTrainedError,
+    RunFailedError,
 )
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.server.methods.method import Facts
@@ -356,6 +357,26 @@ def test_a_step_of_values_that_are_not_finite_diverges_too(
         made, mlp(), data, transport=transport, rounds=3, fails=DivergedError
     )
     assert run.error.diverged_at == 1
+    assert "learning-rate" not in str(run.error)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("min_replies", [1, 4])
+def test_nan_in_the_inputs_of_one_client_of_a_step_is_named(
+    run_step, mlp, transport: str, min_replies: int
+) -> None:
+    """Where no round can do without this client, its inputs are the cause."""
+    data = client_data((5,), (6, 5, 9, 7))
+    data[1].inputs[:] = NAN
+    made = synchronised(FedTAN, transport, min_replies=min_replies)
+    fails = RunFailedError if min_replies == 4 else None
+    run = run_step(made, mlp(), data, transport=transport, rounds=2, fails=fails)
+    for report in run.strategy.reports:
+        named = [why for why in report.rejected.values() if "(partition 1)" in why]
+        (node_id,) = (node for node, why in report.rejected.items() if why in named)
+        assert report.codes[node_id] == {INPUTS_NOT_FINITE}
+    if fails:
+        assert "learning-rate" not in str(run.error)
 
 
 def test_rounds_without_replies_for_other_reasons_do_not_diverge(

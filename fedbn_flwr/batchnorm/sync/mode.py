@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from fedbn_flwr.batchnorm.sync.layer import (
 )
 from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
+from fedbn_flwr.training.batches import refuse_inputs
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled
 
@@ -67,12 +69,24 @@ class SynchronisedStep(TorchFunctionMode):
         # The number of batch_norm calls, of any kind.
         self._seen = 0
         self._closed = False
+        # Arguments of the model's calls.
+        self._inputs: list[Any] = []
         # Outside of the graph, so that a recompilation repeats no exchange.
         self._batch_norm = not_compiled(self._synchronise)
 
     def close(self) -> None:
         """Refuse every further exchange."""
         self._closed = True
+
+    def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model's forward pass, whose inputs the step knows then."""
+
+        @functools.wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._inputs += (args, kwargs)
+            return forward(*args, **kwargs)
+
+        return noted
 
     def require_a_layer(self) -> None:
         """Check, at the end of a block, that a layer was called in train mode.
@@ -177,12 +191,19 @@ class SynchronisedStep(TorchFunctionMode):
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:
-        """Return the server's answer to ``local``, as a tensor like it."""
+        """Return the server's answer to ``local``, as a tensor like it.
+
+        Raises:
+            DataError: it is not finite, and the model's inputs are not.
+        """
         if self._closed:
             raise NormLayerError(
                 f"exchange {tag!r} comes after the synchronised block: loss.backward()"
                 " belongs in it."
             )
+        # Else the server, which sees this tensor alone, would blame the rate.
+        if not bool(local.isfinite().all()):
+            refuse_inputs(self._inputs, "in the batch of a synchronised step")
         answer = self._reduce(tag, local)
         if answer.shape != local.shape:
             raise ReplyError(

@@ -104,10 +104,12 @@ def synchronised(
         stack.enter_context(_watched_layers(model, step))
         # Some compilers end a graph at each exchange, and then fail in the backward
         # pass of an activation in place.
-        for module in (unwrap(model), *compiled_modules(model)):
-            stack.callback(
-                replace_method(module, "forward", not_compiled(module.forward))
-            )
+        whole = unwrap(model)
+        for module in (whole, *compiled_modules(model)):
+            forward = module.forward
+            if module is whole:
+                forward = step.noting(forward)
+            stack.callback(replace_method(module, "forward", not_compiled(forward)))
         # Otherwise autograd runs every backward pass on a GPU in one thread, which the
         # first client to wait would hold.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
