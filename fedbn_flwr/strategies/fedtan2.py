@@ -39,10 +39,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Unpack
 
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem
 from fedbn_flwr.server.methods.method_params import FedTAN2Params
-from fedbn_flwr.server.methods.travels import TRACKED, Travels
+from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
@@ -66,11 +65,6 @@ class FedTAN2Method(FixBNMethod):
     def __init__(self, params: FedTAN2Params) -> None:
         super().__init__(params)
         self._fedtan = FedTANMethod(params)
-
-    @property
-    def parts(self) -> frozenset[Part]:
-        """The statistics; gamma and beta learn to the end."""
-        return TRACKED
 
     def first_phase(self) -> Travels:
         """Return FedTAN's."""

@@ -203,12 +203,6 @@ class FixBNMethod(Method[Any, Frozen]):
     }
 
     @property
-    def at(self) -> int | float | str:
-        """T* as it is set: a round, a fraction of all rounds, or "auto"."""
-        value: int | float | str = getattr(self.params, self.key.replace("-", "_"))
-        return value
-
-    @property
     def parts(self) -> frozenset[Any]:
         """The parts that are frozen."""
         return BATCHNORM if self.params.freeze_affine else TRACKED
@@ -219,12 +213,12 @@ class FixBNMethod(Method[Any, Frozen]):
 
     def freezes_after(self, num_rounds: int) -> int | None:
         """Return T*, of a fraction f floor(f R); None = found out in the run."""
-        return round_of(self.at, num_rounds)
+        return round_of(self.params.freeze_at, num_rounds)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return two phases: before and after the freeze."""
         first = self.first_phase()
-        if self.at == "auto":
+        if self.params.freeze_at == "auto":
             why = f"{self.key}=auto follows delta_m of each client; use a fixed round"
             delta = Extra(DELTA, "scalar", why, read="mean", required=True)
             first = replace(first, extras=(delta,))
@@ -235,8 +229,9 @@ class FixBNMethod(Method[Any, Frozen]):
         """Set the round if it is known."""
         rounds = 0
         # A fraction needs R, which Flower's own loops do not say.
-        if isinstance(self.at, float):
-            rounds = facts.total_rounds(f"{self.key}={self.at}")
+        at = self.params.freeze_at
+        if isinstance(at, float):
+            rounds = facts.total_rounds(f"{self.key}={at}")
         return Frozen(self.freezes_after(rounds))
 
     def phase(self, state: Frozen, number: int) -> str:
@@ -248,11 +243,10 @@ class FixBNMethod(Method[Any, Frozen]):
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
         """Ask the clients to freeze BN, or to report delta_m while T* is not known."""
         if self.phase(state, facts.number) == "frozen":
-            # FedTAN-II has no setting freeze_affine; its parts say what freezes.
-            affine = self.parts == BATCHNORM
+            affine = {FREEZE_AFFINE: self.params.freeze_affine}
             # The reply need not say that the hook was applied: its frozen entries are
             # compared with those that were sent.
-            return [Ask("freeze-bn", {FREEZE_AFFINE: affine}, shown=True)]
+            return [Ask("freeze-bn", affine, shown=True)]
         if state.frozen_after is None:
             return [Ask("report-drift")]
         return []
@@ -363,7 +357,7 @@ PROBLEMS = (
             "it is for {method.key}=auto",
             "unused",
             key,
-            when=lambda method, run: method.at != "auto",
+            when=lambda method, run: method.params.freeze_at != "auto",
         )
         for key in ("freeze_window", "freeze_tau")
     ),
@@ -372,12 +366,13 @@ PROBLEMS = (
         "freeze-window={params.freeze_window} must be below"
         " num-server-rounds={run.num_rounds} for {method.key}=auto",
         when=lambda method, run: (
-            method.at == "auto" and 0 < run.num_rounds <= method.params.freeze_window
+            method.params.freeze_at == "auto"
+            and 0 < run.num_rounds <= method.params.freeze_window
         ),
     ),
     Problem(
         "never-frozen",
-        "{method.name}: {method.key}={method.at} means after round {found}, and the run"
+        "{method.name}: {method.key}={params.freeze_at} means after round {found}, and the run"
         " has {run.num_rounds}: BN is never frozen, unless a resumed run goes on. Use a"
         " smaller {method.key} or more rounds.",
         "warn",
@@ -385,7 +380,7 @@ PROBLEMS = (
     ),
     Problem(
         "frozen-from-the-start",
-        "{method.name}: {method.key}={method.at} of {run.num_rounds} rounds means after"
+        "{method.name}: {method.key}={params.freeze_at} of {run.num_rounds} rounds means after"
         " round 0: BN is frozen from round 1 at the statistics of the initial model."
         " Use {method.key} of 1 or more rounds, or a trained initial model.",
         "warn",
@@ -394,7 +389,7 @@ PROBLEMS = (
     Problem(
         "statistics-untouched",
         "{method.title} freezes BN after round {round.state.frozen_after}"
-        " ({method.key}={method.at}), and no round until then has changed a running"
+        " ({method.key}={params.freeze_at}), and no round until then has changed a running"
         " statistic: BN would be frozen at mean 0 and variance 1, as if there were"
         " none. If the clients' replies were not used, the warnings of these rounds say"
         " why; use a later {method.key}, or a trained initial model.",

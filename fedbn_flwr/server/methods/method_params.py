@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, field_validator
 
@@ -216,6 +216,14 @@ class FedTAN2Params(WindowParams, FedTANParams):
     fedtan_rounds: Annotated[At, AfterValidator(_check_at)] = setting(
         0.1, "M: a round (int), a fraction of R (float) or `auto`"
     )
+
+    # What FixBN, whose freeze it is, calls these.
+    freeze_affine: ClassVar[bool] = False
+
+    @property
+    def freeze_at(self) -> At:
+        """M, after which BN is frozen."""
+        return self.fedtan_rounds
 
 
 # --- pooled statistics ----------------------------------------------------------------
