@@ -155,17 +155,16 @@ class Course:
     Args:
         clone: the folder of the clone.
         home: an empty folder, the user's home of the blocks.
-        commands: folders of the commands, which come before those of the PATH.
     """
 
-    def __init__(self, clone: Path, home: Path, commands: Iterable[Path]) -> None:
+    def __init__(self, clone: Path, home: Path) -> None:
         self.clone = clone
         self._mark = uuid.uuid4().hex
         self._environment = {
             **os.environ,
             _MARK: self._mark,
             "HOME": str(home),
-            "PATH": os.pathsep.join([*map(str, commands), os.environ["PATH"]]),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(clone),
             "PYTHONPYCACHEPREFIX": str(home / "pycache"),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -182,6 +181,10 @@ class Course:
             link.symlink_to(sys.prefix)
             with (clone / ".git/info/exclude").open("a") as exclude:
                 exclude.write(f"/{link.name}\n")
+
+    def take_commands_from(self, folder: Path) -> None:
+        """Let the commands of a folder come before those of the environment."""
+        self._environment["PATH"] = f"{folder}:{self._environment['PATH']}"
 
     def run(self, block: Block) -> tuple[int, str]:
         """Run a block and return its exit code and what it printed."""
@@ -283,17 +286,17 @@ def main(
     """Run every block of README and the pages in their order in one clone."""
     asked = tuple(only or ("",))
     wanted = [block for block in blocks() if block.page.startswith(asked)]
-    commands = [Path(sys.executable).parent]
     with (
         tempfile.TemporaryDirectory(prefix="pages-") as folder,
         ExitStack() as stack,
     ):
-        if at_once:
-            commands.insert(0, stack.enter_context(preloaded.commands(Path(folder))))
         home = Path(folder, "home")
         home.mkdir()
-        place = clone.absolute() if clone else Path(folder, "clone")
-        wrong = walk(Course(place, home, commands), wanted, also or ())
+        course = Course(clone.absolute() if clone else Path(folder, "clone"), home)
+        if at_once:
+            forks = preloaded.commands(Path(folder), course.clone)
+            course.take_commands_from(stack.enter_context(forks))
+        wrong = walk(course, wanted, also or ())
     print(*wrong or ["every block ran, and nothing is left beside"], sep="\n")
     raise typer.Exit(bool(wrong))
 

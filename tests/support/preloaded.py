@@ -48,8 +48,13 @@ sys.exit(code)
 
 
 @contextmanager
-def commands(folder: Path) -> Iterator[Path]:
-    """Yield a folder of the commands, for a PATH; ``folder`` is a short path."""
+def commands(folder: Path, root: Path = ROOT) -> Iterator[Path]:
+    """Yield a folder of the commands, for a PATH.
+
+    Args:
+        folder: a short path.
+        root: the checkout whose package they have.
+    """
     address = str(folder / "socket")
     for name in ("fedbn-flwr", "python", *FLOWERS):
         (folder / name).write_text(
@@ -57,7 +62,10 @@ def commands(folder: Path) -> Iterator[Path]:
         )
         (folder / name).chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, "-m", __name__, address], cwd=ROOT, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", __name__, address],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdin=subprocess.DEVNULL,
     )
     try:
         while not os.path.exists(address):
