@@ -114,7 +114,7 @@ def do(
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    multiprocessing.process._parent_process = None
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.chdir(cwd)
     os.environ.clear()
@@ -151,9 +151,9 @@ def do(
 
 
 if __name__ == "__main__":
-    for module in SLOW:
+    for slow in SLOW:
         with suppress(ImportError):  # an extra is missing
-            importlib.import_module(module)
+            importlib.import_module(slow)
 
     import fedbn_flwr.lab.runs.run  # noqa: F401
     from fedbn_flwr.lab.cli import app
