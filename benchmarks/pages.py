@@ -45,7 +45,7 @@ _FENCE = re.compile(
     re.MULTILINE,
 )
 _WRITES = re.compile(
-    r"--out[= ](\S+)|\bout='([^']+)'|^(?:cat|echo|printf)\b.* >>? (\S+)|^mkdir (?:-p )?(\S+)",
+    r"--out[= ](\S+)|\bout='([^']+)'|^(?:cat|echo|printf|docker)\b.* >>? (\S+)|^mkdir (?:-p )?(\S+)",
     re.MULTILINE,
 )
 _PLACEHOLDER = re.compile(r"[A-Z]+[A-Z_0-9]*")

@@ -143,8 +143,8 @@ def do(
     elif first in ("-", "-c"):
         code = rest.pop(0) if first == "-c" else sys.stdin.read()
         sys.argv = [first, *rest]
-        module = sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(code, "<string>", "exec"), module.__dict__)
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
     else:
         sys.argv, sys.path[0] = arguments, str(Path(first).parent)
         runpy.run_path(first, run_name="__main__")
