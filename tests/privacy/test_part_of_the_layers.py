@@ -1,0 +1,146 @@
+"""``layers`` under differential privacy and masked sums: a BatchNorm layer outside of
+them is shared like any other entry, with its noise and its masks.
+
+A network of torchvision in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.privacy import DPWrapper
+from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.masked_sums import MaskedSums
+from fedbn_flwr.privacy.settings import MaskSettings
+from fedbn_flwr.strategies import MTFL, FedBN, FixBN, SiloBN
+from tests.support.small_vision import VISION
+
+LAYERS = "features.norm0,*block1,features.transition1.*"
+METHODS = {
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "mtfl": MTFL,
+    "fixbn": functools.partial(FixBN, freeze_at=1),
+}
+LOCAL = {
+    "fedbn": [Part.AFFINE, Part.STATISTICS, Part.COUNTERS],
+    "silobn": [Part.STATISTICS, Part.COUNTERS],
+    "mtfl": [Part.AFFINE],
+    "fixbn": [],
+}
+
+
+def densenet() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return VISION["densenet"](num_classes=3).double()
+
+
+def chosen() -> Parts:
+    return split_state(densenet(), LAYERS)
+
+
+def masked(strategy: Any) -> Any:
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
+    return strategy
+
+
+def private(strategy: Any, noise: float, clip: float, where: Any) -> Any:
+    DPWrapper(strategy, noise, clip, where=where)
+    return strategy
+
+
+@pytest.fixture
+def runs(federate: Any, points: Any) -> Callable[..., Any]:
+    """``runs(protect, method, sizes, rounds)``: without protection, and with it."""
+
+    def both(
+        protect: Callable[[Any], Any], method: str, sizes: tuple[int, ...], rounds: int
+    ) -> list[Any]:
+        data = [points(size, client, (3, 16, 16)) for client, size in enumerate(sizes)]
+        found = []
+        for act in (lambda strategy: strategy, protect):
+            strategy = act(METHODS[method](layers=LAYERS))
+            run = federate(strategy, densenet, data, rounds=rounds, rate=0.01)
+            assert [one.rejected for one in run.strategy.reports] == [{}] * rounds
+            found.append(run)
+        return found
+
+    return both
+
+
+@pytest.mark.parametrize(
+    ("protect", "sizes"),
+    [
+        (functools.partial(private, noise=0.0, clip=1e9, where="server"), (6, 6, 6)),
+        (functools.partial(private, noise=0.0, clip=1e9, where="client"), (6, 6, 6)),
+        (masked, (6, 9, 7)),
+    ],
+    ids=["dp at the server", "dp at the clients", "masked sums"],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_without_noise_it_is_the_unprotected_run(
+    runs: Any, method: str, protect: Any, sizes: tuple[int, ...]
+) -> None:
+    """Counters that are shared count rounds, as everywhere under protection."""
+    plain, ours = runs(protect, method, sizes, 2)
+    parts = chosen()
+    own = set(parts.select(LOCAL[method]))
+    counters = {name for name in parts.names if name.endswith("num_batches_tracked")}
+    frozen = set(parts.counters) if method == "fixbn" else set()
+    for name, array in plain.state.items():
+        if name in counters - own:
+            assert ours.state[name] == (1 if name in frozen else 2), name
+        else:
+            np.testing.assert_allclose(
+                ours.state[name], array, rtol=1e-8, atol=1e-8, err_msg=name
+            )
+    for client in range(len(sizes)):
+        if not own:
+            continue
+        mine = ours.local_state(client)
+        assert set(mine) == own
+        for name, array in plain.local_state(client).items():
+            np.testing.assert_allclose(mine[name], array, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("where", ["server", "client"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
+    runs: Any, method: str, where: Any
+) -> None:
+    """In the coordinates of an update: of weights, of gamma and beta, of means."""
+    clip, noise, clients = 1e6, 1e-8, 3
+    protect = functools.partial(private, noise=noise, clip=clip, where=where)
+    plain, ours = runs(protect, method, (6, 6, 6), 1)
+    parts = chosen()
+    own = set(parts.select(LOCAL[method]))
+    before = {
+        name: value.numpy()
+        for name, value in densenet().state_dict().items()
+        if name not in own
+    }
+    for name in own:
+        assert np.array_equal(ours.state[name], ours.history[0][name]), name
+    coordinates = Coordinates(before, parts)
+    one, two = coordinates.update(plain.state), coordinates.update(ours.state)
+    others = [leaf for layer in parts.averaged for leaf in layer.entries.values()]
+    groups = {
+        "weights": [name for name in one if name in parts.whole.rest],
+        "affine": [name for name in others if name in parts.whole.affine],
+        "means": [name for name in others if name.endswith("running_mean")],
+    }
+    for group, names in groups.items():
+        draws = np.concatenate([(two[name] - one[name]).ravel() for name in names])
+        bound = 5 / np.sqrt(2 * len(draws))
+        assert draws.std() / (noise * clip / clients) == pytest.approx(1, abs=bound), (
+            group
+        )
