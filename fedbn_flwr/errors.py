@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = [
     "ABOUT_THE_RUN",
+    "FIRST_PASS_NOT_FINITE",
     "INPUTS_NOT_FINITE",
     "MOD_ON_QUERIES",
     "MOD_ORDER",
@@ -51,6 +52,8 @@ NOT_FINITE = "not-finite"
 """The code of a value that is NaN or infinite."""
 INPUTS_NOT_FINITE = "inputs-not-finite"
 """The code of a loss that is not finite because a client's inputs are not."""
+FIRST_PASS_NOT_FINITE = "first-pass-not-finite"
+"""The code of a loss or gradient that is not finite before a step is taken."""
 STATISTICS_NOT_FINITE = "statistics-not-finite"
 """The code of running statistics that are not finite, with finite weights."""
 NOT_ALLOWED = "not-allowed"
@@ -78,6 +81,7 @@ MOD_ORDER = (
 _CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
 _IN_TEXT = (
     NOT_FINITE,
+    FIRST_PASS_NOT_FINITE,
     INPUTS_NOT_FINITE,
     STATISTICS_NOT_FINITE,
     TOO_FEW_LEFT,

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -112,7 +112,7 @@ class Parts:
         layers: the BatchNorm layers on which a method acts.
         by_names: whether they were found by names, not by their types.
         others: the paths of ``other_layers``; by names of layers in ``layers``, without
-            the counter that torch's have.
+            the counter or the variance that torch's have.
         averaged: the other BatchNorm layers, which are FedAvg's; in REST.
     """
 
@@ -131,7 +131,8 @@ class Parts:
         """Return the split with these layers alone; "" = as it is.
 
         Raises:
-            ConfigError: a path or glob is that of no BatchNorm layer.
+            ConfigError: a path or glob is that of no BatchNorm layer, or the split is
+                that of other layers.
         """
         patterns = layers.split(",") if isinstance(layers, str) else layers
         patterns = [pattern.strip() for pattern in patterns if pattern.strip()]
@@ -141,7 +142,13 @@ class Parts:
         unknown = [one for one in patterns if not any(_is_at(p, one) for p in paths)]
         if unknown:
             raise ConfigError("\n".join(_no_layer(one, paths) for one in unknown))
-        return self._where(lambda path: any(_is_at(path, one) for one in patterns))
+        parts = self._where(lambda path: any(_is_at(path, one) for one in patterns))
+        if self.averaged and parts.layers != self.layers:
+            raise ConfigError(
+                f"layers={layers!r} chooses {parts.named_layers()}, and parts= has"
+                f" {self.named_layers()}: give one of the two"
+            )
+        return parts
 
     def _where(self, chosen: Callable[[str], bool]) -> Parts:
         layers: list[BatchNormLayer] = []
@@ -258,7 +265,14 @@ def _moves_buffers(module: nn.Module, buffers: Collection[str]) -> bool:
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm):
             return True
-    return any(leaf.startswith("running_") for leaf in buffers)
+    return any(map(_is_running, buffers))
+
+
+def _is_running(leaf: str) -> bool:
+    """Return whether a buffer's name is that of running statistics, also in layers that
+    come from TensorFlow.
+    """
+    return leaf.startswith(("running_", "moving_"))
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
@@ -354,7 +368,8 @@ def split_state(
             entries |= _owned_outside(modules, path)
         present = {leaf: name for leaf, name in entries.items() if name in known}
         found.append(BatchNormLayer(path, present))
-        if by_names and "num_batches_tracked" not in present:
+        # torch's have both.
+        if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
             others.append(path)
     parts = Parts(names, tuple(found), by_names, tuple(others))
     if not callable(layers):
@@ -435,8 +450,10 @@ def other_layers(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
             continue
-        moves = isinstance(getattr(module, "running_mean", None), Tensor)
-        if moves and "weight" not in dict(module.named_buffers(recurse=False)):
+        buffers = dict(module.named_buffers(recurse=False))
+        # A number, such as a loss, is none of a layer's channels.
+        moves = any(_is_running(leaf) and buffers[leaf].dim() for leaf in buffers)
+        if moves and "weight" not in buffers:
             paths.append(path)
     return paths
 

@@ -413,7 +413,7 @@ def _refuse_diverged(entries: State) -> None:
         text = (
             f"entry '{bad[0]}' is not finite after training ({len(bad)} of"
             f" {len(entries)} entries). The client keeps its values of the round"
-            " before. Use a smaller learning-rate."
+            " before. Look for NaN in the inputs; else use a smaller learning-rate."
         )
         raise StateError(coded(NOT_FINITE, text))
 

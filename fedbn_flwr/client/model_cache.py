@@ -38,7 +38,7 @@ from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
-from fedbn_flwr.training.first_look import first_look, was_looked_at
+from fedbn_flwr.training.first_look import first_look, refuse_made, was_looked_at
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     Layout,
@@ -157,6 +157,12 @@ class CachedModel:
             if told:
                 logger.warning("the model %s", told)
         self.looked_at = True
+
+    def refuse_made(self) -> None:
+        """Raise ConfigError if the training has made entries, which nobody would get."""
+        if not self.layout.is_current:
+            state = self.plain.state_dict(keep_vars=True)
+            refuse_made([name for name in state if name not in self.parts.part_of])
 
     def try_step(self, data: Batches) -> None:
         """Try a synchronised step with two examples, once for a model.

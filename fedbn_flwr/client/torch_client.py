@@ -61,10 +61,11 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
-from fedbn_flwr.training.batches import refuse_not_finite
+from fedbn_flwr.training.batches import inputs_for, refuse_not_finite
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
+from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.transport import StopStep
@@ -230,6 +231,11 @@ class TorchClient(NumPyClient):
             task=self.task,
             layout=cached.layout,
         )
+        cached.refuse_made()
+        if not math.isfinite(result.loss):
+            load_received(cached, parameters, config, kept.load(local))
+            size = self.settings.batch_size
+            refuse_first_pass(cached.plain, self.data.train, self.task, size)
         # Nothing is kept before all steps were taken: an exception leaves the client as
         # it was before the round.
         if sent.attempt is not None:
@@ -259,7 +265,7 @@ class TorchClient(NumPyClient):
             Mean loss on the first test set that is not empty, its size, and for each
             set the metrics ``<name>-loss``, ``<name>-num-examples`` and those of the
             task, such as ``<name>-accuracy`` (no prefix for a single unnamed set); of
-            an empty set only its size. NaN where a test set does not define a metric.
+            a set without targets that count only its size. NaN where a test set does not define a metric.
 
         Raises:
             ConfigError: a test set is not known here.
@@ -273,13 +279,14 @@ class TorchClient(NumPyClient):
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
-                if len(data) == 0:
-                    metrics[count] = 0
-                    continue
                 result = evaluate(cached.model, data, task=self.task)
-                if result.num_examples and not math.isfinite(result.loss):
-                    refuse_not_finite(data)
-                metrics |= {**result.named(prefix), count: result.num_examples}
+                metrics[count] = result.num_examples
+                # A loss of no target is NaN, in every mean over the clients.
+                if not result.num_examples:
+                    continue
+                if not math.isfinite(result.loss):
+                    refuse_not_finite(data, inputs_for(cached.plain))
+                metrics |= result.named(prefix)
                 if first is None:
                     first = result
         if first is None:

@@ -26,10 +26,12 @@ __all__ = [
     "inputs_for",
     "join_last",
     "map_inputs",
+    "refuse_inputs",
     "refuse_not_finite",
     "set_memory_format",
     "with_positions",
 ]
+
 
 # Examples of a batch in which a cause is looked for.
 _LOOKED_AT = 256
@@ -106,8 +108,9 @@ class Entries(Protocol):
         """Return the buffers."""
 
 
-def refuse_not_finite(data: Batches) -> None:
-    """Look for the cause of a loss that is not finite in the inputs of the data.
+def refuse_not_finite(data: Batches, prepared: Callable[[Any], Any]) -> None:
+    """Look for the cause of a loss that is not finite in the inputs of the data, as the
+    model gets them (``inputs_for``).
 
     Raises:
         DataError: an input is NaN or infinite.
@@ -117,7 +120,7 @@ def refuse_not_finite(data: Batches) -> None:
         with seeded(0):
             inputs, _ = data.batch(positions, torch.Generator())
         first, last = int(positions[0]), int(positions[-1])
-        refuse_inputs(inputs, f"among examples {first} to {last}")
+        refuse_inputs(prepared(inputs), f"among examples {first} to {last}")
 
 
 def refuse_inputs(inputs: Any, where: str) -> None:
@@ -126,8 +129,9 @@ def refuse_inputs(inputs: Any, where: str) -> None:
         is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
         if is_number and not tensor.isfinite().all():
             text = (
-                "the loss is not finite, because NaN or infinity is in the inputs"
-                f" ({where}). Replace such values, or leave these examples out."
+                "the loss is not finite, because NaN or infinity is in the inputs as"
+                f" {tensor.dtype} ({where}). Replace such values, scale them, or leave"
+                " these examples out."
             )
             raise DataError(coded(INPUTS_NOT_FINITE, text))
 

@@ -17,18 +17,24 @@ changed.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
+import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.training.model_state import memo_of
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [
@@ -47,6 +53,19 @@ __all__ = [
     "unlike_in_tests",
 ]
 
+# The attributes of every module, which hold its entries, hooks and mode.
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CHANGED_IN_PLACE = (
+    list,
+    tuple,
+    dict,
+    set,
+    deque,
+    np.ndarray,
+    np.random.Generator,
+    random.Random,
+    torch.Generator,
+)
 _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 
 
@@ -75,30 +94,42 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore at the end of the block all that a forward pass may change in a model.
 
-    They are modes, parameters, buffers, and tensors and plain values among the
-    attributes of its modules: running statistics of any layer, counters, codebooks,
-    averages. Each tensor is the same object as before, with its values.
+    They are modes, parameters, buffers, and tensors, plain values, containers, arrays,
+    generators and dataclasses among the attributes of its modules: running statistics
+    of any layer, counters, codebooks, averages, states of a recurrence. Each is the
+    same object as before, with its values.
     """
     tensors: list[Any] = []
-    plain: list[Any] = []
+    others: list[Any] = []
+    # Containers may hold what is restored by itself.
+    own = (*model.modules(), *model.parameters(), *model.buffers())
+    memo = memo_of(model, own)
     for module in model.modules():
-        for replaced in (module._parameters, module._buffers, vars(module)):
-            for name, value in replaced.items():
+        tables: list[Any] = [module._parameters, module._buffers, vars(module)]
+        for table in tables:
+            for name, value in table.items():
                 if isinstance(value, Tensor) and not is_lazy(value):
-                    tensors.append((replaced, name, value, value.detach().clone()))
-                elif value is None or isinstance(value, (bool, int, float, str)):
-                    plain.append((replaced, name, value))
+                    tensors.append((table, name, value, value.detach().clone()))
+                elif name not in _OF_TORCH:
+                    others.append((table, name, value))
+                    # The pass has a copy: what it appends is in no one else's list.
+                    if isinstance(value, _CHANGED_IN_PLACE) or is_dataclass(value):
+                        with suppress(Exception):
+                            table[name] = copy.deepcopy(value, memo)
     try:
         with restored_modes(model):
             yield
     finally:
-        for table, name, value in plain:
+        for table, name, value in others:
             table[name] = value
         with torch.no_grad():
             for table, name, tensor, before in tensors:
                 table[name] = tensor
+                # As observers of quantisation do in their first pass.
+                if tensor.shape != before.shape:
+                    tensor.data = before
                 # A write counts as a change in torch: only where there is something.
-                if not torch.equal(tensor, before):
+                elif not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 

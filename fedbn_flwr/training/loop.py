@@ -45,6 +45,9 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["TrainResult", "train"]
 
+# Examples of a batch in which targets are looked for.
+_LOOKED_AT = 256
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -99,8 +102,8 @@ def train(
         layout: the known layout of the model without wrappers; None = it is found.
 
     Raises:
-        DataError: there is no data, every batch has one example and was dropped, or
-            outputs or targets do not fit the task.
+        DataError: there is no data or no target that counts, every batch has one
+            example and was dropped, or outputs or targets do not fit the task.
         NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
             message names the layer. Or a compiler fails at an operation in place
             between layers that a hook computes.
@@ -148,8 +151,10 @@ def train(
     if not totals.steps:
         raise _nothing_trained(singles.dropped, len(data), settings.batch_size)
     result = totals.result(singles.dropped, metrics)
+    if result.loss == 0:
+        _refuse_without_targets(data, task)
     if not math.isfinite(result.loss):
-        refuse_not_finite(data)
+        refuse_not_finite(data, prepared)
     return result
 
 
@@ -305,6 +310,18 @@ class _Totals:
         return TrainResult(
             total / processed, accuracy, processed, self.steps, dropped, metrics
         )
+
+
+def _refuse_without_targets(data: Batches, task: Task) -> None:
+    """Raise DataError if no target counts: such a client would only weigh down others."""
+    for positions in torch.split(torch.arange(len(data)), _LOOKED_AT):
+        targets = data.batch(positions, torch.Generator())[1]
+        if task.counted(task.on_device(targets, targets.device)):
+            return
+    raise DataError(
+        f"none of the {len(data)} training examples has a target that counts: leave this"
+        " client out or give it targets"
+    )
 
 
 def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:

@@ -34,6 +34,7 @@ __all__ = [
     "copied",
     "load_state",
     "loads_by_copy",
+    "memo_of",
     "named_compiler",
     "no_tensors",
     "not_compiled",
@@ -256,12 +257,7 @@ def copied(model: M, shared: Iterable[Tensor] = ()) -> M:
         StateError: a layer holds something else that cannot be copied; the message
             names the layer.
     """
-    # ``deepcopy`` takes what its memo has in place of a copy.
-    memo = {id(tensor): tensor for tensor in shared}
-    for module in model.modules():
-        for value in tree_leaves(list(vars(module).values())):
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach().clone())
+    memo = memo_of(model, shared)
     try:
         return copy.deepcopy(model, dict(memo))
     # a lock, a file, an object of the user's: anything may be raised
@@ -275,9 +271,20 @@ def copied(model: M, shared: Iterable[Tensor] = ()) -> M:
         ) from error
 
 
-def _innermost_that_fails(
-    model: nn.Module, memo: Mapping[int, Tensor]
-) -> tuple[str, str]:
+def memo_of(model: nn.Module, shared: Iterable[Any]) -> dict[int, Any]:
+    """Return the memo with which ``deepcopy`` takes parts of a model: it takes what the
+    memo has in place of a copy. They are what is shared, and values of tensors with a
+    graph.
+    """
+    memo = {id(one): one for one in shared}
+    for module in model.modules():
+        for value in tree_leaves(list(vars(module).values())):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    return memo
+
+
+def _innermost_that_fails(model: nn.Module, memo: Mapping[int, Any]) -> tuple[str, str]:
     """Return path and class of a layer that cannot be copied though all layers inside
     it can.
     """

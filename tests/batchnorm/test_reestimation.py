@@ -178,8 +178,10 @@ PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
 
 @pytest.mark.parametrize("measure", PASSES.values(), ids=PASSES)
 def test_a_pass_that_measures_changes_nothing_in_other_layers(points, measure) -> None:
-    """Each tensor is the same one, bit for bit, and each number is."""
+    """Each tensor is the same one, bit for bit, and each number and container is."""
     model, data = others_move().train(), points(9)
+    attributes = ("sizes", "recurrent", "counts", "steps", "teacher", "generators")
+    objects = {name: getattr(model, name) for name in attributes}
     before, state = copy.deepcopy(model), torch.get_rng_state()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     measure(model, data)
@@ -189,6 +191,9 @@ def test_a_pass_that_measures_changes_nothing_in_other_layers(points, measure) -
         assert torch.equal(now[name], value), name
     assert torch.equal(model.average, before.average)
     assert (model.passes, modes(model)) == (before.passes, modes(before))
+    for name in attributes:
+        assert getattr(model, name) is objects[name], name
+    assert model.marks() == before.marks()
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -299,6 +299,9 @@ WRONG = {
         network().state_dict(), lambda path, module: True
     ),
     "a strategy has no modules": lambda: FedBN(layers=lambda path, module: True),
+    "other layers than the split's": lambda: FedBN(
+        parts=split_state(network(), "features.norm5"), layers="features.norm0"
+    ).prepare(to_record(network().state_dict()), 2, 1),
     "nothing apart": lambda: FedProx(layers="features.norm0"),
 }
 

@@ -4,20 +4,25 @@ why and what to do.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import (
+    FIRST_PASS_NOT_FINITE,
     INPUTS_NOT_FINITE,
     STATISTICS_NOT_FINITE,
     ConfigError,
@@ -43,6 +48,7 @@ from fedbn_flwr.strategies import (
     combined,
 )
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
+from fedbn_flwr.training.not_finite import refuse_first_pass
 from tests.support.federation import torch_clients
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
@@ -274,6 +280,52 @@ def test_nan_in_the_inputs_of_one_client_is_named_and_the_others_go_on(
         assert "(partition 1)" in "".join(report.rejected.values())
 
 
+def test_inputs_that_the_models_numbers_do_not_hold_are_named(
+    federate, datasets, mlp
+) -> None:
+    """They are finite in the data: a sentinel in float64, bytes in half precision."""
+    datasets[1].inputs[2, 3] = 1e39
+    run = federate(FedBN(), lambda: mlp().float(), datasets, rounds=2)
+    for report in run.strategy.reports:
+        assert report.diverged_at is None
+        assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]
+
+
+def root_of_zero(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A finite loss, whose gradient is not."""
+    same = (outputs - outputs.detach()).square().sum().sqrt()
+    return F.cross_entropy(outputs, targets) + same
+
+
+BEFORE_A_STEP = {
+    "logarithm of 0": lambda z, t: -z.relu().gather(1, t[:, None]).log().mean(),
+    "class weights": nn.CrossEntropyLoss(weight=torch.zeros(3, dtype=torch.float64)),
+    "root of 0": root_of_zero,
+}
+
+
+@pytest.mark.parametrize("loss", BEFORE_A_STEP.values(), ids=BEFORE_A_STEP)
+def test_a_loss_that_is_not_finite_before_a_step_is_no_fault_of_the_rate(
+    federate, datasets, mlp, loss
+) -> None:
+    """The model is as it was sent; a client without the cause goes on."""
+    task = dataclasses.replace(CLASSIFICATION, training_loss=loss)
+    run = federate(FedAvg(), mlp, datasets, rounds=3, task=task, fails=DivergedError)
+    codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
+    assert codes == [FIRST_PASS_NOT_FINITE] * len(datasets)
+    assert "learning-rate" not in str(run.error)
+
+
+def test_large_weights_may_be_why(mlp, points) -> None:
+    model, data = mlp(), points(9)
+    task = dataclasses.replace(CLASSIFICATION, loss=BEFORE_A_STEP["class weights"])
+    with pytest.raises(DataError):
+        refuse_first_pass(model, data, task, 4)
+    with torch.no_grad():
+        model[0].weight.mul_(1e6)
+    refuse_first_pass(model, data, task, 4)
+
+
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedAdam])
 def test_nan_in_the_inputs_of_all_clients_has_another_cause_than_the_rate(
     federate, datasets, mlp, strategy
@@ -308,6 +360,32 @@ def test_targets_that_do_not_count_weigh_nothing_in_a_test(mlp, points) -> None:
     _, count, metrics = one.evaluate(one.get_parameters({}), {})
     assert count == 2
     assert metrics["examples-tested"] == 2
+
+
+def test_a_client_without_a_target_that_counts_is_refused(
+    federate, datasets, mlp
+) -> None:
+    """It would halve the others' steps. Of a test it says the size: its NaN would be
+    the loss of all.
+    """
+    datasets[1].targets[:] = CLASSIFICATION.ignore
+
+    class Named(TorchClient):
+        def __init__(self, model, train, test, *more, **options) -> None:
+            super().__init__(
+                model, train, {"own": test, "again": test}, *more, **options
+            )
+
+    run = federate(FedAvg(), mlp, datasets, rounds=2, client=Named)
+    for report in run.strategy.reports:
+        assert report.participants == [0, 2]
+        assert report.diverged_at is None
+        assert (
+            report.evaluations.get("1", {"own-num-examples": 0})["own-num-examples"]
+            == 0
+        )
+    for metrics in run.result.evaluate_metrics_clientapp.values():
+        assert math.isfinite(metrics["own-loss"])
 
 
 def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:

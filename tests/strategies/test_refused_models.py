@@ -168,11 +168,32 @@ def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
     accepted(FedWon(), model)
 
 
+class Ported(nn.Module):
+    """Statistics with TensorFlow's names, or a variance alone."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        for name in names:
+            self.register_buffer(name, torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        *_, variance = self.buffers()
+        if self.training:
+            variance.lerp_(x.detach().square().mean(0), 0.1)
+        return self.weight * x / variance.sqrt()
+
+
 OTHERS = {
     "own": Own,
+    "ported": lambda: Ported("moving_mean", "moving_variance"),
+    "no mean": lambda: Ported("running_var"),
     "instance": lambda: Instance(4, track_running_stats=True),
     "own with a counter": lambda: Counted(),
 }
+
+
+COMPLEX = ("running_mean", "running_covar", "num_batches_tracked")
 
 
 class Instance(nn.InstanceNorm1d):
@@ -208,9 +229,12 @@ def test_a_layer_with_statistics_that_is_no_batchnorm_is_named_by_every_strategy
     assert named() == 1
 
 
+@pytest.mark.parametrize("make", [Own, lambda: Ported(*COMPLEX)])
 @pytest.mark.parametrize("method", [FedAvg, FedBN, FixBN, FedTAN, StaticBN])
-def test_by_names_alone_a_layer_without_the_counter_is_named(method, named) -> None:
-    accepted(method(), beside(Own()))
+def test_by_names_alone_a_layer_without_counter_or_variance_is_named(
+    method, make, named
+) -> None:
+    accepted(method(), beside(make()))
     assert named() == 1
 
 

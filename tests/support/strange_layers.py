@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -28,10 +31,19 @@ class Codebook(nn.Module):
         return x + (self.codes[nearest] - x).detach()
 
 
+@dataclass
+class Steps:
+    """A number that counts."""
+
+    taken: int = 0
+
+
 class OthersMove(nn.Module):
     """Beside BatchNorm: InstanceNorm with statistics, spectral norm, a codebook, a
     buffer and a number that count, an average that is no buffer. Also in eval mode one
-    counts. 5 numbers, 3 classes.
+    counts. And attributes that are changed in place: a list, the state of a recurrence,
+    an array, a dataclass, a teacher that is no module of the model, generators; and a
+    range whose buffers the first pass resizes. 5 numbers, 3 classes.
     """
 
     def __init__(self) -> None:
@@ -43,15 +55,51 @@ class OthersMove(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.average = torch.zeros(4)
         self.passes = 0
+        self.register_buffer("lowest", torch.zeros(0))
+        self.sizes: list[int] = []
+        self.recurrent = (torch.zeros(4), torch.zeros(4))
+        self.counts, self.steps = np.zeros(2), Steps()
+        self.teacher = {"out": [nn.Linear(4, 3)]}
+        self.generators = [torch.Generator(), np.random.default_rng(0), random.Random()]
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
+        self._change_in_place(x)
         self.calls += self.training
         seen = self.instance(x[..., None].expand(-1, -1, 2) * torch.tensor([1.0, 2.0]))
         hidden = self.batch(self.hidden(seen.mean(2)))
         if self.training:
             self.average = self.average.lerp(hidden.detach().mean(0), 0.1)
         return self.out(self.codebook(torch.relu(hidden)))
+
+    def marks(self) -> list[object]:
+        """Return the values of what is changed in place."""
+        torch_generator, of_numpy, of_python = self.generators
+        return [
+            self.sizes.copy(),
+            [state.tolist() for state in self.recurrent],
+            self.counts.tolist(),
+            self.steps.taken,
+            [p.tolist() for p in self.teacher["out"][0].parameters()],
+            torch_generator.get_state().tolist(),
+            str(of_numpy.bit_generator.state),
+            of_python.getstate(),
+        ]
+
+    def _change_in_place(self, x: Tensor) -> None:
+        self.sizes.append(len(x))
+        self.recurrent = tuple(state + 1 for state in self.recurrent)
+        self.counts[0] += 1
+        self.steps.taken += 1
+        for parameter in self.teacher["out"][0].parameters():
+            parameter.data += 1
+        torch_generator, of_numpy, of_python = self.generators
+        torch.rand(1, generator=torch_generator)
+        of_numpy.random()
+        of_python.random()
+        if self.training:
+            least = x.detach().amin(0)
+            self.lowest.resize_(least.shape).copy_(least)
 
 
 def others_move() -> nn.Module:

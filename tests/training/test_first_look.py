@@ -4,7 +4,9 @@ logits.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
@@ -51,6 +54,33 @@ class MadeBuffer(nn.Linear):
         return super().forward(x)
 
 
+class Grows(nn.BatchNorm1d):
+    """A table gets the length of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = x.new_zeros(x.shape[1])
+        return super().forward(x + self.table)
+
+
+class Later(nn.BatchNorm1d):
+    """A scale is made in a pass of the training, or in eval mode, that comes later."""
+
+    def __init__(self, passes: int, training: bool, lock: bool = False) -> None:
+        super().__init__(5)
+        self.passes, self.wanted = passes, training
+        self.lock = threading.Lock() if lock else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes -= self.training is self.wanted
+        if not self.passes:
+            self.scale = nn.Parameter(torch.ones(1, dtype=x.dtype))
+        return super().forward(x)
+
+
 class Ends(nn.Module):
     def __init__(self, columns: int, end: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -87,19 +117,54 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "1.made.weight",
         ),
         (lambda: MadeBuffer(5, 3), "seen"),
+        (Grows, "table"),
+        (lambda: Later(1, training=False), "scale"),
+        (lambda: Later(2, training=True), "scale"),
+        (lambda: Later(1, training=True, lock=True), "scale"),
     ],
 )
 def test_entries_that_a_pass_makes_are_refused_by_name(points, model, name) -> None:
-    """Also in the next round; and a client has trained nothing."""
-    net, data = model().double(), points(9)
-    one = client(net, data)
+    """Also with another shape, in eval mode and after some steps; in the next round,
+    too, with a new model.
+    """
+    data = points(9)
     for server_round in (1, 2):
+        one = client(model().double(), data)
         with pytest.raises(ConfigError, match=f"'{name}'"):
             one.fit(one.get_parameters({}), {"server-round": server_round})
-    assert name not in net.state_dict()
+
+
+def test_what_is_refused_before_a_step_has_trained_nothing(points) -> None:
+    net, data = Made(nn.BatchNorm1d).double(), points(9)
+    one = client(net, data)
+    for server_round in (1, 2):
+        with pytest.raises(ConfigError):
+            one.fit(one.get_parameters({}), {"server-round": server_round})
+    assert "made.weight" not in net.state_dict()
+
+
+def test_what_is_no_entry_may_be_made_in_a_pass(points) -> None:
+    class Cache(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("cosines", x.cos().detach(), persistent=False)
+            return super().forward(x)
+
+    one = client(Cache(5).double(), points(9))
+    one.fit(one.get_parameters({}), {"server-round": 1})
 
 
 LABELS = {"binary": BINARY, "multi-label": MULTI_LABEL}
+
+
+def of_probabilities(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.binary_cross_entropy(outputs, targets.view_as(outputs))
+
+
+class InTests(nn.Module):
+    """A sigmoid in eval mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x.sigmoid()
 
 
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -115,6 +180,25 @@ def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         (MULTI_LABEL, 4, nn.Sigmoid(), "sigmoid"),
         (MULTI_LABEL, 4, nn.Softmax(1), "softmax"),
         (MULTI_LABEL, 4, torch.relu, ""),
+        (MULTI_LABEL, 4, lambda z: z.sigmoid().clamp(1e-6, 1 - 1e-6), "sigmoid"),
+        (
+            MULTI_LABEL,
+            4,
+            lambda z: checkpoint(torch.sigmoid, z, use_reentrant=False),
+            "sigmoid",
+        ),
+        (BINARY, 1, InTests(), "sigmoid"),
+        (BINARY, 1, nn.Hardsigmoid(), "sigmoid"),
+        (BINARY, 1, lambda z: (z.tanh() + 1) / 2, "sigmoid"),
+        (BINARY, 1, nn.LogSigmoid(), "log-sigmoid"),
+        (BINARY, 1, torch.tanh, ""),
+        (
+            dataclasses.replace(BINARY, loss=of_probabilities),
+            1,
+            nn.Sigmoid(),
+            "sigmoid",
+        ),
+        (CLASSIFICATION, 3, lambda z: -z.square(), ""),
         (CLASSIFICATION, 3, nn.Softmax(1), "softmax"),
         (CLASSIFICATION, 3, lambda z: z.exp() / z.exp().sum(1, True), "softmax"),
         (CLASSIFICATION, 3, torch.sigmoid, "sigmoid"),
@@ -128,14 +212,15 @@ def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
             "softmax",
         ),
         (Task(loss=own_loss), 3, nn.Softmax(1), ""),
+        (Task(loss=lambda z, t: F.cross_entropy(z, t)), 3, nn.Softmax(1), "softmax"),
         (SEGMENTATION, 12, lambda z: z.view(-1, 3, 2, 2).softmax(1), "softmax"),
     ],
 )
 def test_a_sigmoid_or_softmax_before_a_loss_of_logits_is_warned_of_once(
     caplog, task: Task, columns: int, end: Callable[[Tensor], Tensor], told: str
 ) -> None:
-    """Under every task, in a client; a model whose outputs happen to be between 0 and 1
-    is not accused.
+    """Under every task, in a client, whatever hides it; a model whose outputs happen to
+    be between 0 and 1 is not accused.
     """
     torch.manual_seed(0)
     model = Ends(columns, end).double()

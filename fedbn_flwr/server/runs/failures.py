@@ -16,6 +16,7 @@ from typing import Any
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.errors import (
+    FIRST_PASS_NOT_FINITE,
     INPUTS_NOT_FINITE,
     NOT_FINITE,
     STATISTICS_NOT_FINITE,
@@ -55,10 +56,14 @@ _FOUND = {
         " out the examples, where the data are made."
     ),
     STATISTICS_NOT_FINITE: (
-        "Cause: running statistics that are not finite, with finite weights: an"
-        " overflow in half precision, in a batch whose step the gradient scaler left"
-        " out, or a variance without examples. Use bfloat16, or keep BatchNorm in"
-        " float32."
+        "Cause: running statistics that are not finite, with finite weights: squares"
+        " that half precision does not hold, in a batch whose step the gradient scaler"
+        " left out; those of inputs that are not scaled; or a variance without"
+        " examples. Use bfloat16, or keep BatchNorm in float32, and scale the inputs."
+    ),
+    FIRST_PASS_NOT_FINITE: (
+        "Cause: before any step the loss or a gradient is not finite, by the model, the"
+        " loss or the dtype: the clients' errors say which."
     ),
 }
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
@@ -137,7 +142,10 @@ def _advice(run: Run) -> list[str]:
         for code, text in _FOUND.items():
             if code in codes:
                 return [text]
-    return run.methods.advice(run.states, run.report.server_round)
+    return [
+        *run.methods.advice(run.states, run.report.server_round),
+        "In a training loop of your own look for NaN in the inputs first.",
+    ]
 
 
 def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> None:

@@ -159,6 +159,24 @@ def _picture(depth: int, colour: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(found)
 
 
+@pytest.mark.parametrize("form", ["tiff", "gif", "png", "webp"])
+def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None:
+    """The first would stand for all. The JPEG of a telephone has a second picture."""
+    draw = np.random.default_rng(0)
+    shots = [
+        Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8))
+        for _ in range(3)
+    ]
+    path, of_telephone = tmp_path / f"stack.{form}", tmp_path / "shot.jpg"
+    shots[0].save(path, save_all=True, append_images=shots[1:])
+    shots[0].save(of_telephone, format="MPO", save_all=True, append_images=shots[1:])
+    with pytest.raises(DataError, match="3 pages"):
+        pixels(str(path))
+    with pytest.raises(DataError, match="1 image files"):
+        refuse_damaged_files([path, of_telephone])
+    assert pixels(str(of_telephone)).shape == (3, 8, 8)
+
+
 def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
     """Pillow cuts colours of 16 bits down to 8 without a word."""
     sound = Image.fromarray(

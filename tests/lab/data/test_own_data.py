@@ -127,6 +127,19 @@ def test_arrays_of_every_form(tmp_path: Path) -> None:
         assert torch.equal(data.train.inputs.flatten(1), expected.flatten(1)), name
 
 
+def test_arrays_that_are_not_used_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = np.random.default_rng(0).normal(size=(20, 4)), np.arange(20) % 2
+    np.savez(tmp_path / "used.npz", x=x, y=y, client=y)
+    np.savez(tmp_path / "more.npz", x=x, y=y, site=y, x_test=x)
+    own_info(own("npz", tmp_path / "used.npz"))
+    assert not caplog.messages
+    own_info(own("npz", tmp_path / "more.npz"))
+    (told,) = caplog.messages
+    assert "site, x_test" in told
+
+
 def test_patients_of_two_hospitals_with_one_number_are_two(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     client, patient = (

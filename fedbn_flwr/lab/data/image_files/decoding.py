@@ -80,7 +80,14 @@ def size_of(path: Path) -> tuple[int, int] | None:
 
 
 def check_mode(image: Any) -> None:
-    """Raise ValueError unless the channels of Pillow's open image have 8 bits."""
+    """Raise ValueError unless Pillow's open image is one, whose channels have 8 bits."""
+    # A telephone's second picture in a JPEG (MPO) is a thumbnail, or for depth.
+    pages = getattr(image, "n_frames", 1)
+    if pages > 1 and image.format != "MPO":
+        raise ValueError(
+            f"it has {pages} pages or frames; save one as the file, or read them in a"
+            " function of your own, dataset=module:function"
+        )
     # Of colours with 16 bits Pillow keeps 8 without a word, and their mode does not
     # tell.
     if image.mode not in _MODES or ";16" in str(getattr(image, "tile", "")):

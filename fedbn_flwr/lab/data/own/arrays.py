@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.own.records import Records
-from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered
+from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["read_arrays"]
+
+logger = logging.getLogger("flwr")
 
 _OF_EXAMPLES = ("client", "group", "split")
 # Whether a value of ``split`` means a test example.
@@ -82,6 +85,14 @@ def _load(request: OwnData) -> dict[str, Any]:
             f"it cannot be read as an npz file of numbers and text: {error}. Save it"
             " with numpy.savez(path, x=inputs, y=targets)."
         ) from error
+    others = [name for name in names if name not in arrays]
+    if others:
+        logger.warning(
+            "%s: its arrays %s are not used, which are none of x, y, %s",
+            request.name,
+            shown(others),
+            ", ".join(_OF_EXAMPLES),
+        )
     for name in ("x", "y"):
         if name not in arrays:
             raise request.problem(f"no array {name}; it has {', '.join(names)}.")

@@ -1,0 +1,60 @@
+"""Looks for the cause of a loss that is not finite in the model and the loss. Torch only."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fedbn_flwr.errors import FIRST_PASS_NOT_FINITE, DataError, coded
+from fedbn_flwr.training.batches import Batches, device_of, inputs_for
+from fedbn_flwr.training.freezing import unchanged
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.tasks import Task
+
+__all__ = ["refuse_first_pass"]
+
+# Larger weights may be those of earlier steps that were too large.
+_USUAL = 1000
+
+
+def refuse_first_pass(
+    model: nn.Module, data: Batches, task: Task, batch_size: int
+) -> None:
+    """Look for the cause in passes over the data under the weights that were sent.
+
+    The model, which has them, does not change. Weights of an unusual size are left out:
+    they may be why.
+
+    Raises:
+        DataError: the loss of a batch, or a gradient, is not finite.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if any(p.detach().abs().max() > _USUAL for _, p in named if p.numel()):
+        return
+    prepared, device = inputs_for(model), device_of(model)
+    loss_of = task.training_loss or task.loss
+    with unchanged(model), seeded(0):
+        model.train()
+        for positions in torch.split(torch.arange(len(data)), batch_size or len(data)):
+            inputs, targets = data.batch(positions, torch.Generator())
+            targets = task.on_device(targets, device)
+            # BatchNorm may have no variance, or the loss no target.
+            if len(positions) < 2 or not task.counted(targets):
+                continue
+            loss = loss_of(model(prepared(inputs)), targets)
+            gradients = torch.autograd.grad(
+                loss, [p for _, p in named], allow_unused=True
+            )
+            found = {"the loss": loss}
+            for (name, _), gradient in zip(named, gradients, strict=True):
+                if gradient is not None:
+                    found[f"the gradient of '{name}'"] = gradient
+            for what, value in found.items():
+                if not value.isfinite().all():
+                    text = (
+                        f"{what} is not finite under the weights that were sent, before"
+                        " a step: look for a logarithm, root or division by 0 in the"
+                        " model and the loss, for class weights of 0, and for numbers"
+                        f" that {value.dtype} does not hold. Another rate does not help."
+                    )
+                    raise DataError(coded(FIRST_PASS_NOT_FINITE, text))
