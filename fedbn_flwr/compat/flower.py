@@ -8,6 +8,7 @@ what to do, when a new version of Flower changes it. Supported: Flower 1.28 to 1
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import shlex
@@ -27,10 +28,12 @@ from flwr.app import (
     Context,
     Error,
     Message,
+    MessageType,
     MetricRecord,
     RecordDict,
 )
 from flwr.client.mod.utils import make_ffn
+from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import ClientAppException
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import (
@@ -70,6 +73,7 @@ except ModuleNotFoundError:
 __all__ = [
     "NUM_PARTITIONS_KEY",
     "PARTITION_ID_KEY",
+    "QUERY_FUNCTION",
     "BufferArray",
     "Mod",
     "Run",
@@ -84,6 +88,7 @@ __all__ = [
     "earlier_mods",
     "empty_run",
     "filled",
+    "has_function",
     "identify_process",
     "is_app_error",
     "is_default_aggregation",
@@ -93,6 +98,7 @@ __all__ = [
     "lacks_function",
     "later_mods",
     "legacy_records",
+    "loaded_apps",
     "log_start",
     "node_config_of",
     "on_network_node",
@@ -110,6 +116,7 @@ Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 T = TypeVar("T")
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
+QUERY_FUNCTION = f"{MessageType.QUERY}.default"  # as an app lists it
 _SERVER_ERROR = 500
 _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
 
@@ -415,6 +422,32 @@ def is_app_error(reply: Message) -> bool:
 def is_mod_refusal(reply: Message) -> bool:
     """Return whether the reply is that of a mod of Flower's that refuses a message."""
     return reply.has_error() and reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
+
+
+def loaded_apps(seconds: float) -> list[ClientApp]:
+    """Return the ClientApps of this process, complete ones; [] if there are none after
+    these seconds.
+
+    A simulation loads its app in its server's process, while the server starts.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        # An app has its functions when its module is loaded.
+        specs = [getattr(one, "__spec__", None) for one in [*sys.modules.values()]]
+        if not any(getattr(spec, "_initializing", False) for spec in specs):
+            # The type, not isinstance: a lazy object would load what it stands for.
+            apps = [one for one in gc.get_objects() if issubclass(type(one), ClientApp)]
+            if apps:
+                return apps
+        time.sleep(0.05)
+    return []
+
+
+def has_function(app: Any, message_type: str) -> bool:
+    """Return whether the app has a function for such messages."""
+    # one of a client_fn, or no ClientApp, takes all of them
+    functions = getattr(app, "_registered_funcs", {message_type: app})
+    return message_type in functions or getattr(app, "_call", None) is not None
 
 
 def lacks_function(reply: Message, message_type: str) -> bool:

@@ -31,9 +31,11 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.compat.flower import (
     NUM_PARTITIONS_KEY,
     PARTITION_ID_KEY,
+    QUERY_FUNCTION,
     Run,
     app_error,
     empty_run,
+    has_function,
     identify_process,
     set_message_id,
     set_reply_address,
@@ -191,6 +193,10 @@ class InProcessGrid(ImmediateGrid):
                     context = self._new_context(node_id)
                     properties[node_id] = app.node_properties(config, context)
         return properties
+
+    def answers_queries(self) -> bool:
+        """See ``ImmediateGrid.answers_queries``."""
+        return has_function(self._client_app, QUERY_FUNCTION)
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``.

@@ -12,9 +12,12 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import (
+    QUERY_FUNCTION,
     Run,
+    has_function,
     is_network_grid,
     is_simulation_grid,
+    loaded_apps,
     retry_http_500,
     set_reply_source,
 )
@@ -62,6 +65,7 @@ _PAUSES = Pauses(0.5, 0.002, 0.25)
 # Over a network a poll is a request and a write to the SuperLink's database, and a
 # reply takes seconds.
 _PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, whole=True, first=0.1)
+_LOADING = 20.0  # seconds at most until a simulation has loaded its app
 # of the seconds of the quickest reply so far to messages of the same type
 _FIRST_POLL = 0.75
 
@@ -115,6 +119,10 @@ class ImmediateGrid(Grid):
         Nodes that are not in the result must be asked.
         """
         return {}
+
+    def answers_queries(self) -> bool | None:
+        """Return whether the nodes' app has a function for queries; None = not known."""
+        return None
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
         """Call the nodes in the log by the text of these objects, by node id."""
@@ -208,6 +216,13 @@ class PollingGrid(ImmediateGrid):
     def get_node_ids(self) -> Iterable[int]:
         """See ``Grid.get_node_ids``."""
         return self.inner.get_node_ids()
+
+    def answers_queries(self) -> bool | None:
+        """See ``ImmediateGrid.answers_queries``."""
+        apps = loaded_apps(_LOADING) if in_simulation(self) else []
+        if apps and not any(has_function(app, QUERY_FUNCTION) for app in apps):
+            return False
+        return None
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See ``Grid.push_messages``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ from fedbn_flwr.strategies import (
     Scaffold,
     Strategy,
 )
+from fedbn_flwr.transport import polling_grid
+from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 from tests.support.versioned import Versioned
 
@@ -98,6 +101,78 @@ def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> 
     np.testing.assert_allclose(
         from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0)
     )
+
+
+@pytest.fixture
+def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
+    """``queries(strategy, app, in_process)``: the queries of two rounds in process, or in
+    a simulation that has loaded these apps, by message type.
+    """
+
+    def watched(send: Callable[..., Any], kinds: list[str]) -> Callable[..., Any]:
+        def watching(messages: Iterable[Message], **options: Any) -> Any:
+            batch = list(messages)
+            kinds.extend(message.metadata.message_type for message in batch)
+            return send(batch, **options)
+
+        return watching
+
+    def run(
+        strategy: Strategy, app: ClientApp, loaded: list[ClientApp] | None = None
+    ) -> list[str]:
+        kinds: list[str] = []
+        with InProcessGrid(app, len(SIZES)) as inner:
+            for name in ("push_messages", "send_and_receive"):
+                monkeypatch.setattr(inner, name, watched(getattr(inner, name), kinds))
+            grid: Any = inner
+            if loaded is not None:
+                grid = PollingGrid(inner)
+                monkeypatch.setattr(polling_grid, "in_simulation", lambda grid: True)
+                monkeypatch.setattr(polling_grid, "loaded_apps", lambda seconds: loaded)
+            strategy.start(
+                grid=grid,
+                initial_arrays=ArrayRecord(mlp().state_dict()),
+                num_rounds=2,
+            )
+        assert [report.rejected for report in strategy.reports] == [{}, {}]
+        return [kind for kind in kinds if kind.startswith("query")]
+
+    return run
+
+
+@pytest.mark.parametrize("simulated", [True, False], ids=["simulation", "in process"])
+@pytest.mark.parametrize("kind", [FedAvg, FedBN, FedProx, FixBN, Scaffold])
+def test_an_app_without_a_query_handler_is_asked_nothing(
+    queries, user_app, caplog, kind: Any, simulated: bool
+) -> None:
+    """Nor is anything logged, at a node or at the server."""
+    app = user_app(hooked_loop)
+    with caplog.at_level("WARNING", "flwr"):
+        asked = queries(kind(fraction_evaluate=0.5), app, [app] if simulated else None)
+    assert asked == []
+    of_the_model = f"strategy '{kind.name}' keeps"
+    assert not [text for text in caplog.messages if not text.startswith(of_the_model)]
+
+
+def test_a_draw_among_nodes_that_cannot_say_who_they_are_is_told(
+    queries, user_app, caplog
+) -> None:
+    with caplog.at_level("WARNING", "flwr"):
+        asked = queries(FedAvg(fraction_train=0.4), user_app(hooked_loop))
+    assert asked == []
+    assert sum("who is drawn is not repeatable" in one for one in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("handler", "loaded", "asked"),
+    [(True, True, 3), (False, False, 1)],
+    ids=["a handler", "the app is not found"],
+)
+def test_an_app_that_may_answer_is_asked(
+    queries, user_app, handler: bool, loaded: bool, asked: int
+) -> None:
+    app = user_app(hooked_loop, query=handler)
+    assert len(queries(FedBN(), app, [app] if loaded else [])) == asked
 
 
 @pytest.mark.parametrize("loses", [True, False])

@@ -20,6 +20,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -518,6 +519,33 @@ def test_with_mods(seam: ModuleType, message: Message) -> None:
         function,
     )
     assert seam.with_mods(function, []) is function
+
+
+def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    """The garbage collector tells of each when no module is being loaded."""
+    late = "import time; app = ClientApp(); time.sleep(0.2); app.query()(print)"
+    (tmp_path / "late.py").write_text(f"from flwr.clientapp import ClientApp; {late}")
+    monkeypatch.syspath_prepend(tmp_path)
+    thread = threading.Thread(target=lambda: importlib.import_module("late"))
+    thread.start()
+    while "late" not in sys.modules:
+        time.sleep(0.001)
+    apps = seam.loaded_apps(60)
+    made = sys.modules.pop("late").app
+    assert seam.has_function(made, "query.default")
+    assert any(one is made for one in apps)
+    thread.join()
+    assert seam.loaded_apps(0) == []
+
+
+def test_has_function(seam: ModuleType) -> None:
+    """An app lists its functions; one of a client_fn takes all messages."""
+    app = ClientApp()
+    assert not seam.has_function(app, "query.default")
+    app.query()(lambda message, context: message)
+    assert seam.has_function(app, "query.default")
+    assert not seam.has_function(app, "query.other")
+    assert seam.has_function(ClientApp(lambda context: None), "query.default")
 
 
 def test_lacks_function(seam: ModuleType, message: Message) -> None:

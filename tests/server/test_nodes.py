@@ -38,6 +38,9 @@ class Answers(InProcessGrid):
     def get_node_ids(self) -> list[int]:
         return list(self.nodes)
 
+    def answers_queries(self) -> None:
+        return None
+
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:

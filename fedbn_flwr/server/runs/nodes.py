@@ -16,7 +16,12 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal, lacks_function
+from fedbn_flwr.compat.flower import (
+    QUERY_FUNCTION,
+    is_app_error,
+    is_mod_refusal,
+    lacks_function,
+)
 from fedbn_flwr.errors import (
     MOD_ON_QUERIES,
     MOD_ORDER,
@@ -36,8 +41,6 @@ from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 __all__ = ["NodeRegistry"]
 
 logger = logging.getLogger("flwr")
-
-_QUERY_FUNCTION = f"{MessageType.QUERY}.default"
 
 
 class NodeRegistry:
@@ -75,6 +78,7 @@ class NodeRegistry:
         self._said_by = "the split of the server"  # who named ``_num_partitions``
         self._one_first = one_first
         self._app_is_mute = False  # it has no function for queries
+        self._told_of_unnamed = False
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
         self.silent: dict[int, str] = {}
@@ -167,9 +171,31 @@ class NodeRegistry:
         """
         if count >= len(nodes):
             return nodes
+        self._warn_of_unnamed(nodes)
         generator = numpy_generator(self._seed, f"sample-{purpose}", server_round)
         drawn = generator.choice(len(nodes), count, replace=False)
         return [nodes[i] for i in sorted(drawn)]
+
+    def _warn_of_unnamed(self, nodes: Collection[Node]) -> None:
+        """Warn once that a draw does not repeat, since nodes did not say which partition
+        they have.
+        """
+        unnamed = [
+            node
+            for node in nodes
+            if node.partition_id is None and not node.refusal and not node.failure
+        ]
+        if unnamed and not self._told_of_unnamed:
+            self._told_of_unnamed = True
+            logger.warning(
+                "%d of %d nodes did not say their partition id. Until a reply names it"
+                " (ClientApp(mods=[bn_mod])), they are ordered by node ids, which"
+                " change in every run: who is drawn is not repeatable. To say it, wrap"
+                " the app with fedbn_flwr.client_app, or register @app.query() and"
+                " return answer_query(msg, context, loader).",
+                len(unnamed),
+                len(nodes),
+            )
 
     def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
         """Return ``count`` of the nodes in the same order: the first of an order that
@@ -178,6 +204,8 @@ class NodeRegistry:
         A node has its place in that order whoever else is there: where one is lost, the
         others of the cohort stay.
         """
+        if count < len(nodes):
+            self._warn_of_unnamed(nodes)
 
         def place(node: Node) -> int:
             return derive_seed(self._seed, "cohort", number, node.label)
@@ -254,6 +282,8 @@ class NodeRegistry:
             answers = grid.node_properties(self._query_config, node_ids)
             for node_id, properties in answers.items():
                 found[node_id] = _node(node_id, properties)
+            if grid.answers_queries() is False:
+                self._app_is_mute = True
         asked = [node_id for node_id in node_ids if node_id not in found]
         reasons: list[str] = []
         for reply in self._answers(grid, asked):
@@ -291,7 +321,7 @@ class NodeRegistry:
                 self._one_first = False
                 replies += self._replies(grid, batch)
                 self._app_is_mute = any(
-                    lacks_function(reply, _QUERY_FUNCTION) for reply in replies
+                    lacks_function(reply, QUERY_FUNCTION) for reply in replies
                 )
         return replies
 
@@ -408,7 +438,7 @@ def _failed(node_id: int, reply: Message) -> Node:
     """Return a node whose app raised an error; an app without a function for queries
     has not failed.
     """
-    if lacks_function(reply, _QUERY_FUNCTION):
+    if lacks_function(reply, QUERY_FUNCTION):
         return Node(node_id)
     code, failure = split_code(str(reply.error.reason))
     # Where no mod is named, one that comes before ours may have raised it.
@@ -420,9 +450,7 @@ def _failed(node_id: int, reply: Message) -> Node:
 
 
 def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
-    """Warn of nodes that take no part, are silent, or did not say which partition they
-    have.
-    """
+    """Warn of nodes that take no part, are silent, or whose mod refused the query."""
     for node in nodes:
         if node.unusable:
             logger.warning("%s takes no part: %s", node, node.unusable)
@@ -438,21 +466,6 @@ def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
             len(nodes),
             refused[0].refusal,
             MOD_ORDER,
-        )
-    unnamed = [
-        node
-        for node in nodes
-        if node.partition_id is None and not node.refusal and not node.failure
-    ]
-    if unnamed:
-        logger.warning(
-            "%d of %d nodes did not say their partition id. Until a reply names it"
-            " (ClientApp(mods=[bn_mod])), they are ordered by node ids, which change"
-            " in every run: sampling, sums and what these clients draw are not"
-            " repeatable. To say it, wrap the app with fedbn_flwr.client_app, or"
-            " register @app.query() and return answer_query(msg, context, loader).",
-            len(unnamed),
-            len(nodes),
         )
 
 
