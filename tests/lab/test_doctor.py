@@ -31,6 +31,7 @@ from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs import start_checks
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
+from fedbn_flwr.training.freezing import layers_of
 from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
@@ -129,6 +130,27 @@ def test_a_planted_fault_and_its_remedy(name: str, tmp_path: Path) -> None:
 def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
     short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl", "fixbn", "staticbn"])
+def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None:
+    """The others are shared: a fault in one is the model's, and in a chosen one its
+    client's.
+    """
+    settings = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
+    model = make_model(Config.make(settings))
+    (*chosen, last) = layers_of(model)
+    layers = {"strategy": strategy, "layers": ",".join(chosen)}
+    folder = start(tmp_path / "run", **settings, **layers)
+    assert diagnose_run(folder, 200).findings == []
+
+    shape = model.get_submodule(last).running_var.shape
+    spoilt = {f"{last}.running_var": torch.full(shape, -1.0)}
+    change(folder / "model.safetensors", **spoilt)
+    found = [
+        f for f in diagnose_run(folder, 50).findings if f.id == "unusable-statistics"
+    ]
+    assert ["clients" in finding.numbers for finding in found] == [False]
 
 
 @pytest.mark.slow
