@@ -213,14 +213,11 @@ def minor(version: str) -> str:
 
 
 def record(row: str) -> None:
-    """Put a row in the place of the set's former one. A set that was never run has a
-    row that says so.
-    """
+    """Put a row in the place of the set's former one."""
     lines = (
         RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
     ).splitlines()
-    rows = {each: f"| {' | '.join(each)} | not run |{'  |' * 7}" for each in VERSIONS}
-    rows |= {versions_of(line): line for line in (*lines, row) if line.startswith(ROW)}
+    rows = {versions_of(line): line for line in (*lines, row) if line.startswith(ROW)}
     others = [line for line in lines if not line.startswith(ROW)]
     place = others.index(RULER) + 1
     others[place:place] = [rows[each] for each in sorted(rows)]

@@ -5,7 +5,8 @@ of our own client.
 lines are counted. The projects' data loaders, which download, are replaced by digits in
 a fixed order, and W&B by nothing. ``PROJECT-port.diff`` is what Flower 1.41 requires,
 ``PROJECT-model.diff`` gives a model without BatchNorm two such layers; neither is
-counted.
+counted. moon, heterofl and pytorch-from-centralized-to-federated are not run here: they
+need hydra, or processes of their own.
 """
 
 from __future__ import annotations
@@ -105,6 +106,14 @@ LINES = {
     (FEDREP, "fedbn"): (20, 1),
     (FEDREP, "fixbn"): (22, 2),
     (FEDREP, "fedtan"): (30, 3),
+    ("moon", "fedbn"): (12, 0),
+    ("moon", "fixbn"): (36, 22),
+    ("moon", "fedtan"): (89, 48),
+    ("heterofl", "fedbn"): (19, 2),
+    ("heterofl", "fixbn"): (26, 9),
+    ("heterofl", "fedtan"): (62, 17),
+    ("pytorch-from-centralized-to-federated", "fedbn"): (19, 0),
+    ("pytorch-from-centralized-to-federated", "fixbn"): (21, 1),
 }
 
 
