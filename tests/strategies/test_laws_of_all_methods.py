@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -157,7 +157,9 @@ class Federation:
             for m in self.grid.sent[first:]
             if m.metadata.message_type != "query"
         ]
-        return Run(sent, history, list(strategy.reports), bits(strategy.state_dict()))
+        # A start knows only of the nodes that were lost since it began.
+        reports = [replace(one, expected=0, missing=[]) for one in strategy.reports]
+        return Run(sent, history, reports, bits(strategy.state_dict()))
 
     def _hidden(self) -> Collection[int]:
         return self._away.get(self._strategy.reports[-1].server_round, ())

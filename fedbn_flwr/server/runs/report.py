@@ -41,7 +41,8 @@ class RoundReport:
         codes: node id to the codes of these reasons, where they have any.
         asked: number of clients that training messages were sent to.
         expected: number of clients that would have been asked if none were lost.
-        missing: labels of the clients that are lost, or whose reply was not used.
+        missing: labels of the clients that are lost since the start, or whose reply was
+            not used.
         replied: number of their replies, also of those that were refused.
         kept_previous: whether the global model did not change, for too few usable
             replies.
