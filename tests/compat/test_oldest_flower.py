@@ -20,7 +20,8 @@ import fedbn_flwr
 PACKAGE = Path(fedbn_flwr.__file__).parent
 OLDEST = Path(__file__).with_name("oldest_flower.txt")
 # what the laboratory alone imports, which wants a newer Flower
-LAB = (PACKAGE / "lab", PACKAGE / "compat" / "node_key.py")
+COMPAT = PACKAGE / "compat"
+LAB = (PACKAGE / "lab", COMPAT / "node_key.py", COMPAT / "node_list.py")
 
 
 def imported(node: ast.AST) -> Iterator[str]:
