@@ -89,6 +89,13 @@ def test_batch_is_the_batchs_own_statistics_and_mix_without_weight_is_batch(
     assert torch.equal(outputs(model, data, "mix", 4), plain), "bit for bit"
 
 
+def test_a_batch_does_not_see_the_batches_before_it(trained: Any) -> None:
+    model, data = trained
+    whole = outputs(model, data, "mix", 4)
+    second = type(data)(data.inputs[4:8], data.targets[4:8])
+    assert torch.equal(whole[4:8], outputs(model, second, "mix", 4))
+
+
 def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
     points: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

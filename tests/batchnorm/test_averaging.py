@@ -358,3 +358,9 @@ def test_check_state_allows_zero_variance_and_empty_entries() -> None:
     check_state(state, state, split_state(state))
     zero = {"running_mean": np.zeros(2), "running_var": np.zeros(2)}
     check_state(zero, zero, split_state(zero))
+
+
+def test_check_state_refuses_a_negative_variance_of_a_layer_with_one_channel() -> None:
+    like = {"running_mean": np.zeros(1), "running_var": np.ones(1)}
+    with pytest.raises(ReplyError, match="'running_var'"):
+        check_state({**like, "running_var": -np.ones(1)}, like, split_state(like))

@@ -384,6 +384,24 @@ def test_hooks_are_called_in_order_and_a_penalty_is_not_in_the_loss(
     assert result.loss == pytest.approx(plain.loss, rel=1e-13)
 
 
+class Fails(ClientHook):
+    """Raises in the first step."""
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        raise RuntimeError("in the first step")
+
+
+def test_after_an_error_the_hook_that_began_last_ends_first(points, mlp) -> None:
+    """Each finds the model as it left it: a later one may have changed it, too."""
+    model, ended = mlp(), list[int]()
+    hooks = [Noted(model), Noted(model), Fails()]
+    for number, hook in enumerate(hooks):
+        hook.end = lambda model, number=number: ended.append(number)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="first step"):
+        run(model, points(8), batch_size=4, hooks=hooks)
+    assert ended == [2, 1, 0]
+
+
 class Surveying(ClientHook):
     """Notes the order of calls, and the positions of one pass over the data."""
 
