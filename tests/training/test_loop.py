@@ -344,6 +344,18 @@ def test_nothing_to_train_on(points, mlp) -> None:
     assert run(mlp(norm=False), points(3), batch_size=1).num_steps == 3
 
 
+def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> None:
+    taken = []
+
+    def noted(purpose: str) -> torch.Generator:
+        taken.append(purpose)
+        return stream(purpose)
+
+    rate = {"learning_rate": 0.1, "hooks": [ClientHook()]}
+    train(mlp(), points(8), settings(batch_size=4), stream=noted, **rate)
+    assert sorted(taken) == ["augment", "batches", "dropout", "survey"]
+
+
 class Noted(ClientHook):
     """Adds the squared norm of the parameters, and notes what it is called with."""
 

@@ -15,7 +15,8 @@ import torch
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import DataError, StateError
+from fedbn_flwr.transport.replay import Replay
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 
@@ -58,3 +59,14 @@ def test_without_a_context_there_is_no_replay_log() -> None:
     clear_log(None)
     with pytest.raises(StateError, match="Context"):
         log_answer(None, *message(MODEL, 1))
+
+
+@pytest.mark.parametrize("step_only", [True, False])
+def test_another_first_batch_is_refused_also_where_the_training_goes_on(
+    step_only: bool,
+) -> None:
+    answers, sent = {"mean/0": torch.ones(1)}, {"mean/0": torch.zeros(1)}
+    reducer = Replay(answers, 9, sent, step_only)
+    assert reducer.reduce("mean/0", torch.zeros(1)) == torch.ones(1)
+    with pytest.raises(DataError, match="'mean/0'"):
+        reducer.reduce("mean/0", torch.ones(1))
