@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import nn
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError
@@ -20,9 +21,10 @@ from fedbn_flwr.lab.finished_runs.sites import (
     difference,
     interval,
     sites_of_run,
+    test_site,
 )
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training.tasks import BINARY
+from fedbn_flwr.training.tasks import BINARY, SEGMENTATION
 
 
 def own(out: Path, metric: str) -> list[float]:
@@ -128,3 +130,25 @@ def test_where_nothing_can_be_said_there_is_no_interval() -> None:
     assert interval(healthy) == (None, None, None)
     alone = SiteTest(BINARY, site.outputs[:3], site.targets[:3], site.groups[:1])
     assert interval(alone)[1:] == (None, None)
+
+
+def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
+    """What they predict differs; the pixels of each class do not."""
+
+    class Images:
+        units = None
+
+        def __len__(self) -> int:
+            return 3
+
+        def batch(self, positions, generator=None):
+            labels = torch.arange(3 * 16).remainder(3).view(3, 4, 4)
+            return torch.ones(len(positions), 1, 4, 4), labels[positions]
+
+    sites = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        sites.append(test_site(nn.Conv2d(1, 3, 3, padding=1), Images(), SEGMENTATION))
+    one, other = sites
+    assert not torch.equal(one.outputs, other.outputs)
+    assert one.has_examples_of(other)
