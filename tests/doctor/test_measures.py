@@ -18,6 +18,7 @@ from fedbn_flwr.doctor.differences import (
     Groups,
     class_counts,
     class_skew,
+    degrees,
     groups_of,
     shift,
     total_variation,
@@ -313,3 +314,13 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
         match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)",
     ):
         read_clients([[{"x": torch.zeros(1)}]], 10)
+
+
+def test_independent_columns_count_as_many_as_they_are_also_from_few_rows() -> None:
+    """Ten of 20 normal rows: without the correction for few rows 6.6."""
+    generator = _generator()
+    found = []
+    for _ in range(100):
+        rows = torch.randn(20, 10, generator=generator, dtype=torch.float64)
+        found.append(degrees(rows - rows.mean(0), 19))
+    assert sum(found) / len(found) > 9
