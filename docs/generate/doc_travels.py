@@ -17,6 +17,7 @@ _WORDS = {
     Part.STATISTICS: "running statistics",
     Part.COUNTERS: "counters",
     Part.REST: "all other entries",
+    Part.PERSONAL: "the entries that `personal` names",
 }
 _RECORDS = {
     "trainable": "as many floats as the shared trainable entries",

@@ -1,4 +1,4 @@
-"""A model's state by layer type: AFFINE, STATISTICS, COUNTERS and REST.
+"""A model's state by layer type: AFFINE, STATISTICS, COUNTERS, REST; by name: PERSONAL.
 
 Methods for BatchNorm differ in which of these parts they share. The split depends on
 the types of the layers, not on the letters "bn" in a name: torchvision's ResNet has
@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -51,12 +51,13 @@ __all__ = [
 
 
 class Part(StrEnum):
-    """One of the four parts of a model's state."""
+    """One of the five parts of a model's state."""
 
     AFFINE = "affine"
     STATISTICS = "statistics"
     COUNTERS = "counters"
     REST = "rest"
+    PERSONAL = "personal"
 
 
 _LEAF = {
@@ -67,6 +68,8 @@ _LEAF = {
     "num_batches_tracked": Part.COUNTERS,
 }
 
+# Before the name of a class, in the place of a path.
+_TYPE = "type:"
 # Of torch.nn.utils.parametrize: before the leaf whose entries follow.
 _PARAMETRIZED = "parametrizations."
 
@@ -114,6 +117,9 @@ class Parts:
         others: the paths of ``other_layers``; by names of layers in ``layers``, without
             the counter or the variance that torch's have.
         averaged: the other BatchNorm layers, which are FedAvg's; in REST.
+        personal: the entries that are PERSONAL, whatever layers they are of.
+        types: the paths of the modules of each class, by the class's name; none by
+            names.
     """
 
     names: tuple[str, ...]
@@ -121,11 +127,14 @@ class Parts:
     by_names: bool = False
     others: tuple[str, ...] = ()
     averaged: tuple[BatchNormLayer, ...] = ()
+    personal: tuple[str, ...] = ()
+    types: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> Parts:
-        """The split in which every BatchNorm layer is one on which a method acts."""
-        return replace(self, layers=(*self.layers, *self.averaged), averaged=())
+        """The split by types: a method acts on every layer, and nothing is PERSONAL."""
+        layers = (*self.layers, *self.averaged)
+        return replace(self, layers=layers, averaged=(), personal=())
 
     def only(self, layers: str | Sequence[str]) -> Parts:
         """Return the split with these layers alone; "" = as it is.
@@ -134,14 +143,15 @@ class Parts:
             ConfigError: a path or glob is that of no BatchNorm layer, or the split is
                 that of other layers.
         """
-        patterns = layers.split(",") if isinstance(layers, str) else layers
-        patterns = [pattern.strip() for pattern in patterns if pattern.strip()]
+        patterns = _listed(layers)
         if not patterns:
             return self
         paths = [layer.path for layer in self.whole.layers]
         unknown = [one for one in patterns if not any(_is_at(p, one) for p in paths)]
         if unknown:
-            raise ConfigError("\n".join(_no_layer(one, paths) for one in unknown))
+            what = f"is the path or glob of none of the {len(paths)} BatchNorm layers"
+            lines = [f"layers: {one!r} {what}. {_near(one, paths)}" for one in unknown]
+            raise ConfigError("\n".join(lines))
         parts = self._where(lambda path: any(_is_at(path, one) for one in patterns))
         if self.averaged and parts.layers != self.layers:
             raise ConfigError(
@@ -149,6 +159,49 @@ class Parts:
                 f" {self.named_layers()}: give one of the two"
             )
         return parts
+
+    def with_personal(self, patterns: str | Sequence[str]) -> Parts:
+        """Return the split in which these entries are PERSONAL; "" = none.
+
+        A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" stands
+        for all below the modules of this class, or of one made from it, "last-layer"
+        for the module of the last entry.
+
+        Raises:
+            ConfigError: a pattern has no entry, or they have all of them.
+        """
+        listed = _listed(patterns)
+        unknown = [one for one in listed if not self._entries_at(one)]
+        if unknown:
+            known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
+            lines = [
+                f"personal: {one!r} is no entry. {_near(one, known)}" for one in unknown
+            ]
+            if self.by_names:
+                lines.append("Classes are known with parts=split_state(model).")
+            raise ConfigError("\n".join(lines))
+        chosen = {name for one in listed for name in self._entries_at(one)}
+        if chosen and len(chosen) == len(self.names):
+            raise ConfigError(
+                f"personal has all {len(self.names)} entries of the model, and nothing"
+                " would be shared: Standalone is the method for that"
+            )
+        personal = tuple(name for name in self.names if name in chosen)
+        # The same object keeps what it has computed: a run asks in every round.
+        return self if personal == self.personal else replace(self, personal=personal)
+
+    def _entries_at(self, pattern: str) -> list[str]:
+        places = [pattern]
+        if pattern == "last-layer":
+            last = without_wrappers(self.names[-1])
+            places = [last.rpartition(".")[0] or last]
+        if pattern.startswith(_TYPE):
+            places = [*self.types.get(pattern.removeprefix(_TYPE), ())]
+        return [
+            name
+            for name in self.names
+            if any(_is_at(without_wrappers(name), place) for place in places)
+        ]
 
     def _where(self, chosen: Callable[[str], bool]) -> Parts:
         layers: list[BatchNormLayer] = []
@@ -167,6 +220,7 @@ class Parts:
         for layer in self.layers:
             for leaf, name in layer.entries.items():
                 part_of[name] = _part_of_leaf(leaf)
+        part_of |= dict.fromkeys(self.personal, Part.PERSONAL)
         return part_of
 
     def select(self, parts: Iterable[Part]) -> tuple[str, ...]:
@@ -191,7 +245,7 @@ class Parts:
 
     @cached_property
     def rest(self) -> tuple[str, ...]:
-        """All other entries."""
+        """All other entries that are not personal."""
         return self.select([Part.REST])
 
     def moments(self) -> Iterator[tuple[str, str]]:
@@ -287,13 +341,15 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def learning_parts(model: nn.Module, layers: Layers = "") -> Parts:
+def learning_parts(
+    model: nn.Module, layers: Layers = "", personal: str | Sequence[str] = ""
+) -> Parts:
     """Return the split in which BatchNorm has only the entries that training changes.
 
-    The ``fixed_entries`` are in REST (see ``train_only``). ``layers`` is that of
-    ``split_state``.
+    The ``fixed_entries`` are in REST (see ``train_only``). ``layers`` and ``personal``
+    are those of ``split_state``.
     """
-    parts, fixed = split_state(model, layers), fixed_entries(model)
+    parts, fixed = split_state(model, layers, personal), fixed_entries(model)
     return replace(
         parts,
         layers=tuple(_learning(parts.layers, fixed)),
@@ -313,7 +369,9 @@ def _learning(
 
 
 def split_state(
-    model_or_state_dict: nn.Module | Mapping[str, Any], layers: Layers = ""
+    model_or_state_dict: nn.Module | Mapping[str, Any],
+    layers: Layers = "",
+    personal: str | Sequence[str] = "",
 ) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
@@ -332,12 +390,15 @@ def split_state(
     With ``layers`` a method acts on these BatchNorm layers alone: "layer1,layer2", or
     ``lambda path, module: module.num_features > 64``. The others are in REST.
 
+    With ``personal`` these entries are PERSONAL, see ``Parts.with_personal``.
+
     Raises:
         ConfigError: no layer is chosen, or ``layers`` is a function and there is no
-            model.
+            model; or ``personal`` chooses no entry, or all.
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}
+    types: dict[str, list[str]] = {}
     others: list[str] = []
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
@@ -348,6 +409,8 @@ def split_state(
         for path, module in modules.items():
             if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module):
                 paths.append(path)
+            for kind in type(module).__mro__ if path else ():
+                types.setdefault(kind.__name__, []).append(without_wrappers(path))
         others = other_layers(model_or_state_dict)
     else:
         names = tuple(model_or_state_dict)
@@ -371,7 +434,8 @@ def split_state(
         # torch's have both.
         if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
             others.append(path)
-    parts = Parts(names, tuple(found), by_names, tuple(others))
+    parts = Parts(names, tuple(found), by_names, tuple(others), types=types)
+    parts = parts.with_personal(personal)
     if not callable(layers):
         return parts.only(layers)
     if by_names:
@@ -414,21 +478,23 @@ def batchnorm_layers(
 
 
 def _is_at(path: str, pattern: str) -> bool:
-    """Return whether a layer has this path or glob, or is below it."""
+    """Return whether a layer or entry has this path or glob, or is below it."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
-def _no_layer(pattern: str, paths: Sequence[str]) -> str:
-    # A path of a module above a layer is a name, too.
+def _listed(patterns: str | Sequence[str]) -> list[str]:
+    """Return patterns, or those of a comma list, without empty ones."""
+    each = patterns.split(",") if isinstance(patterns, str) else patterns
+    return [pattern.strip() for pattern in each if pattern.strip()]
+
+
+def _near(pattern: str, paths: Sequence[str]) -> str:
+    """Return a sentence with the paths, or those of modules above, that are nearest."""
     known = dict.fromkeys(
         path.rsplit(".", count)[0] for path in paths for count in range(3)
     )
     near = difflib.get_close_matches(pattern, list(known), n=3) or paths[:3]
-    named = ", ".join(repr(path) for path in near) or "none"
-    return (
-        f"layers: {pattern!r} is the path or glob of none of the {len(paths)} BatchNorm"
-        f" layers. Near: {named}."
-    )
+    return f"Near: {', '.join(repr(path) for path in near) or 'none'}."
 
 
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:

@@ -50,10 +50,11 @@ from fedbn_flwr.messages.records import (
 )
 from fedbn_flwr.training.client_hook import ClientHook, Entries
 
-__all__ = ["ClientStorage", "KeptState", "state_dir"]
+__all__ = ["ClientStorage", "KeptState", "own_entries", "state_dir"]
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
+_SECOND = "PersonalModel/"  # before the names of what this hook keeps
 # the records as they were before the round, by the name that they have now
 _ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (*_RECORDS, KEPT_ABOUT)}
 
@@ -94,6 +95,17 @@ class ClientStorage:
             kept.attach(folder, sent.continuity, self.partition_id)
         kept.restore(sent.local_sha256, sent.used_sha256)
         return kept
+
+
+def own_entries(kept: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    """Return the entries of a client's own model, given its kept records: those that
+    stay with it, and all of a second model (``strategies.ditto``).
+    """
+    own = dict(kept.get(KEPT, {}))
+    for name, array in kept.get(KEPT_BY_HOOKS, {}).items():
+        if name.startswith(_SECOND):
+            own[name.removeprefix(_SECOND)] = array
+    return own
 
 
 def state_dir(context: Context, of_run: str | None = None) -> Path | None:
@@ -253,6 +265,11 @@ class KeptState:
         """
         kept = self._read(KEPT) if names else {}
         return {name: kept[name] for name in names if name in kept}
+
+    def tested(self, names: Collection[str]) -> Mapping[str, Array]:
+        """Return what this client is tested with: ``load``, and a second model."""
+        by_hooks = self._read(KEPT_BY_HOOKS)
+        return own_entries({str(KEPT): self.load(names), KEPT_BY_HOOKS: by_hooks})
 
     def hook_state(self, hook: ClientHook) -> Entries:
         """Return the entries that a client hook kept in the client's last round, else

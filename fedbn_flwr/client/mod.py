@@ -34,7 +34,7 @@ from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import NamedConfigErrors, StateError
+from fedbn_flwr.errors import ConfigError, NamedConfigErrors, StateError
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
@@ -96,6 +96,8 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+    if config.fine_tune and not trains:
+        raise ConfigError("fine-tune needs a TorchClient: train in your own test")
     # Before the app: the whole model, and nothing else, is in the message.
     if config.attempt is not None:
         _reopen(message, context)

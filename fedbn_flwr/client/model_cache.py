@@ -86,6 +86,7 @@ class CachedModel:
             the first.
         by_copy: whether a state is loaded by copies of its entries; if not, by
             ``load_state_dict``.
+        build: what has built the model; None = it was given.
         tried: whether a synchronised step was tried with it.
         looked_at: whether it had its first look.
     """
@@ -97,11 +98,12 @@ class CachedModel:
     buffers: list[tuple[nn.Module, str, Tensor]]
     tied: Mapping[str, str]
     by_copy: bool
+    build: BuildModel | None = None
     tried: bool = False
     looked_at: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module) -> CachedModel:
+    def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
         """Return the model with what is derived from it."""
         plain = unwrap(model)
         buffers = []
@@ -120,6 +122,7 @@ class CachedModel:
             buffers=buffers,
             tied=tied_entries(plain),
             by_copy=loads_by_copy(plain),
+            build=build,
         )
 
     @property
@@ -136,7 +139,16 @@ class CachedModel:
         """Return this model; if the client's code has added or removed layers since it
         was read, read anew.
         """
-        return self if self.layout.is_current else CachedModel.of(self.model)
+        if self.layout.is_current:
+            return self
+        return CachedModel.of(self.model, self.build)
+
+    def initial(self) -> State:
+        """Return the state with which the model is built; of a given one as it is."""
+        if self.build is None:
+            return to_state(self.state)
+        with seeded(0):
+            return to_state(unwrap(self.build()).state_dict())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load all entries."""
@@ -224,7 +236,7 @@ def _built(
         # The first weights are drawn in some processes only; what the client draws is
         # as in the others.
         with seeded(0):
-            cached = _prepared(build(), example)
+            cached = _prepared(build(), example, build)
     # After an exception the model is not free again: its modes and hooks are as the
     # exception left them.
     yield cached
@@ -236,7 +248,11 @@ def _built(
     free.append(cached)
 
 
-def _prepared(model: nn.Module, example: Callable[[], Any] | None) -> CachedModel:
+def _prepared(
+    model: nn.Module,
+    example: Callable[[], Any] | None,
+    build: BuildModel | None = None,
+) -> CachedModel:
     """Return the model with what is derived from it.
 
     Raises:
@@ -259,7 +275,7 @@ def _prepared(model: nn.Module, example: Callable[[], Any] | None) -> CachedMode
         if warning:
             _warn(warning)
     name_once(plain)
-    return CachedModel.of(set_memory_format(model, example))
+    return CachedModel.of(set_memory_format(model, example), build)
 
 
 @functools.cache  # once in a process: a model may be built for every message
@@ -281,6 +297,8 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
     # Without a choice of layers the server has split the model by names alone, and the
     # client knows its layers.
     affine = () if sent.layers else cached.parts.affine
+    personal = {name.removeprefix(prefix) for name in sent.personal}
+    affine = tuple(name for name in affine if name not in personal)
     shared = [name for name in affine if name not in names]
     if shared and len(shared) < len(affine):
         raise ConfigError(
@@ -319,13 +337,15 @@ def load_received(
     cached: CachedModel,
     parameters: list[Array],
     config: Config,
+    sent: MessageConfig,
     kept: Mapping[str, Array],
 ) -> Received:
     """Load the received entries into the model, kept entries in place of received ones;
     check that none is missing.
 
     The config names the arrays, those of further records ``record/entry``; else they
-    are the model's own in its order.
+    are the model's own in its order. A personal entry that has another shape here than
+    at the server starts as the client's model is built.
 
     Raises:
         StateError: an entry is missing, is not the model's, or has another shape.
@@ -352,6 +372,9 @@ def load_received(
     state = {name.removeprefix(prefix): array for name, array in received.items()}
     # What is kept wins: the server's values of these entries are of its first message.
     state.update(kept)
+    for name in (one.removeprefix(prefix) for one in sent.personal):
+        if name in state and name in model and state[name].shape != model[name].shape:
+            state[name] = cached.initial()[name]
     cached.load(tensors(_fitted(state, model)))
     extras = {}
     for record, entries in further.items():

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.client.kept import own_entries
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.protocol import FINGERPRINT, KEPT
+from fedbn_flwr.messages.protocol import FINGERPRINT
 from fedbn_flwr.messages.records import tensors
 
 __all__ = [
@@ -195,7 +196,7 @@ def site_state(
             " Give the state folder of the node that took part in this run, and the"
             f" model.safetensors of this run.\n{why}"
         )
-    kept = tensors(found[chosen]["kept"].get(KEPT, {}))
+    kept = tensors(own_entries(found[chosen]["kept"]))
     return SiteState({**state, **kept}, chosen)
 
 

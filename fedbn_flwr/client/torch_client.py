@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import Context
@@ -208,32 +209,22 @@ class TorchClient(NumPyClient):
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
             reducer = replay(self.context, config)
+        trained = self._training(sent, self.settings)
         hooks: dict[str, ClientHook] = {}
         if sent.hooks:
             loss = functools.partial(self.data.validation_loss, task=self.task)
-            about = HookContext(config, frozenset(local), reducer, loss)
+            about = HookContext(config, frozenset(local), reducer, loss, trained)
             hooks = make_hooks(sent.hooks, about)
         # The model begins as the server's, but for the entries that stay here.
-        extras, prefix = load_received(cached, parameters, config, kept.load(local))
+        extras, prefix = load_received(
+            cached, parameters, config, sent, kept.load(local)
+        )
         for hook in hooks.values():
             hook.receive(extras, kept.hook_state(hook))
-        result = train(
-            cached.model,
-            self.data.train,
-            self.settings,
-            learning_rate=self.settings.learning_rate.at(
-                sent.server_round, sent.frozen
-            ),
-            stream=functools.partial(
-                self.streams.generator, sent, fresh=sent.fresh_batches
-            ),
-            hooks=list(hooks.values()),
-            task=self.task,
-            layout=cached.layout,
-        )
+        result = trained(cached.model, hooks=list(hooks.values()), layout=cached.layout)
         cached.refuse_made()
         if not math.isfinite(result.loss):
-            load_received(cached, parameters, config, kept.load(local))
+            load_received(cached, parameters, config, sent, kept.load(local))
             size = self.settings.batch_size
             refuse_first_pass(cached.plain, self.data.train, self.task, size)
         # Nothing is kept before all steps were taken: an exception leaves the client as
@@ -255,6 +246,21 @@ class TorchClient(NumPyClient):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return returned, metrics
 
+    def _training(
+        self, sent: TrainConfig, settings: LocalTraining
+    ) -> Callable[..., TrainResult]:
+        """Return what trains a model on the client's data in this round."""
+        return functools.partial(
+            train,
+            data=self.data.train,
+            settings=settings,
+            learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
+            stream=functools.partial(
+                self.streams.generator, sent, fresh=sent.fresh_batches
+            ),
+            task=self.task,
+        )
+
     def evaluate(
         self, parameters: list[Array], config: Config
     ) -> tuple[float, int, Config]:
@@ -275,7 +281,12 @@ class TorchClient(NumPyClient):
         metrics: Config = {}
         first: EvalResult | None = None
         with self._cached_model() as cached:
-            self._load(cached, parameters, config, sent)
+            self._load(cached, parameters, config, sent, tested=True)
+            if sent.fine_tune and len(self.data.train):
+                steps = replace(
+                    self.settings, local_steps=sent.fine_tune, local_epochs=0
+                )
+                self._training(TrainConfig.read(config), steps)(cached.model)
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
@@ -324,11 +335,13 @@ class TorchClient(NumPyClient):
         parameters: list[Array],
         config: Config,
         sent: MessageConfig,
+        tested: bool = False,
     ) -> Received:
-        """Load the received and the kept entries for a pass without training."""
+        """Load the received and kept entries; ``tested``: also of a second model."""
         kept = self._open_kept(cached, config, sent)
         local = entries_that_stay(cached, sent)
-        return load_received(cached, parameters, config, kept.load(local))
+        own = kept.tested(local) if tested else kept.load(local)
+        return load_received(cached, parameters, config, sent, own)
 
     def _open_kept(
         self, cached: CachedModel, config: Config, sent: MessageConfig

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.averaging import average
-from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
 from fedbn_flwr.doctor.clients import ClientData
@@ -510,7 +510,7 @@ def _state_of_run(
 
     # The file has no entries of the parts that stay with the clients.
     model = make_model(config)
-    parts = split_state(model, config.layers)
+    parts = method_of(config).parts(model)
     absent = [part for part in Part if about.get(part) == ABSENT]
     names = parts.select(absent)
     if names and kept:

@@ -141,7 +141,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     warnings: list[str] = []
     ignored: list[str] = []
     if config.strategy != CENTRALIZED:
-        parts = split_state(model, config.layers)
+        parts = method_of(config).parts(model)
         warnings += partly_without_effect(parts, method_of(config).methods)
         ignored += [problem.key for problem in method_of(config).problems("unused")]
 
@@ -236,9 +236,9 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     """
     method = method_of(config)
     settings = method.params.model_dump()
-    kept = method.methods.local & {Part.AFFINE, Part.STATISTICS}
+    kept = method.methods.local & {Part.AFFINE, Part.STATISTICS, Part.PERSONAL}
     if config.held_out_clients and kept and not method.shares_nothing:
-        # Held-out clients have no BN of their own: they are tested with the average.
+        # Held-out clients have no entries of their own: they are tested with the average.
         settings["eval_on"] = ",".join(dict.fromkeys((*method.tests, SHARED_BN)))
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS

@@ -132,6 +132,14 @@ LAYERS = Key.down(
     "str, JSON list: paths of the BatchNorm layers on which the method acts, where it"
     " does not act on all",
 )
+PERSONAL = Key.down(
+    "fedbn-flwr.personal",
+    "str, JSON list: those of the entries that stay that the user has named; a client"
+    " may have them in another shape",
+)
+FINE_TUNE = Key.down(
+    "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
+)
 NO_STATE = "none"  # in the place of a hash
 LOCAL_SHA256 = Key(
     "fedbn-flwr.local-sha256",
@@ -600,6 +608,8 @@ class MessageConfig:
             client forgets what it kept in another. None = it does not.
         local_entries: names of the entries that stay with the client.
         layers: paths of the BatchNorm layers on which the method acts; () = all.
+        personal: names of those local entries that the user has named.
+        fine_tune: steps by which the client trains before a test.
         local_sha256: hash of the state that the client must restore, "" for no state;
             None = the client decides.
         used_sha256: hash of the state that the client kept in the last round whose
@@ -612,6 +622,8 @@ class MessageConfig:
     start_id: str | None = _entry(START_ID, None)
     local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
     layers: tuple[str, ...] = _entry(LAYERS, (), _from_json, _to_json)
+    personal: tuple[str, ...] = _entry(PERSONAL, (), _from_json, _to_json)
+    fine_tune: int = _entry(FINE_TUNE, 0, int)
     local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
     used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)
 

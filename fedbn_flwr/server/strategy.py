@@ -51,6 +51,7 @@ from fedbn_flwr.transport.polling_grid import polling
 __all__ = ["AggregateMetrics", "Combination", "CommonOptions", "Strategy"]
 
 logger = logging.getLogger("flwr")
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
@@ -117,12 +118,14 @@ class CommonOptions(TypedDict, total=False):
     """
 
     layers: str | Sequence[str]
+    personal: str | Sequence[str]
     variance: Literal["mean", "pooled"]
     recalibrate: bool
     min_replies: int
     cohort_rounds: int
     eval_every: int
     eval_on: str
+    fine_tune: int
     seed: int
     on_divergence: Literal["stop", "continue"]
     momentum_scope: Literal["none", "local", "global"]
@@ -212,6 +215,7 @@ class Strategy(FlowerFedAvg):
     Params: ClassVar[type[Any]] = Method.Params
 
     stopped = False
+    __signature__: ClassVar[inspect.Signature | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Take the name and the settings of the class's method."""
@@ -225,6 +229,15 @@ class Strategy(FlowerFedAvg):
         own = cls.combination.own_defaults
         if own and "__init__" not in vars(cls):
             cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
+        # A class without a constructor shows the method's own settings all the same.
+        cls.__signature__ = None
+        if cls.__init__ is Strategy.__init__:
+            shown = inspect.signature(Strategy)
+            *named, rest = shown.parameters.values()
+            for name in cls.Params.model_fields.keys() - Params.model_fields.keys():
+                default = cls.Params.model_fields[name].default
+                named.append(rest.replace(name=name, kind=_BY_NAME, default=default))
+            cls.__signature__ = shown.replace(parameters=[*named, rest])
 
     def __init__(
         self,
@@ -240,12 +253,14 @@ class Strategy(FlowerFedAvg):
         evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
         *,
         layers: str | Sequence[str] = "",
+        personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",
         recalibrate: bool = False,
         min_replies: int = 1,
         cohort_rounds: int = 1,
         eval_every: int = 1,
         eval_on: str = "",
+        fine_tune: int = 0,
         seed: int = 0,
         on_divergence: Literal["stop", "continue"] = "stop",
         momentum_scope: Literal["none", "local", "global"] = "none",
@@ -293,14 +308,18 @@ class Strategy(FlowerFedAvg):
                 f"strategy {self.name!r}: layers is a function, and a strategy knows no"
                 " modules: pass parts=split_state(model, layers=...)"
             )
+        if parts is not None and not personal:
+            personal = parts.personal
         self.params = combination.Params(
             layers=layers if isinstance(layers, str) else ",".join(layers),
+            personal=personal if isinstance(personal, str) else ",".join(personal),
             variance=variance,
             recalibrate=recalibrate,
             min_replies=min_replies,
             cohort_rounds=cohort_rounds,
             eval_every=eval_every,
             eval_on=eval_on,
+            fine_tune=fine_tune,
             seed=seed,
             on_divergence=on_divergence,
             momentum_scope=momentum_scope,

@@ -34,6 +34,7 @@ from fedbn_flwr.server.methods.together import why_not_combined
 from fedbn_flwr.server.methods.travels import ALL, BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import Combination, Strategy
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold
+from fedbn_flwr.strategies.ditto import Ditto
 from fedbn_flwr.strategies.fbn import FBN
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgMethod
 from fedbn_flwr.strategies.fedavgm import FedAvgM
@@ -42,6 +43,7 @@ from fedbn_flwr.strategies.fedbs import FedBS
 from fedbn_flwr.strategies.feddna import FedDNA
 from fedbn_flwr.strategies.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedbn_flwr.strategies.fedprox import FedProx
+from fedbn_flwr.strategies.fedrep import FedRep
 from fedbn_flwr.strategies.fedtan import FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2
 from fedbn_flwr.strategies.fedwon import FedWon
@@ -66,6 +68,7 @@ __all__ = [
     "Ask",
     "BNScaffold",
     "Combination",
+    "Ditto",
     "Extra",
     "Facts",
     "FedAdagrad",
@@ -76,6 +79,7 @@ __all__ = [
     "FedBS",
     "FedDNA",
     "FedProx",
+    "FedRep",
     "FedTAN",
     "FedTAN2",
     "FedWon",
@@ -110,6 +114,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     for strategy in (
         FedAvg,
         FedProx,
+        Ditto,
         Scaffold,
         BNScaffold,
         FedAvgM,
@@ -129,6 +134,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         FedBS,
         FedWon,
         Standalone,
+        FedRep,
     )
 }
 METHODS: Mapping[str, type[Kind]] = {

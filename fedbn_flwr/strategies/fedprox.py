@@ -53,14 +53,20 @@ PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
 
 
 class ProximalTerm(ClientHook):
-    """Client half: add mu/2 * sum over trainable w of (w - w_received)^2 to the loss."""
+    """Client half: add mu/2 * sum over trainable w of (w - w_received)^2 to the loss.
 
-    def __init__(self, mu: float) -> None:
-        self.mu = mu
+    ``received``: the model as it was received, where another one trains.
+    """
+
+    def __init__(self, mu: float, received: nn.Module | None = None) -> None:
+        self.mu, self._model = mu, received
         self._received: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Store the trainable parameters as received."""
+        if self._model is not None:
+            pairs = zip(model.parameters(), self._model.parameters(), strict=True)
+            self._received = {own: sent.detach().clone() for own, sent in pairs}
         self._note_trained(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:

@@ -167,8 +167,8 @@ def test_the_number_of_lines_to_change(diff: str, lines: int) -> None:
 
 
 # Its network has no convolution to standardise, and its client does not answer queries
-# for statistics.
-NOT_FOR_HOSPITALS = ("fedwon", "staticbn")
+# for statistics, nor has it a second model.
+NOT_FOR_HOSPITALS = ("fedwon", "staticbn", "ditto")
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,14 @@ from fedbn_flwr.strategies import (
     MTFL,
     STRATEGIES,
     BNScaffold,
+    Ditto,
     FedAvg,
     FedAvgM,
     FedBN,
     FedBS,
     FedDNA,
     FedProx,
+    FedRep,
     FedTAN,
     FedTAN2,
     FedWon,
@@ -65,6 +67,8 @@ METHODS: dict[str, Make] = {
     "silobn": SiloBN,
     "mtfl": MTFL,
     "standalone": Standalone,
+    "fedper": functools.partial(FedAvg, personal="last-layer"),
+    "fedrep": FedRep,
     "fedprox": functools.partial(FedProx, proximal_mu=0.5),
     "scaffold": functools.partial(Scaffold, server_learning_rate=0.8),
     "bn-scaffold": BNScaffold,
@@ -99,13 +103,14 @@ SERVERS: dict[str, Make] = {
     ),
     "pooled": functools.partial(FedAvg, variance="pooled"),
     "fedbs": functools.partial(FedBS, fedbs_eps=10.0, fedbs_rounds=2),
+    "ditto": Ditto,
     "fedavgm": functools.partial(FedAvgM, server_momentum=0.9),
     "fedadam": STRATEGIES["fedadam"],
     "fedyogi": STRATEGIES["fedyogi"],
     "fedadagrad": STRATEGIES["fedadagrad"],
 }
 ALL = METHODS | SERVERS
-WITHOUT_HOOKS = ("fedavg", "fedbn", "silobn", "mtfl", "standalone")
+WITHOUT_HOOKS = ("fedavg", "fedper", "fedbn", "silobn", "mtfl", "standalone")
 SYNCHRONISED = ("fedtan", "feddna", "fedtan2")
 REESTIMATED = ("staticbn", "silobn, recalibrated")
 WITH_MOMENTUM = (

@@ -57,6 +57,8 @@ OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     ),
     "averaged-bn, silobn": (("silobn",), {"eval_on": "averaged-bn"}),
     "averaged-bn, mtfl": (("mtfl",), {"eval_on": "averaged-bn"}),
+    "personal": (("fedavg",), {"personal": "6"}),
+    "personal+fedbn+scaffold": (("fedbn", "scaffold"), {"personal": "0,6"}),
     "fixbn auto": (("fixbn",), AUTO),
     "fixbn auto, frozen early": (("fixbn",), {**AUTO, "freeze_window": 2}),
     "fixbn affine": (("fixbn",), {"freeze_affine": True}),

@@ -107,6 +107,7 @@ def _layers(inspection: Inspection) -> Table:
 
     floats, counters = inspection.floats, inspection.counters
     use = {part: _use(inspection, part) for part in floats}
+    part_of = inspection.parts.part_of
     table = Table(
         "BN layer", "gamma and beta", "running statistics", "floats", box=None
     )
@@ -115,16 +116,16 @@ def _layers(inspection: Inspection) -> Table:
     for layer in inspection.parts.layers:
         affine = statistics = "-"
         if "weight" in layer.entries:
-            affine = use[Part.AFFINE]
+            affine = use[part_of[layer.entries["weight"]]]
             if layer.entries["weight"] in inspection.frozen:
                 affine += "; not trained"
         if "running_mean" in layer.entries:
-            statistics = use[Part.STATISTICS]
+            statistics = use[part_of[layer.entries["running_mean"]]]
             if layer.path in inspection.fixed:
                 statistics += "; in eval mode"
         size = 0
         for name in layer.entries.values():
-            if inspection.parts.part_of[name] != Part.COUNTERS:
+            if part_of[name] != Part.COUNTERS:
                 size += inspection.sizes[name]
         table.add_row(
             layer.path or "(the model itself)", affine, statistics, f"{size:,}"
@@ -134,6 +135,9 @@ def _layers(inspection: Inspection) -> Table:
     table.add_row(
         "all other layers", f"({use[Part.REST]})", "", f"{floats[Part.REST]:,}"
     )
+    if inspection.parts.personal:
+        shown = f"{floats[Part.PERSONAL]:,}"
+        table.add_row("personal entries", f"({use[Part.PERSONAL]})", "", shown)
     table.add_row(
         "sum",
         f"{floats[Part.AFFINE]:,}",

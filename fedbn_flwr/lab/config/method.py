@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part
+from torch import nn
+
+from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
 from fedbn_flwr.lab.config.reading import CENTRALIZED, number, read_decays, split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
@@ -77,6 +79,13 @@ class RunMethod:
         """The options and methods of the run, with their settings."""
         return self.strategy.combination.methods(self.params)
 
+    def parts(self, model: nn.Module, learning: bool = False) -> Parts:
+        """Return the split by the settings, of ``split_state`` or ``learning_parts``."""
+        split = learning_parts if learning else split_state
+        if self.centralized:
+            return split(model)
+        return split(model, self.params.layers, self.params.personal)
+
     @property
     def run_settings(self) -> RunSettings:
         """The settings of the run that the methods check their own against."""
@@ -104,7 +113,7 @@ class RunMethod:
         if asked:
             return asked
         # With local parts no client uses the global model as it is.
-        if not self.centralized and self.methods.local:
+        if not self.centralized and self.methods.own_models:
             return ("personal-own",)
         return ("global",)
 

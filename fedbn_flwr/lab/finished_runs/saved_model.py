@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.client.personal_model import (
     AVERAGED,
     client_file,
@@ -150,7 +150,7 @@ def _state(
         )
     if choice.averaged:
         _check_averaged(run, about, choice)
-    parts = split_state(model, config.layers)
+    parts = method_of(config).parts(model)
     # A site's own model, a client's of the run's folder, or the global one.
     if choice.state_dir is not None:
         shapes = {
@@ -171,6 +171,8 @@ def _what_of_client(config: Config, parts: Parts, client: int, kept_here: bool) 
     if config.strategy != CENTRALIZED:
         local = method_of(config).methods.local
     kept = ", ".join(part for part in Part if part in local and parts.select([part]))
+    if kept_here and not kept:
+        return f"the own model of client {client}"
     if not kept:
         why = f"under {config.title} all clients have it"
     elif kept_here:

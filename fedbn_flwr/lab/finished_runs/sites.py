@@ -250,7 +250,7 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
     own = False
     if config.strategy != CENTRALIZED:
         personal = test.startswith("personal") or method.shares_nothing
-        own = personal and bool(method.methods.local)
+        own = personal and method.methods.own_models
     task = data_of(config).test_task
     if metric:
         task = task.scored_by(metric)

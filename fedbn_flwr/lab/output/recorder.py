@@ -308,7 +308,7 @@ class Recorder:
         # What using the model elsewhere needs.
         about = {"format": "pt", **contents, "sha256": summary["sha256"]}
         about[MODEL_DESCRIPTION] = self._model_description.to_json()
-        if strategy and strategy.local and local:
+        if strategy and strategy.methods.own_models and local:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
         if since and chosen >= since:
             about[DIVERGED_AT] = str(since)

@@ -73,7 +73,7 @@ def table_of_run(
     # A client's model: the global one, what completes it, and what the client keeps.
     own: Mapping[str, State] = {}
     shared: State = completing_entries(strategy.run, test) if strategy else {}
-    if strategy and strategy.local and test.startswith("personal"):
+    if strategy and strategy.methods.own_models and test.startswith("personal"):
         own = dict(kept_by_clients(config, strategy, state))
         if not own:
             return []

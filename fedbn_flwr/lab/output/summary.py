@@ -21,6 +21,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.client.kept import own_entries
 from fedbn_flwr.client.kept_files import KeptFiles
 from fedbn_flwr.client.personal_model import ABSENT, AVERAGED
 from fedbn_flwr.errors import StateError
@@ -29,7 +30,6 @@ from fedbn_flwr.lab.data import Dataset
 from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
 from fedbn_flwr.lab.setup import build_options
-from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
@@ -74,7 +74,7 @@ def kept_by_clients(
     config: Config, strategy: Strategy, model: State
 ) -> Iterator[tuple[str, State]]:
     """Yield (client, entries) of each client whose part lies on this disk."""
-    if not strategy.local or strategy.continuity is None or not config.state_dir:
+    if strategy.continuity is None or not config.state_dir:
         return
     shapes = {name: array.shape for name, array in model.items()}
     fingerprint = strategy.run.parts.fingerprint(shapes)
@@ -85,8 +85,9 @@ def kept_by_clients(
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
-        if content and KEPT in content["kept"]:
-            yield client, content["kept"][KEPT]
+        own = own_entries(content["kept"]) if content else {}
+        if own:
+            yield client, own
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.runs.start_checks import misfits
@@ -189,7 +189,7 @@ class _Costs:
         self._travels = method_of(config).methods.whole
 
         # the whole state, and what of it does not stay with the clients
-        self.parts = split_state(model, config.layers)
+        self.parts = method_of(config).parts(model)
         self._state = to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
         self.everything = num_bytes(to_record(self._state))
@@ -204,7 +204,7 @@ class _Costs:
                 self._trained += p.numel() * p.element_size()
 
         # BN layers whose statistics move, and the bytes of these
-        learning = learning_parts(model, config.layers)
+        learning = method_of(config).parts(model, learning=True)
         self._layers = len(list(learning.moments()))
         self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
 

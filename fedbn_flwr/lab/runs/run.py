@@ -74,7 +74,7 @@ def _keeps_files(config: Config) -> bool:
     """Return whether clients keep a part of the model, or must be able to resume."""
     if config.strategy == CENTRALIZED:
         return False
-    return config.checkpoint_every > 0 or bool(method_of(config).methods.local)
+    return config.checkpoint_every > 0 or method_of(config).methods.own_models
 
 
 def default_workers(checked: Checked) -> int:

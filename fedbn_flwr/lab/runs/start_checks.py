@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import learning_parts, split_state
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.models import build_model
@@ -206,7 +206,10 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     if config.strategy == CENTRALIZED:
         return []
     # the layers that the model has
-    methods, parts = method_of(config).methods, split_state(model, config.layers)
+    methods, parts = (
+        method_of(config).methods,
+        method_of(config).parts(model),
+    )
     shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
     run = replace(method_of(config).run_settings, parts=parts, shapes=shapes)
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
@@ -214,7 +217,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
         return found
 
     # the layers that train: on BN that does not change a method has no effect
-    run = replace(run, parts=learning_parts(model, config.layers))
+    run = replace(run, parts=method_of(config).parts(model, learning=True))
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
     by = "freezes them itself"
     if config.train_only:

@@ -38,6 +38,7 @@ from fedbn_flwr.messages.protocol import MessageConfig, ReplyInfo
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.transports import connect
 
@@ -375,12 +376,15 @@ class HookContext:
         validation_loss: returns the loss of a model on the client's validation data;
             None if the training is a loop of another project. It raises DataError if
             the client has none.
+        train: trains a model as the client's, with ``hooks``; None in a loop of another
+            project.
     """
 
     config: Mapping[str, Any]
     local_entries: frozenset[str] = frozenset()
     replayed: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
+    train: Callable[..., object] | None = None
 
     @property
     def reducer(self) -> Reducer:
@@ -391,6 +395,12 @@ class HookContext:
     def layers(self) -> tuple[str, ...]:
         """The paths of the BatchNorm layers on which the method acts; () = all."""
         return MessageConfig.read(self.config).layers
+
+    @property
+    def personal(self) -> frozenset[str]:
+        """The names of ``MessageConfig.personal``, without a wrapper's prefix."""
+        names = MessageConfig.read(self.config).personal
+        return frozenset(map(without_wrappers, names))
 
 
 HookFactory = Callable[[HookContext], ClientHook]

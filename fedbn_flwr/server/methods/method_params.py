@@ -25,6 +25,7 @@ __all__ = [
     "FedAvgMParams",
     "FedBSParams",
     "FedProxParams",
+    "FedRepParams",
     "FedTAN2Params",
     "FedTANParams",
     "FedWonParams",
@@ -70,6 +71,20 @@ class FedWonParams(Params):
         "local training",
         ge=0,
     )
+
+
+# --- a personal head ------------------------------------------------------------------
+class FedRepParams(Params):
+    """Parameters of FedRep; without ``personal`` the head is the last layer."""
+
+    head_steps: int = setting(
+        1, "tau_h: the first local steps of a round, which train the head alone", ge=0
+    )
+
+    @field_validator("personal")
+    @classmethod
+    def _head(cls, personal: str) -> str:
+        return personal or "last-layer"
 
 
 # --- the server's step ----------------------------------------------------------------
@@ -317,5 +332,7 @@ PARAMS: Mapping[str, type[Params]] = {
     "fedbs": FedBSParams,
     "fedwon": FedWonParams,
     "standalone": Params,
+    "fedrep": FedRepParams,
+    "ditto": FedProxParams,
 }
 """The settings of each method of the package, in the order of ``STRATEGIES``."""

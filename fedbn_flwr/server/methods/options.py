@@ -31,7 +31,7 @@ from fedbn_flwr.server.methods.momentum import (
 )
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, ShareBN
-from fedbn_flwr.server.methods.travels import Extra, Travels
+from fedbn_flwr.server.methods.travels import PERSONAL, Extra, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
@@ -156,6 +156,22 @@ class AveragedBN(Option):
         return [Ask("share-bn", shown=True)]
 
 
+class PersonalEntries(Option):
+    """Entries that a user names stay with the clients."""
+
+    name = "personal"
+    instead = "no personal entries"
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether any are named."""
+        return bool(params.personal)
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return what stays with the client."""
+        return (Travels(local=PERSONAL),)
+
+
 class Recalibrate(Option):
     """Every test and the final model use re-estimated statistics."""
 
@@ -205,6 +221,7 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
     MomentumScope,
     AdaptiveClipping,
     AveragedBN,
+    PersonalEntries,
     Recalibrate,
     TestRecalibrated,
     PooledVariance,

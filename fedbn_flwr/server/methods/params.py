@@ -143,6 +143,12 @@ class Params(Settings):
         " empty = all",
         only_if={"norm": BATCHNORM_KINDS},
     )
+    personal: str = setting(
+        "",
+        "comma list of paths and globs of entries (`classifier.*`), each with what is"
+        " below it, of classes (`type:LayerNorm`), or `last-layer`: they stay with the"
+        " client, beside the method's own part; empty = none, with fedrep `last-layer`",
+    )
     variance: Literal["mean", "pooled"] = setting(
         "mean",
         "average of running variances; pooled adds the spread of the client means",
@@ -182,6 +188,12 @@ class Params(Settings):
         " averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the"
         " plain test beside it",
         "tests",
+    )
+    fine_tune: int = setting(
+        0,
+        "local steps of each client before its test; the run goes on without them",
+        "tests",
+        ge=0,
     )
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
     on_divergence: Literal["stop", "continue"] = setting(

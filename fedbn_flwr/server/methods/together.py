@@ -111,6 +111,11 @@ class Methods:
         return self.whole.local
 
     @property
+    def own_models(self) -> bool:
+        """Whether each client has a model of its own."""
+        return bool(self.local) or self.whole.second_model
+
+    @property
     def freezes_bn(self) -> bool:
         """Whether a part of BN is frozen later than from the first phase on."""
         for method in self._methods:
@@ -255,7 +260,10 @@ class Methods:
             problems += method.problems(run)
         if run.parts is not None:
             for method in self._methods:
-                problems += _model_problems(method, run.parts)
+                # A layer whose entries are personal is one of the model's all the same.
+                by_type = dataclasses.replace(run.parts, personal=())
+                problems += _model_problems(method, by_type)
+                problems += _personal_problems(method, run.parts)
         # FedTAN's rows are FedTAN-II's, too, and a problem is said once.
         return list(dict.fromkeys(problems))
 
@@ -313,6 +321,13 @@ class Methods:
                 "unused",
                 "layers",
             )
+        if Part.REST in self.local:
+            text = f"with {self.name} the whole model stays with the client"
+            yield Problem("all-personal", text, "unused", "personal")
+        personal = [test for test in run.tests if test.startswith("personal")]
+        if run.tests and not personal:
+            text = "no client tests its model (eval-on=personal-own)"
+            yield Problem("no-client-tests", text, "unused", "fine_tune")
         if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
             yield Problem(
                 "no-variances",
@@ -324,7 +339,7 @@ class Methods:
     def _test_problems(self, tests: Sequence[str]) -> Iterator[Problem]:
         """Yield which tests have no model under these methods."""
         local = self.local
-        weights = local & {Part.AFFINE, Part.REST}
+        weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
         if (self.reestimates or RECALIBRATED in tests) and weights:
             yield Problem(
                 "no-global-weights",
@@ -426,6 +441,22 @@ def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]
                 has=has,
                 remedy=remedy,
             )
+
+
+def _personal_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
+    """Yield which personal entries a method needs in common."""
+    common = in_common(together(declared(method)))
+    by_type = parts.whole.part_of
+    needed = [name for name in parts.personal if by_type[name] in common]
+    if needed:
+        named = ", ".join(dict.fromkeys(by_type[name] for name in needed))
+        yield Problem(
+            "personal-in-common",
+            f"{method.title} needs the {named} of all clients in common",
+            "model",
+            has=f"'{needed[0]}' among its personal entries ({len(needed)} such)",
+            remedy=f"{method.instead}, or leave them out of personal",
+        )
 
 
 def declared(

@@ -23,6 +23,7 @@ __all__ = [
     "ALL",
     "BATCHNORM",
     "NONE",
+    "PERSONAL",
     "TRACKED",
     "Exchanges",
     "Extra",
@@ -44,7 +45,8 @@ PartSet = frozenset[Part]
 NONE: PartSet = frozenset()
 TRACKED: PartSet = frozenset({Part.STATISTICS, Part.COUNTERS})
 BATCHNORM: PartSet = TRACKED | {Part.AFFINE}
-ALL: PartSet = BATCHNORM | {Part.REST}
+PERSONAL: PartSet = frozenset({Part.PERSONAL})
+ALL: PartSet = BATCHNORM | {Part.REST} | PERSONAL
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Travels:
         needs: parts of BN on which the method acts and that are not named above, a set
             for each need.
         kept: what else the clients keep, in words.
+        second_model: whether a client has a model of its own beside the global one.
     """
 
     phase: str = ""
@@ -139,6 +142,7 @@ class Travels:
     decides: frozenset[str] = frozenset()
     needs: tuple[PartSet, ...] = ()
     kept: str = ""
+    second_model: bool = False
 
     @property
     def extra_copies(self) -> tuple[int, int]:
@@ -199,6 +203,7 @@ def together(declarations: Iterable[Travels]) -> Travels:
             decides=total.decides | one.decides,
             needs=total.needs
             + tuple(parts for parts in one.needs if parts not in total.needs),
+            second_model=total.second_model or one.second_model,
             kept="; ".join(dict.fromkeys(filter(None, (total.kept, one.kept)))),
         )
     return total
@@ -245,7 +250,8 @@ def _merged_phases(
 def single_decisions(travels: Travels) -> frozenset[str]:
     """Return, in words, what no second method may decide in the same run."""
     decides = set(travels.decides)
-    if travels.local:
+    # What is personal is the user's choice, beside any method's.
+    if travels.local - PERSONAL:
         decides.add("which parts stay with the clients")
     if travels.frozen & TRACKED or travels.exchanges:
         decides.add("the statistics that BN normalises with")
@@ -293,8 +299,9 @@ def model_needs(travels: Travels) -> list[PartSet]:
     measured = travels.reestimates or _sends_moments(travels)
     needs: list[PartSet] = []
     # A client that keeps everything keeps something of any model.
-    if travels.local and Part.REST not in travels.local:
-        needs.append(travels.local)
+    own = travels.local - PERSONAL
+    if own and Part.REST not in own:
+        needs.append(own)
     if travels.frozen or travels.exchanges or measured:
         needs.append(NONE)
     if travels.frozen & TRACKED or measured:

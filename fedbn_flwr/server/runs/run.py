@@ -238,6 +238,8 @@ class Run:
             server_round=number,
             local_entries=self.local_entries,
             layers=self.layers,
+            personal=self.parts.personal,
+            fine_tune=self.methods.params.fine_tune,
             continuity=self.continuity,
             start_id=self.start_id,
             seed=self.methods.params.seed,
@@ -287,7 +289,9 @@ class Run:
         # A split by names is made anew: an earlier run may have had another model.
         if self.parts_or_none is None or self.parts_or_none.by_names:
             self.parts_or_none = split_state(arrays)
-        self.parts_or_none = self.parts_or_none.only(self.methods.params.layers)
+        params = self.methods.params
+        parts = self.parts_or_none.only(params.layers)
+        self.parts_or_none = parts.with_personal(params.personal)
         unknown = [name for name in arrays if name not in self.parts_or_none.part_of]
         if unknown:
             raise ConfigError(

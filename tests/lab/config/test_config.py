@@ -280,7 +280,8 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
     with pytest.raises(ConfigError, match="fedtan-bind='a:9200' has no effect"):
         Config.make(preset)
     with pytest.raises(
-        ConfigError, match=r"^proximal-mu=2\.0 has no effect: it is for fedprox, fedbs$"
+        ConfigError,
+        match=r"^proximal-mu=2\.0 has no effect: it is for fedprox, fedbs, ditto$",
     ):
         Config.make({**preset, "proximal-mu": 2.0}, complete=True)
 
@@ -368,7 +369,7 @@ def test_freeze_at_keeps_its_type(value: Any) -> None:
 
 def test_the_default_evaluations_follow_the_strategy() -> None:
     for name, strategy in STRATEGIES.items():
-        wanted = ("personal-own",) if strategy().local else ("global",)
+        wanted = ("personal-own",) if strategy().methods.own_models else ("global",)
         norm = "wsconv" if name == "fedwon" else "batch"
         assert (
             method_of(Config.make({"strategy": name, "norm": norm})).tests == wanted

@@ -40,7 +40,10 @@ def test_a_key_acts_or_is_refused(strategy: str, key: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["agc", "proximal-mu", "freeze-window", "server-momentum", "fedtan-exchanges"],
+    [
+        *("agc", "proximal-mu", "freeze-window", "server-momentum"),
+        *("fedtan-exchanges", "personal", "head-steps", "fine-tune"),
+    ],
 )
 def test_a_key_acts_under_its_own_method(key: str) -> None:
     """So that a table of refusals alone cannot pass."""
@@ -49,6 +52,7 @@ def test_a_key_acts_under_its_own_method(key: str) -> None:
         "proximal-mu": "fedprox",
         "freeze-window": "fixbn",
         "server-momentum": "fedavgm",
+        "head-steps": "fedrep",
     }
     assert effect(own.get(key, "fedtan"), key)[0] == "acts"
 

@@ -21,7 +21,11 @@ from fedbn_flwr.strategies import STRATEGIES
 def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) -> None:
     """But where Flower's class of the same name has another one, and configs keep ours."""
     config = Config.make({**needs(name), "strategy": name})
-    kept = {"fedprox": {"proximal_mu": 0.01}, "fedavgm": {"server_momentum": 0.9}}
+    kept = {
+        "fedprox": {"proximal_mu": 0.01},
+        "ditto": {"proximal_mu": 0.01},
+        "fedavgm": {"server_momentum": 0.9},
+    }
     made = STRATEGIES[name](**kept.get(name, {}))
     assert method_of(config).params == made.params
     for key, name in config_fields(type(made.params)).items():

@@ -56,7 +56,7 @@ def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
     }
     quick = {
         "batch-size": 2,
-        "local-steps": 1,
+        "local-steps": 2,
         "learning-rate": 0.001,
         "num-server-rounds": rounds,
     }

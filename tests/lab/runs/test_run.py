@@ -115,7 +115,8 @@ def test_the_matrix_has_every_strategy(runs) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
-    more = {"clients"} if name in STRATEGIES and STRATEGIES[name]().local else set()
+    own = name in STRATEGIES and STRATEGIES[name]().methods.own_models
+    more = {"clients"} if own else set()
     if (
         name != CENTRALIZED
         and Config.load(out / "config.yaml").norm == "batch"
@@ -139,7 +140,7 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
     headline = (
         "test-accuracy"
-        if name == CENTRALIZED or not STRATEGIES[name]().local
+        if name == CENTRALIZED or not STRATEGIES[name]().methods.own_models
         else "personal-own-accuracy"
     )
     assert summary["headline"] == headline
@@ -163,7 +164,8 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
     model = make_model(config)
-    if name in STRATEGIES and STRATEGIES[name]().local:  # see test_evaluations.py
+    # see test_evaluations.py
+    if name in STRATEGIES and STRATEGIES[name]().methods.own_models:
         return
     model.load_state_dict(global_state(out))
     with safe_open(out / "model.safetensors", "pt") as file:

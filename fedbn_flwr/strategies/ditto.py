@@ -1,0 +1,104 @@
+r"""Ditto: each client trains a model of its own beside the global one.
+
+Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization",
+arXiv:2012.04221, Algorithm 1.
+
+## When
+
+Use when: each client is served its own model, and a global one is needed, too.
+
+Not when: a client has no time or memory for two trainings.
+
+## Problem
+
+Where clients differ one model fits none well, and alone a client has few examples. A
+model of its own that is held near the global one is between the two.
+
+## Algorithm
+
+Client $k$ receives $w^t$, and trains both models by as many steps: $w$ as in FedAvg, and
+
+$$v_k \leftarrow v_k - \eta \left( \nabla F_k(v_k) + \lambda (v_k - w^t) \right)$$
+
+$\lambda$ is `proximal_mu`. $v_k$, BatchNorm's statistics included, starts as the first
+$w^t$ and stays with the client, whose tests (`eval-on=personal-own`) use it.
+
+## Differs from the paper
+
+Both trainings of a round see the same batches. Momentum begins anew in each round.
+
+## Law
+
+$w$ is FedAvg's, bit for bit; with $\lambda = 0$ $v_k$ is Standalone's.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.methods.method import Ask, Facts, HookContext
+from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.strategies.fedprox import (
+    PROXIMAL_MU,
+    FedProx,
+    FedProxMethod,
+    ProximalTerm,
+)
+from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
+from fedbn_flwr.training.model_state import copied, load_state
+
+__all__ = ["Ditto", "DittoMethod", "PersonalModel"]
+
+
+class PersonalModel(ClientHook):
+    """Client half: train v_k before w. ``client.kept`` finds it by this class's name."""
+
+    def __init__(self, strength: float, context: HookContext) -> None:
+        if context.train is None:
+            raise ConfigError("ditto trains a second model: it needs a TorchClient")
+        self._strength, self._train = strength, context.train
+        self._own: Entries = {}
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take v_k of the last round."""
+        self._own = kept
+
+    def begin(self, model: nn.Module) -> None:
+        """Train v_k near the model, which is as it was received."""
+        personal = copied(model)
+        if self._own:
+            load_state(personal, self._own)
+        self._train(personal, hooks=[ProximalTerm(self._strength, model)])
+        self._own = personal.state_dict()
+
+    def keep(self) -> Entries:
+        """Return v_k."""
+        return self._own
+
+
+class DittoMethod(FedProxMethod):
+    """FedAvg beside a model of each client's own."""
+
+    name = "ditto"
+    summary_line = "FedAvg, and a model of each client's own that is held near it"
+    source = "Li 2021, arXiv:2012.04221"
+    client_hooks = {
+        "personal-model": lambda context: PersonalModel(
+            float(context.config[PROXIMAL_MU]), context
+        )
+    }
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return that the client keeps its model."""
+        return (Travels(kept="the personal model", second_model=True),)
+
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
+        """Send lambda."""
+        return [Ask("personal-model", {PROXIMAL_MU: self.params.proximal_mu})]
+
+
+class Ditto(FedProx):
+    """FedAvg beside a model of each client's own."""
+
+    method = DittoMethod

@@ -1,0 +1,282 @@
+"""``personal``: entries that a user names stay with the clients, beside the method's own
+part. Networks of torchvision in float64, and clients of different sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.privacy import MaskedSums, MaskSettings
+from fedbn_flwr.strategies import (
+    FBN,
+    Ditto,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+    StaticBN,
+    combined,
+)
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.evaluation import evaluate
+from tests.support.user_loops import SIZES, hooked_loop, plain_loop
+from tests.support.written_out import (
+    State,
+    below,
+    close,
+    loaded,
+    mean,
+    network,
+    numbers,
+    sgd,
+    steps,
+)
+
+
+@pytest.fixture
+def datasets(points: Any) -> list[Any]:
+    """The images of three clients of different sizes."""
+    return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
+
+
+def of_batchnorm(model: nn.Module) -> set[str]:
+    return {
+        f"{path}.{leaf}"
+        for path, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for leaf in layer.state_dict()
+    }
+
+
+def written_out(
+    builds: list[Callable[[], nn.Module]],
+    datasets: list[Any],
+    stays: Collection[str],
+    rounds: int,
+    rate: float = 0.1,
+) -> tuple[list[State], list[State]]:
+    """The shared entries after each round, and what each client has at the end."""
+    shared = {n: a for n, a in numbers(builds[0]()).items() if n not in stays}
+    clients = [numbers(build()) for build in builds]
+    history = []
+    for server_round in range(1, rounds + 1):
+        for i, build in enumerate(builds):
+            model = loaded(build, {**clients[i], **shared})
+            clients[i] = sgd(model, steps(datasets[i], server_round, i), rate)
+        shared = mean(clients, shared)
+        history.append(shared)
+    return history, clients
+
+
+CASES: dict[str, tuple[str, Any, Any, Callable[[nn.Module], set[str]]]] = {
+    "fedper": ("densenet", FedAvg, "classifier", lambda m: below(m, "classifier.")),
+    "lg-fedavg": (
+        "mobilenet_v2",
+        FedAvg,
+        ["features.*"],
+        lambda m: below(m, "features."),
+    ),
+    "a half, with its BatchNorm": (
+        "densenet",
+        FedAvg,
+        "*denseblock1,features.norm0",
+        lambda m: below(m, "features.denseblock1.", "features.norm0."),
+    ),
+    "fedbn and a head": (
+        "mobilenet_v2",
+        FedBN,
+        "classifier.*",
+        lambda m: of_batchnorm(m) | below(m, "classifier."),
+    ),
+    "silobn and BatchNorm that is personal": (
+        "densenet",
+        SiloBN,
+        "*.denseblock1",
+        lambda m: (
+            below(m, "features.denseblock1.")
+            | {n for n in of_batchnorm(m) if n.endswith(("mean", "var", "tracked"))}
+        ),
+    ),
+    "layernorm by its class": (
+        "vit",
+        FedAvg,
+        "type:LayerNorm",
+        lambda m: {n for n in m.state_dict() if "ln" in n},
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["torch client", "mod"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_named_stays_and_the_others_are_averaged(
+    federate: Any, user_app: Any, run_app: Any, datasets: Any, case: str, by: str
+) -> None:
+    name, method, personal, of = CASES[case]
+    build = functools.partial(network, name)
+    stays = of(build())
+    strategy = method(personal=personal, parts=split_state(build()))
+    if by == "mod":
+        run = run_app(
+            strategy, user_app(plain_loop, model=build), model=build, rounds=2
+        )
+    else:
+        run = federate(strategy, build, datasets, rounds=2)
+    assert [report.rejected for report in run.strategy.reports] == [{}, {}]
+    history, clients = written_out([build] * 3, datasets, stays, 2)
+    for found, wanted in zip(run.history[1:], history, strict=True):
+        close(found, wanted)
+    for i in range(3):
+        own = run.local_state(i)
+        assert set(own) == stays
+        close(own, {entry: clients[i][entry] for entry in stays})
+    # no message has what stays, after the first one, and the server has its start
+    replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
+    for message in replies:
+        for record in message.content.array_records.values():
+            assert stays.isdisjoint(record)
+    start = numbers(build())
+    for entry in stays:
+        assert run.state[entry].tobytes() == start[entry].tobytes()
+    if by == "torch client":
+        for i in range(3):
+            tested = evaluate(loaded(build, {**clients[i], **history[-1]}), datasets[i])
+            of_client = run.strategy.reports[-1].evaluations[str(i)]
+            assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
+
+
+@pytest.mark.parametrize("name", ["densenet", "mobilenet_v2"])
+def test_fedper_without_a_head_is_fedavg_to_the_bit(
+    federate: Any, datasets: Any, same_bits: Any, name: str
+) -> None:
+    build = functools.partial(network, name)
+    runs = [
+        federate(make(), build, datasets, rounds=2)
+        for make in (functools.partial(FedAvg, personal=""), FedAvg)
+    ]
+    for mine, wanted in zip(runs[0].history, runs[1].history, strict=True):
+        same_bits(mine, wanted)
+    for kind in ("train", "evaluate"):
+        assert runs[0].grid.config(kind) == runs[1].grid.config(kind)
+    # one client shares with nobody: what stays changes nothing
+    alone = [
+        federate(
+            make(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1),
+            build,
+            datasets[:1],
+            rounds=2,
+        )
+        for make in (functools.partial(FedAvg, personal="classifier"), FedAvg)
+    ]
+    own = {**alone[0].state, **alone[0].local_state(0)}
+    same_bits({entry: own[entry] for entry in alone[1].state}, alone[1].state)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_head_of_another_shape_starts_as_its_client_builds_it(
+    run_strategy: Any, datasets: Any, given: bool
+) -> None:
+    """Clients 1 and 2 have five classes, and one function that builds their model."""
+    five = functools.partial(network, classes=5)
+    builds = [network, five, five]
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    models = {i: build() for i, build in enumerate(builds)}
+
+    def client_fn(context: Any) -> TorchClient:
+        i = int(context.node_config["partition-id"])
+        model = models[i] if given else builds[i]
+        data = datasets[i]
+        return TorchClient(model, data, data, training, context=context, seed=7)
+
+    strategy = FedAvg(personal="classifier", parts=split_state(network()))
+    run = run_strategy(
+        strategy, client_app(client_fn), network().state_dict(), 3, rounds=3
+    )
+    assert [report.rejected for report in strategy.reports] == [{}] * 3
+    stays = below(network(), "classifier.")
+    history, clients = written_out(builds, datasets, stays, 3)
+    close(run.state, history[-1])
+    for i in range(3):
+        close(run.local_state(i), {entry: clients[i][entry] for entry in stays})
+    # what is shared must fit, as ever
+    strategy = FedAvg(personal="features.norm0", parts=split_state(network()))
+    run_strategy(strategy, client_app(client_fn), five().state_dict(), 3, rounds=1)
+    assert len(strategy.reports[0].rejected) == 1
+
+
+def test_masked_sums_cover_what_is_shared(federate: Any, datasets: Any) -> None:
+    strategy = FedBN(personal="classifier", fraction_evaluate=0.0)
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
+    run = federate(strategy, network, datasets, rounds=1)
+    plain = federate(
+        FedBN(personal="classifier", fraction_evaluate=0.0),
+        network,
+        datasets,
+        rounds=1,
+    )
+    for name, array in plain.state.items():
+        np.testing.assert_allclose(run.state[name], array, rtol=1e-6, atol=1e-6)
+    assert set(run.local_state(0)) == set(plain.local_state(0))
+
+
+def prepared(strategy: Any, by_names: bool = False) -> None:
+    if not by_names:
+        strategy.parts = split_state(network())
+    strategy.prepare(to_record(network().state_dict()), 200, 1)
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "no entry": lambda: prepared(FedAvg(personal="classifier,clasifier.*")),
+    "no class": lambda: prepared(FedAvg(personal="type:LayerNorm")),
+    "names have no classes": lambda: prepared(
+        FedAvg(personal="type:Linear"), by_names=True
+    ),
+    "everything": lambda: prepared(FedAvg(personal="features,classifier")),
+    "fedtan's batchnorm": lambda: prepared(FedTAN(personal="features.norm0")),
+    "frozen statistics": lambda: prepared(FixBN(personal="*.denseblock1")),
+    "pooled statistics": lambda: prepared(FBN(personal="features.norm0")),
+    "statistics under global weights": lambda: StaticBN(personal="classifier"),
+    "re-estimated ones": lambda: FedAvg(personal="classifier", recalibrate=True),
+    "nothing is shared": lambda: Standalone(personal="classifier"),
+}
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=list(WRONG))
+def test_what_cannot_stay_is_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(FedBNError):
+        make()
+
+
+@pytest.mark.parametrize("method", [FedTAN, FixBN, FBN, combined(FedBN, Scaffold)])
+def test_a_head_can_stay_beside_any_method_that_shares_batchnorm(method: Any) -> None:
+    strategy = method(personal="classifier.*,features.norm0.weight")
+    if method is FedTAN:
+        strategy = method(personal="classifier.*")
+    prepared(strategy)
+    assert below(network(), "classifier.") <= set(strategy.run.local_entries)
+
+
+def test_a_pattern_of_no_entry_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_state(network(), personal="classifer")
+    assert "'classifier'" in str(caught.value)
+
+
+def test_a_second_model_and_fine_tuning_need_a_torch_client(
+    user_app: Any, run_app: Any, datasets: Any
+) -> None:
+    with pytest.raises(FedBNError):
+        run_app(Ditto(), user_app(hooked_loop, model=network), model=network, rounds=1)

@@ -1,0 +1,179 @@
+"""FedRep and Ditto against their algorithms written out; fine-tuning before a test."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.strategies import (
+    Ditto,
+    FedAvg,
+    FedBN,
+    FedRep,
+    FixBN,
+    Standalone,
+    combined,
+)
+from fedbn_flwr.training.evaluation import evaluate
+from tests.support.user_loops import SIZES
+from tests.support.written_out import (
+    State,
+    below,
+    close,
+    loaded,
+    mean,
+    network,
+    numbers,
+    sgd,
+    steps,
+)
+
+NETWORKS = {"densenet": "classifier.", "mobilenet_v2": "classifier."}
+RATE = 0.005
+
+
+@pytest.fixture
+def datasets(points: Any) -> list[Any]:
+    """The images of three clients of different sizes."""
+    return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
+
+
+def personal_model(run: Any, client: int) -> State:
+    """What a client keeps of its second model."""
+    kept = run.context(client).state["fedbn-flwr.rules"]
+    entries = {name: array.numpy() for name, array in kept.items()}
+    return {name.removeprefix("PersonalModel/"): a for name, a in entries.items()}
+
+
+def only(model: nn.Module, trains: Any) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    return model
+
+
+@pytest.mark.parametrize("head_steps", [0, 1, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fedrep_trains_the_head_and_then_the_body(
+    federate: Any, datasets: Any, name: str, head_steps: int
+) -> None:
+    """Three clients, two rounds of three steps."""
+    build = functools.partial(network, name)
+    head = below(build(), NETWORKS[name])
+    strategy = FedRep(head_steps=head_steps)
+    run = federate(strategy, build, datasets, rounds=2, rate=RATE, local_epochs=2)
+    assert [report.rejected for report in strategy.reports] == [{}, {}]
+
+    shared = {n: a for n, a in numbers(build()).items() if n not in head}
+    clients = [numbers(build()) for _ in SIZES]
+    for server_round in (1, 2):
+        for i, data in enumerate(datasets):
+            model = loaded(build, {**clients[i], **shared})
+            batches = list(steps(data, server_round, i, local_epochs=2))
+            only(model, head.__contains__)
+            sgd(model, batches[:head_steps], RATE)
+            only(model, lambda entry: entry not in head)
+            clients[i] = sgd(model, batches[head_steps:], RATE)
+        shared = mean(clients, shared)
+        close(run.history[server_round], shared)
+    for i in range(3):
+        close(run.local_state(i), {entry: clients[i][entry] for entry in head})
+        if not head_steps:
+            close(run.local_state(i), {n: numbers(build())[n] for n in head})
+
+
+def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
+    federate: Any, datasets: Any
+) -> None:
+    strategy = combined(FedBN, FedRep)(head_steps=1, personal="classifier,*denseblock3")
+    run = federate(strategy, network, datasets, rounds=1, rate=RATE)
+    own = set(run.local_state(0))
+    assert below(network(), "classifier.", "features.denseblock3.") < own
+    assert "features.norm0.running_mean" in own
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("method", [FedAvg, FedBN])
+def test_ditto_trains_a_model_of_its_own_near_the_received_one(
+    federate: Any,
+    datasets: Any,
+    same_bits: Any,
+    method: Any,
+    name: str,
+    strength: float,
+) -> None:
+    """Beside FedAvg or FedBN, whose model does not know of it."""
+    build = functools.partial(network, name)
+    strategy = combined(method, Ditto)(proximal_mu=strength)
+    run = federate(strategy, build, datasets, rounds=2, rate=RATE)
+    assert [report.rejected for report in strategy.reports] == [{}, {}]
+    plain = federate(method(), build, datasets, rounds=2, rate=RATE)
+    for mine, wanted in zip(run.history, plain.history, strict=True):
+        same_bits(mine, wanted)
+    alone = federate(Standalone(), build, datasets, rounds=2, rate=RATE)
+    for i, data in enumerate(datasets):
+        found = personal_model(run, i)
+        if not strength:
+            same_bits(found, alone.local_state(i))
+        of_client = strategy.reports[-1].evaluations[str(i)]
+        tested = evaluate(loaded(build, found), data)
+        assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
+        if method is FedBN:
+            continue
+        # lambda pulls towards the model that the client has received in the round
+        own = numbers(build())
+        for server_round in (1, 2):
+            sent = run.history[server_round - 1]
+
+            def pull(entry: str, p: torch.Tensor, sent: Any = sent) -> torch.Tensor:
+                return strength * (p - torch.tensor(sent[entry]))
+
+            model = loaded(build, own)
+            own = sgd(model, steps(data, server_round, i), RATE, pull)
+        close(found, own)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_client_trains_before_its_test_and_forgets_it(
+    federate: Any, datasets: Any, same_bits: Any, number: int
+) -> None:
+    strategy = FedRep(head_steps=0, fine_tune=number)
+    run = federate(strategy, network, datasets, rounds=2, rate=RATE)
+    plain = federate(FedRep(head_steps=0), network, datasets, rounds=2, rate=RATE)
+    for mine, wanted in zip(run.history, plain.history, strict=True):
+        same_bits(mine, wanted)
+    for i, data in enumerate(datasets):
+        same_bits(run.local_state(i), plain.local_state(i))
+        model = loaded(network, {**run.state, **run.local_state(i)})
+        sgd(
+            model,
+            steps(data, 2, i, local_epochs=0, local_steps=number) if number else [],
+            RATE,
+        )
+        tested = evaluate(model, data)
+        of_client = strategy.reports[-1].evaluations[str(i)]
+        assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
+        assert to_state(model.state_dict()).keys() == run.state.keys()
+
+
+WRONG = {
+    "no step for the body": lambda f, d: f(
+        FedRep(head_steps=2), network, d[:2], rounds=1, local_steps=2
+    ),
+    "no such head": lambda f, d: f(FedRep(personal="head"), network, d, rounds=1),
+    "fixbn's statistics": lambda f, d: f(
+        combined(FedRep, FixBN)(personal="*norm0"), network, d, rounds=1
+    ),
+}
+
+
+@pytest.mark.parametrize("run", WRONG.values(), ids=list(WRONG))
+def test_what_does_not_fit_is_refused(federate: Any, datasets: Any, run: Any) -> None:
+    with pytest.raises(FedBNError):
+        run(federate, datasets)
