@@ -48,7 +48,7 @@ def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     header = HEADER.match(path.read_text())
     assert header is not None
     assert header["file"] == name
-    local = bool(method_of(config).methods.local)
+    local = method_of(config).methods.own_models
     assert (header["on"] == "the clients' own two classes") == local
 
 
