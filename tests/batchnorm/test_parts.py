@@ -16,6 +16,7 @@ from fedbn_flwr.batchnorm.parts import (
     Parts,
     fixed_entries,
     learning_parts,
+    other_layers,
     split_state,
     tied_entries,
 )
@@ -294,3 +295,12 @@ def test_buffers_that_no_layer_moves_are_fixed() -> None:
         "norms.0.weight",
         *(f"norms.0.{leaf}" for leaf in STATISTICS),
     }
+
+
+def test_a_running_number_of_a_module_is_no_layers_statistics() -> None:
+    class Smoothed(nn.Module):
+        def __init__(self, shape: tuple[int, ...]) -> None:
+            super().__init__()
+            self.register_buffer("running_loss", torch.zeros(shape))
+
+    assert other_layers(nn.Sequential(Smoothed(()), Smoothed((3,)))) == ["1"]

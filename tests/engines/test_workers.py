@@ -39,7 +39,7 @@ from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.engines.link import Packed
+from fedbn_flwr.engines.link import Broadcasts, Packed
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import use_feature_norm
@@ -594,3 +594,18 @@ def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(
     assert used == [True], (
         "in one process the clients and the server take turns: nothing is added ahead"
     )
+
+
+def test_a_broadcast_that_is_forgotten_gives_its_memory_back() -> None:
+    broadcasts = Broadcasts()
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for _ in range(8):
+        packed = broadcasts.pack(np.zeros(100_000))
+        os.close(packed.file)
+    assert descriptors() == before + 3
+    broadcasts.close()
+    assert descriptors() == before

@@ -256,3 +256,9 @@ def test_torchvisions_residual_networks_are_accepted(name: str) -> None:
     new, _ = replace_norm(model, "fixup")
     assert not batchnorm_places(new)
     assert new(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 1000)
+
+
+def test_the_scalars_of_a_frozen_network_are_frozen() -> None:
+    model = torchvision.models.resnet18().requires_grad_(False)
+    new, _ = replace_norm(model, "fixup")
+    assert not any(parameter.requires_grad for parameter in new.parameters())

@@ -253,6 +253,21 @@ def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
     assert barrier.finished_with() == [100, 101, 102]
 
 
+def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
+    members, monkeypatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    barrier = Barrier(members(1, 1, 1), timeout=5, min_members=3)
+    for node_id in (100, 101, 102):
+        barrier.begin(node_id)
+    barrier.leave(100, "went away")
+    for _ in range(100):
+        now[0] += 0.1
+        barrier.drop_late()
+    assert barrier.dropped.keys() == {100, 101, 102}
+
+
 def test_a_reducer_of_an_earlier_attempt_must_retry(members) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     reducer = barrier.reducer(101)

@@ -77,3 +77,13 @@ def test_the_seed_decides_which_examples() -> None:
     assert len(parts) == 3
     with pytest.raises(ConfigError, match=r"share=1 must be in \[0, 1\)"):
         split_off(indices, labels, 1, 0)
+
+
+def test_classes_with_equal_remainders_win_a_tie_in_turn() -> None:
+    """Two classes of five, of which three of ten go over: a class has one or two."""
+    labels = np.repeat(np.arange(2), 5)
+    firsts = set()
+    for seed in range(20):
+        _, part = split_off(np.arange(10), labels, 0.3, seed)
+        firsts.add(int((labels[part] == 0).sum()))
+    assert firsts == {1, 2}

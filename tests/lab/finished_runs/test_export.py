@@ -269,6 +269,20 @@ def test_an_export_that_differs_leaves_no_file(tmp_path: Path, monkeypatch) -> N
         match=r"is not the evaluated one: max absolute error .* allowed 1e-04\)",
     ):
         export(run, tmp_path / "home/model.safetensors", "torch")
+
+    def wrong_in_its_last_batch(path: Path) -> nn.Module:
+        exported, batches = load_exported(path), list[int]()
+
+        def last(module: nn.Module, inputs: object, outputs: torch.Tensor) -> object:
+            batches.append(len(outputs))
+            return outputs * float("nan") if len(batches) > 1 else outputs
+
+        exported.register_forward_hook(last)
+        return exported
+
+    monkeypatch.setitem(export_module._LOADERS, "torch", wrong_in_its_last_batch)
+    with pytest.raises(EngineError, match="max absolute error nan"):
+        export(run, tmp_path / "home/model.safetensors", "torch")
     assert list((tmp_path / "home").iterdir()) == []
     state = to_state(model.state_dict())
     name = next(name for name in state if name.endswith("weight"))

@@ -16,6 +16,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies import results
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import (
@@ -347,6 +348,13 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     assert len(made) == 10
     assert sweep(study, out).equals(made_before), "nothing is left to do"
     assert {path: path.read_bytes() for path in made} == made
+    # The best trial of BN, had it not diverged.
+    best = next(t for t in trials if t.name == "tune/BN/all/learning-rate=0.1/seed-0")
+    summary = best.folder(out) / "summary.json"
+    kept = summary.read_text()
+    summary.write_text(json.dumps({**json.loads(kept), DIVERGED_AT: 2}))
+    assert tuned(study, out)[1]["BN/all"] != {"learning-rate": 0.1}
+    summary.write_text(kept)
     (trials[3].folder(out) / "summary.json").unlink()
     found, chosen = tuned(study, out)
     assert ([row.name for row in found], chosen) == (

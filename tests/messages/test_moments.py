@@ -1,0 +1,24 @@
+"""Moments of BatchNorm layers as entries of a message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.messages.moments import decode_moments, encode_moments
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_sums_of_squares_of_a_model_in_half_precision_travel_in_float32(
+    dtype: torch.dtype,
+) -> None:
+    """An M2 of 70,001 is no float16, and no bfloat16."""
+    like = {"bn.running_mean": torch.zeros(1, dtype=dtype)}
+    wide = torch.tensor([0.5], dtype=torch.float64)
+    sent = encode_moments({"bn": Moments(9, wide, 2 * wide + 70_000)}, like)
+    arrays = {name: value.numpy() for name, value in sent.items()}
+    shapes = {name: value.float().numpy() for name, value in like.items()}
+    found = decode_moments(arrays, shapes, split_state(shapes))
+    assert found["bn"].m2.tolist() == [70_001.0]
