@@ -128,7 +128,7 @@ class Parts:
     others: tuple[str, ...] = ()
     averaged: tuple[BatchNormLayer, ...] = ()
     personal: tuple[str, ...] = ()
-    types: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def whole(self) -> Parts:

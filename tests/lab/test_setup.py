@@ -268,7 +268,7 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
                 == value
                 != strategy.Params.model_fields[setting].default
             ), field
-    ours = {"variance", "recalibrate", "momentum-scope", "agc", "layers"}
+    ours = {"variance", "recalibrate", "momentum-scope", "agc", "layers", "personal"}
     assert refused <= ours
 
 

@@ -67,6 +67,17 @@ LAWFUL = [
     *itertools.product(("scaffold",), ("staticbn", "fixbn", "fbn", "hbn")),
     *itertools.product(("mtfl",), ("fixbn", "fbn", "hbn")),
 ]
+# Hooks of the clients that keep more than BatchNorm; their laws stand in
+# test_fedrep_and_ditto.py.
+WITH_PERSONAL = [
+    *itertools.product(
+        ("ditto", "fedrep"),
+        (*LOCAL, *STEP, "fedprox", "scaffold", "fixbn", "fbn", "hbn"),
+    ),
+    *itertools.product(("ditto", "fedrep"), ("fedtan", "fedtan2")),
+    ("ditto", "staticbn"),
+    ("ditto", "fedrep"),
+]
 # The server steps share `ServerStep.aggregate`; their own formulas are tested in
 # test_server_optimizers.py.
 ALIKE = {*STEP} - {"fedadam"}
@@ -418,7 +429,7 @@ def test_every_other_pair_is_refused_with_the_reason(pair: tuple[str, str]) -> N
     first, second = (STRATEGIES[name] for name in pair)
     if "fedavg" in pair:
         assert combined(first, second) is second
-    elif {*map(frozenset, LAWFUL)} >= {frozenset(pair)}:
+    elif frozenset(pair) in {*map(frozenset, (*LAWFUL, *WITH_PERSONAL))}:
         assert combined(first, second) is combined(second, first)
     else:
         with pytest.raises(

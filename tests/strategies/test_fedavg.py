@@ -266,7 +266,7 @@ def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) ->
     assert "4 needed (min_available_nodes)" in str(error.value)
 
 
-def test_an_app_without_query_works_with_a_warning(
+def test_an_app_without_query_works_and_one_node_is_asked(
     federate, datasets, mlp, same_bits, caplog
 ) -> None:
     def without_query(client_fn) -> ClientApp:
@@ -285,7 +285,6 @@ def test_an_app_without_query_works_with_a_warning(
     logging.getLogger("flwr").propagate = True
     with caplog.at_level(logging.WARNING, logger="flwr"):
         run = federate(FedAvg(), mlp, datasets, wrap=without_query)
-    assert any("3 of 3 nodes" in text for text in caplog.messages)
     asked = [m for m in run.grid.sent if m.metadata.message_type == MessageType.QUERY]
     assert len(asked) == 1, "Flower logs an exception at each node that is asked"
     assert run.strategy.reports[-1].participants == [None] * 3
