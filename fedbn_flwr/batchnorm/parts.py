@@ -175,7 +175,8 @@ class Parts:
         if unknown:
             known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
             lines = [
-                f"personal: {one!r} is no entry. {_near(one, known)}" for one in unknown
+                f"personal: {one!r} matches no entry. {_near(one, known)}"
+                for one in unknown
             ]
             if self.by_names:
                 lines.append("Classes are known with parts=split_state(model).")

@@ -25,7 +25,10 @@ $w^t$ and stays with the client, whose tests (`eval-on=personal-own`) use it.
 
 ## Differs from the paper
 
-Both trainings of a round see the same batches. Momentum begins anew in each round.
+Weights $p_i$; the authors' code (litian96/ditto) weighs the drawn clients alike. Its $v_k$
+starts as the first model of the run, here as that of the client's first round. Momentum,
+which the paper does not have, begins anew in each round. As there, both trainings of a
+round see the same batches.
 
 ## Law
 

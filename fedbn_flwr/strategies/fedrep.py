@@ -22,7 +22,9 @@ With `head_steps=0 fine_tune=STEPS` it is FedBABU (arXiv:2106.06042).
 
 ## Differs from the paper
 
-Steps, not epochs; weights $p_i$, where the paper weighs all clients alike.
+Steps, not epochs. Weights $p_i$, as in the authors' code (lgcollins/FedRep); Algorithm 1
+weighs all clients alike. That code tests, at its end, after ten further epochs of every
+client's head; here a test follows its round.
 
 ## Law
 
