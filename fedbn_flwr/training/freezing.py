@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.model_state import memo_of
+from fedbn_flwr.training.model_state import ATTRIBUTES_OF_TORCH, memo_of
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 # The attributes of every module, which hold its entries, hooks and mode.
-_OF_TORCH = frozenset(vars(nn.Module()))
 _CHANGED_IN_PLACE = (
     list,
     tuple,
@@ -110,7 +109,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             for name, value in table.items():
                 if isinstance(value, Tensor) and not is_lazy(value):
                     tensors.append((table, name, value, value.detach().clone()))
-                elif name not in _OF_TORCH:
+                elif name not in ATTRIBUTES_OF_TORCH:
                     others.append((table, name, value))
                     # The pass has a copy: what it appends is in no one else's list.
                     if isinstance(value, _CHANGED_IN_PLACE) or is_dataclass(value):
