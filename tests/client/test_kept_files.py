@@ -37,12 +37,18 @@ def rounds(root: Path) -> list[str]:
     ]
 
 
-def test_the_newest_two_files_and_those_of_checkpoints_stay(tmp_path: Path) -> None:
-    """Checkpoints every 4 rounds, two stand; the client misses rounds 4 and 8."""
-    for server_round in (1, 2, 3, 5, 6, 7, 9, 10):
+@pytest.mark.parametrize(
+    ("missed", "stay"), [((4, 8), (3, 7)), ((4,), (3, 8)), ((), (4, 8))]
+)
+def test_the_newest_two_files_and_those_of_checkpoints_stay(
+    missed: tuple[int, ...], stay: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Checkpoints every 4 rounds, two stand; the client misses some rounds."""
+    for server_round in range(1, 11):
         committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
-        write(tmp_path, server_round, f"h{server_round}", committed=committed)
-    assert rounds(tmp_path) == ["r1.3", "r1.7", "r1.9", "r1.10"]
+        if server_round not in missed:
+            write(tmp_path, server_round, f"h{server_round}", committed=committed)
+    assert rounds(tmp_path) == [f"r1.{number}" for number in (*stay, 9, 10)]
     assert folder(tmp_path).newest()["round"] == 10
 
 

@@ -195,6 +195,19 @@ def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None
     assert report.replaced[0].old == "BatchNorm2d(4, eps=0.25)"
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in REPLACING), ("wsconv", {"gain": True})],
+)
+def test_of_a_frozen_network_nothing_learns(
+    kind: str, options: dict[str, bool]
+) -> None:
+    """Also what a norm adds to other layers: a bias, a gain."""
+    new, _ = replace_norm(small().requires_grad_(False), kind, **options)
+    learns = [name for name, p in new.named_parameters() if p.requires_grad]
+    assert learns == []
+
+
 @pytest.mark.parametrize("kind", GROUPED)
 def test_device_is_kept(kind: str) -> None:
     new, _ = replace_norm(nn.BatchNorm1d(4, device="meta"), kind)

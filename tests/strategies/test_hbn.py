@@ -289,6 +289,19 @@ def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(
         assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
 
 
+@pytest.mark.parametrize("rates", [(0.0, 0.05), (0.05, 0.0), (0.01, 0.05, 0.02)])
+def test_alpha_learns_at_the_largest_rate_of_the_groups(mlp, rates) -> None:
+    """Any group may be frozen by a rate of 0, also the first."""
+    model = mlp().train()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": parameters[k :: len(rates)], "lr": r} for k, r in enumerate(rates)
+    ]
+    optimizer = torch.optim.SGD(groups)
+    hybrid(model, 0.3).start(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [*rates, 0.05]
+
+
 def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(
     mlp, points
 ) -> None:

@@ -282,6 +282,28 @@ def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(
     assert model[1].num_batches_tracked == 2 - dropped, "finding out must not update BN"
 
 
+class CalledTwice(nn.Module):
+    """Its BatchNorm sees a map of 2 x 2 and the mean of it, in this order or not."""
+
+    def __init__(self, map_first: bool) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm2d(1), nn.Linear(5, 3)
+        self.map_first = map_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [x, x.mean((2, 3), keepdim=True)]
+        inputs = sizes if self.map_first else reversed(sizes)
+        return self.last(torch.cat([self.norm(one).flatten(1) for one in inputs], 1))
+
+
+@pytest.mark.parametrize("map_first", [True, False])
+def test_a_norm_that_sees_one_value_in_any_of_its_calls_takes_no_batch_of_one(
+    points, map_first: bool
+) -> None:
+    model = CalledTwice(map_first).double()
+    assert run(model, points(5, shape=(1, 2, 2)), batch_size=4).num_dropped == 1
+
+
 @pytest.mark.parametrize(
     "change",
     ["no norm", "frozen norm", "norm without statistics", "frozen, without statistics"],

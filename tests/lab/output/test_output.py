@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import yaml
 from safetensors import safe_open
+from torch import nn
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
+from fedbn_flwr.lab.output.recorder import Recorder
 from fedbn_flwr.lab.output.summary import commit_of
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
@@ -107,6 +109,28 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     assert read_metrics(path) == [{"round": 1}]
     assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_a_model_says_that_it_diverged_if_its_round_has(
+    chosen: int, tmp_path: Path
+) -> None:
+    """The best round may be before the one in which the run diverged, here 2."""
+    keys = {"validation-share": 0.1, "early-stopping": 3, "num-server-rounds": 3}
+    config = Config.make({"strategy": "centralized", **keys})
+    folder = RunFolder(tmp_path / "run", config)
+    for number in (1, 2, 3):
+        line = {"round": number, "seconds": 1.0, "rejected": []}
+        line["validation-accuracy"] = 0.9 if number == chosen else 0.1
+        if number >= 2:
+            line[DIVERGED_AT] = 2
+        folder.add_round(line)
+    recorder = Recorder(folder, config, nn.Linear(64, 10), None, None, None)
+    summary = recorder.finish(STATE, None)
+    assert summary[DIVERGED_AT] == 2
+    with safe_open(folder.path / "model.safetensors", "np") as file:
+        said = file.metadata().get(DIVERGED_AT)
+    assert said == (None if chosen < 2 else "2")
 
 
 @pytest.mark.parametrize("used", ["file inside", "a file", "hidden file inside"])
