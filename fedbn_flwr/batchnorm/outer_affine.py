@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.norms.own_forward import random_input
 from fedbn_flwr.training.model_state import copied
@@ -36,15 +35,13 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
     Args:
         owner: it does not change; its forward pass must be that of a BatchNorm with
             gamma, beta or both, and then its other modules in order, an activation say.
-        name: the name of its BatchNorm layer without gamma and beta; "" if the owner is
-            that layer itself.
+        name: the name of its BatchNorm layer, which has running statistics and no gamma
+            and beta; "" if the owner is that layer itself.
     """
     # TorchScript shows no modules by path.
     if isinstance(owner, torch.jit.ScriptModule):
         return {}
-    layer = owner.get_submodule(name)
-    if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
-        return {}
+    layer: Any = owner.get_submodule(name)
     channels = (layer.num_features,)
     near = [
         leaf

@@ -499,10 +499,17 @@ def _near(pattern: str, paths: Sequence[str]) -> str:
 
 
 def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
-    """Return gamma and beta that a subclass or the layer's owner applies, by leaf."""
+    """Return gamma and beta that a subclass or the layer's owner applies, by leaf.
+
+    The result is empty where the layer has its own.
+    """
+    layer = modules[path]
+    # A layer in TorchScript is no ``_BatchNorm``, and its owner cannot be tried.
+    if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
+        return {}
     parent, _, name = path.rpartition(".")
-    for owner, layer in ((path, ""), (parent, name)):
-        found = outer_affine(modules[owner], layer)
+    for owner, inside in ((path, ""), (parent, name)):
+        found = outer_affine(modules[owner], inside)
         if found:
             return {leaf: entry_name(owner, own) for leaf, own in found.items()}
     return {}

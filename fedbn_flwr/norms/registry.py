@@ -9,16 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.errors import NormLayerError, unknown_name
 from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
 from fedbn_flwr.norms.renorm import use_batch_renorm
-from fedbn_flwr.norms.report import NormReport, Replacement
-from fedbn_flwr.norms.swap import refuse_uninitialised
+from fedbn_flwr.norms.report import NormReport, Replacement, named
 from fedbn_flwr.norms.wsconv import use_wsconv
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
@@ -135,7 +136,20 @@ def replace_norm(
             raise unknown_name(
                 f"option of norm {kind!r}", option, info.options or ["(none)"]
             )
-    refuse_uninitialised(model)
+    _refuse_uninitialised(model)
     # Builders change their model in place, and the given one must stay.
     replaced_model, rows = info.builder(copied(model), **options)
     return replaced_model, NormReport(kind, rows)
+
+
+def _refuse_uninitialised(model: nn.Module) -> None:
+    """Raise NormLayerError, with their names, for lazy layers without channels yet."""
+    lazy = []
+    for path, layer in layers_of(model, every_path=True).items():
+        if isinstance(layer, LazyModuleMixin) or not layer.num_features:
+            lazy.append(named(path, layer))
+    if lazy:
+        raise NormLayerError(
+            f"the number of channels is not known yet for: {', '.join(lazy)}. Run one"
+            " batch through the model first, or give BatchNorm its number of channels."
+        )

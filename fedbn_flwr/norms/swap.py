@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import modules_after
@@ -26,7 +25,6 @@ __all__ = [
     "Place",
     "batchnorm_places",
     "describe",
-    "refuse_uninitialised",
     "swap_batchnorm",
 ]
 
@@ -99,19 +97,6 @@ def swap_batchnorm(
             parent.add_module(name, new)
         rows.append(Replacement(path, describe(layer), described))
     return model, tuple(rows)
-
-
-def refuse_uninitialised(model: nn.Module) -> None:
-    """Raise NormLayerError, with their names, for lazy layers without channels yet."""
-    lazy = []
-    for path, layer, _, _ in batchnorm_places(model):
-        if isinstance(layer, LazyModuleMixin) or not layer.num_features:
-            lazy.append(named(path, layer))
-    if lazy:
-        raise NormLayerError(
-            f"the number of channels is not known yet for: {', '.join(lazy)}. Run one"
-            " batch through the model first, or give BatchNorm its number of channels."
-        )
 
 
 def _followed(new: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

@@ -484,7 +484,7 @@ class Strategy(FlowerFedAvg):
         # statistics of its last weights yet.
         last = self.reports[-1].server_round if self.reports else num_rounds
         untested = not self.run.tests_after(last)
-        if self.methods.reestimates and untested and not failures.ends_run(self.run):
+        if self.methods.reestimates and untested and not self.run.ends_diverged:
             reestimate_before_tests(self.run, result.arrays, grid)
         result.arrays = testing.completed(self.run, result.arrays)
         if self.completes_tests:
@@ -566,7 +566,7 @@ class Strategy(FlowerFedAvg):
 
         It diverged, was stopped, or has no privacy left to spend.
         """
-        if self.stopped or failures.ends_run(self.run):
+        if self.stopped or self.run.ends_diverged:
             return True
         if self._recording is not None and self._recording.finished:
             return True

@@ -161,4 +161,6 @@ class RunData:
         Raises:
             ConfigError: an entry of ``augment`` cannot be read.
         """
+        if not self.config.augment.strip():
+            return None
         return Augment.parse(self.config.augment)

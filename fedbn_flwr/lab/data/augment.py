@@ -65,8 +65,8 @@ class Augment:
     each: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Augment | None:
-        """Return the augmentation of a config's ``augment``; None for ``""``.
+    def parse(cls, text: str) -> Augment:
+        """Return the augmentation of a config's ``augment``, which is not empty.
 
         This is a comma list of ``cropN`` (N >= 1 pixels), ``flip`` and names of
         ``EACH``. The order in the list does not matter: transforms of single
@@ -75,8 +75,6 @@ class Augment:
         Raises:
             ConfigError: an entry is unknown, is there twice, or crops by 0.
         """
-        if not text.strip():
-            return None
         entries = [part.strip() for part in text.split(",")]
         crops = [
             entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)

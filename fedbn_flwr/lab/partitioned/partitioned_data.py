@@ -53,7 +53,6 @@ class _SplitKeys:
     domain_share: float
     held_out_clients: str
     validation_share: float
-    augment: str
     seed: int
 
 
@@ -209,7 +208,8 @@ def partitioned_data(
     # The split is cached by what it depends on; ``load_data`` returns the same object
     # for the same data, so that it can be a part of the key.
     keys = [getattr(config, field.name) for field in fields(_SplitKeys)]
-    return _partitioned(num_clients, load_data(config, shape), _SplitKeys(*keys))
+    data, augment = load_data(config, shape), data_of(config).augmentation
+    return _partitioned(num_clients, data, augment, _SplitKeys(*keys))
 
 
 def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
@@ -220,12 +220,13 @@ def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
         data: the data of one node.
         client: partition id; it seeds the draw of the validation examples.
     """
-    return _whole(data, client, config.augment, config.seed, config.validation_share)
+    augment = data_of(config).augmentation
+    return _whole(data, client, augment, config.seed, config.validation_share)
 
 
 @functools.lru_cache(maxsize=4)
 def _whole(
-    data: Dataset, client: int, augment: str, seed: int, share: float
+    data: Dataset, client: int, augment: Augment | None, seed: int, share: float
 ) -> PartitionedData:
     everything = np.arange(len(data.train), dtype=np.int64)
     train, validation = _validated(data, [everything], [client], seed, share)
@@ -233,7 +234,7 @@ def _whole(
         data,
         train,
         test=(np.arange(len(data.test), dtype=np.int64),),
-        augment=Augment.parse(augment),
+        augment=augment,
         validation=validation,
     )
 
@@ -250,7 +251,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
             " each at the data-path of its node config, and tests of the server need"
             " some. Use eval-on=personal-own over a network; or name the path."
         )
-    shape, augment = shape or data_of(config).shape, Augment.parse(config.augment)
+    shape, augment = shape or data_of(config).shape, data_of(config).augmentation
     # Rows and signals stay as they are.
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
@@ -266,7 +267,9 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
 # Cached, because Flower calls client_fn for every message; all clients of a process
 # share one copy of the images.
 @functools.lru_cache(maxsize=4)
-def _partitioned(num_clients: int, data: Dataset, keys: _SplitKeys) -> PartitionedData:
+def _partitioned(
+    num_clients: int, data: Dataset, augment: Augment | None, keys: _SplitKeys
+) -> PartitionedData:
     # The data are split over all clients, and then some are held out: these are clients
     # of the same kind.
     apart = _held_out(keys.held_out_clients, keys.partition, data)
@@ -293,7 +296,7 @@ def _partitioned(num_clients: int, data: Dataset, keys: _SplitKeys) -> Partition
         data,
         rest,
         tuple(test),
-        Augment.parse(keys.augment),
+        augment,
         validation,
         held_out_names=tuple(apart),
         held_out=held_out,

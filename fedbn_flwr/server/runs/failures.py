@@ -32,7 +32,6 @@ __all__ = [
     "account",
     "all_not_finite",
     "divergence",
-    "ends_run",
     "losses_not_finite",
     "note_losses",
     "note_too_few",
@@ -198,15 +197,9 @@ def note_too_few(run: Run, num_usable: int) -> None:
         note_losses(run, [loss], since)
 
 
-def ends_run(run: Run) -> bool:
-    """Return whether the run ends after this round because it diverged."""
-    stops = run.methods.params.on_divergence == "stop"
-    return stops and bool(run.reports) and bool(run.report.diverged)
-
-
 def raise_if_ends(run: Run, result: Result | None = None) -> None:
     """Raise DivergedError, with the result so far, if the run ends because it diverged."""
-    if ends_run(run):
+    if run.ends_diverged:
         report = run.report
         advice = " ".join(_advice(run))
         raise DivergedError(divergence(report, advice), report.diverged_at, result)

@@ -192,6 +192,12 @@ class Run:
         """Whether the first local step of this round is synchronised."""
         return self.travels.exchanges is not None
 
+    @property
+    def ends_diverged(self) -> bool:
+        """Whether the run ends after this round because it diverged."""
+        stops = self.methods.params.on_divergence == "stop"
+        return stops and bool(self.reports) and bool(self.report.diverged)
+
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
         """Return what the methods know of a round; 0 = before the first."""
         return Facts(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data.augment import Augment
 
 
@@ -102,7 +103,8 @@ def test_spaces_and_order_do_not_matter_and_an_empty_text_is_none() -> None:
         == Augment.parse("crop4,flip")
         == Augment(crop=4, flip=True)
     )
-    assert Augment.parse("") is Augment.parse("  ") is None
+    for empty in ("", "  "):
+        assert data_of(Config.make({"augment": empty})).augmentation is None
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,14 @@ def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
     return [inputs for inputs, _ in found]
 
 
-@pytest.mark.parametrize("text", ["", "crop2,flip", "flip,color-jitter"])
+@pytest.mark.parametrize(
+    "augment",
+    [None, Augment.parse("crop2,flip"), Augment.parse("flip,color-jitter")],
+    ids=["as they are", "of the batch", "of each image"],
+)
 def test_batches_from_the_disk_are_those_from_memory(
-    files, monkeypatch: pytest.MonkeyPatch, text: str
+    files, monkeypatch: pytest.MonkeyPatch, augment: Augment | None
 ) -> None:
-    augment = Augment.parse(text)
     kept = read(files, augment)
     monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
     left = read(files, augment)
