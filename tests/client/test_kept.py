@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
@@ -11,6 +12,7 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.training.client_hook import ClientHook
 
 STATISTICS = frozenset({Part.STATISTICS, Part.COUNTERS})
 NAMES = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
@@ -52,6 +54,21 @@ def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
     assert store(context, model).load(["1.weight"]) == {}, (
         "nothing of this part was kept"
     )
+
+
+class Counting(ClientHook):
+    def keep(self) -> dict[str, torch.Tensor]:
+        return {"count": torch.ones(2)}
+
+
+def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
+    """What is kept stays as it was: the round may be undone."""
+    context, model, hook = empty_context(), mlp(), Counting()
+    store(context, model).save_hook_state([hook], 4)
+    for _ in range(2):
+        found = store(context, model).hook_state(hook)["count"]
+        assert found.tolist() == [1, 1]
+        found += 1
 
 
 KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))

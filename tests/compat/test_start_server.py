@@ -8,10 +8,12 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import GetPropertiesIns
 
@@ -19,6 +21,7 @@ from fedbn_flwr import TorchClient, to_client_fn, to_legacy
 from fedbn_flwr.engines.flower_run import free_port
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support import start_server
@@ -113,6 +116,27 @@ UNNAMED = (
     start_server.points(0),
     LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
 )
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [({}, 3), ({"partition-id": 7}, 7), ({"partition-id": 0}, 0)]
+    # the server reads no text and no float
+    + [({"partition-id": other}, 3) for other in ("7", 7.0, True)],
+)
+def test_a_client_may_say_another_partition_id_than_its_node_config(
+    said: dict[str, Any], known: int
+) -> None:
+    class Speaks(NumPyClient):
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            return said
+
+    app = ClientApp(lambda context: Speaks().to_client(), mods=[bn_mod])
+    context = Context(0, -1, {}, RecordDict(), {})  # type: ignore[arg-type]
+    client = to_client_fn(app, {"partition-id": 3})(context)
+    assert client.get_properties(GetPropertiesIns({})).properties == {
+        "partition-id": known
+    }
 
 
 def test_an_app_that_is_none_is_refused() -> None:

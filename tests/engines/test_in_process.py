@@ -258,6 +258,37 @@ def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_what_waits_for_its_node_is_dropped_where_the_grid_closes(
+    monkeypatch,
+) -> None:
+    """Also if a node ends its message just then, while another one's is taken."""
+    worked: list[int] = []
+    pushed, ended = threading.Event(), threading.Event()
+
+    def work(message: Message, context: Context) -> Message:
+        pushed.wait(20)
+        worked.append(context.node_config["partition-id"])
+        return Message(RecordDict(), reply_to=message)
+
+    grid, hand_over = InProcessGrid(app_of(work), 2), client_work._hand_over
+    closing = threading.Thread(target=grid.close)
+
+    def after_the_close(*arguments: object) -> None:
+        closing.start()
+        ended.set()
+        while not grid._host._threads._shutdown:
+            time.sleep(0.01)
+        monkeypatch.undo()
+        hand_over(*arguments)
+
+    monkeypatch.setattr(client_work, "_hand_over", after_the_close)
+    grid.push_messages(to(grid, 0, 0, 1))
+    pushed.set()
+    ended.wait(20)
+    closing.join(20)
+    assert worked == [0, 1]
+
+
 def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     app = ClientApp()

@@ -14,11 +14,15 @@ from fedbn_flwr.messages.moments import decode_moments, encode_moments
 def test_sums_of_squares_of_a_model_in_half_precision_travel_in_float32(
     dtype: torch.dtype,
 ) -> None:
-    """An M2 of 70,001 is no float16, and no bfloat16."""
+    """An M2 of 70,001 is no float16, and no bfloat16; one of 70,001 + 1e-9 is of a
+    model in float64 alone.
+    """
     like = {"bn.running_mean": torch.zeros(1, dtype=dtype)}
     wide = torch.tensor([0.5], dtype=torch.float64)
-    sent = encode_moments({"bn": Moments(9, wide, 2 * wide + 70_000)}, like)
+    m2 = 70_001 + (1e-9 if dtype == torch.float64 else 0)
+    mean = wide + (1e-12 if dtype == torch.float64 else 0)
+    sent = encode_moments({"bn": Moments(9, mean, torch.full_like(wide, m2))}, like)
     arrays = {name: value.numpy() for name, value in sent.items()}
     shapes = {name: value.float().numpy() for name, value in like.items()}
     found = decode_moments(arrays, shapes, split_state(shapes))
-    assert found["bn"].m2.tolist() == [70_001.0]
+    assert (found["bn"].mean.tolist(), found["bn"].m2.tolist()) == (mean.tolist(), [m2])

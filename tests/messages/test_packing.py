@@ -146,6 +146,20 @@ def test_messages_with_the_same_arrays_share_one_piece() -> None:
     ]
 
 
+def test_messages_that_are_made_one_by_one_have_their_own_arrays() -> None:
+    """A record may lie where one lay that has gone."""
+
+    def message(number: int) -> Message:
+        arrays = to_record({"w": np.full(3, float(number))})
+        return Message(RecordDict({"arrays": arrays}), 1, "train")
+
+    found = []
+    for sent in packed_for(map(message, range(50)), {1}):
+        arrays = unpacked(sent.content)["arrays"]
+        found.append(arrays["w"].numpy()[0])
+    assert found == list(range(50))
+
+
 ZERO = encode(np.zeros(2, np.float32)).data
 ENTRY = ["w", "float32", [2], "numpy.ndarray", len(ZERO)]
 

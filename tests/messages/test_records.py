@@ -71,6 +71,9 @@ def test_strides_do_not_travel_but_values_do() -> None:
     assert np.array_equal(back["w"], image.numpy())
     assert back["w"].flags.c_contiguous
     assert np.array_equal(back["t"], transposed.numpy())
+    for tensor in (last, transposed):
+        sent, plain = to_record({"x": tensor}), to_record({"x": tensor.contiguous()})
+        assert sent["x"].data == plain["x"].data, "the same bytes on each machine"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -88,6 +91,8 @@ def test_dtypes_that_flower_cannot_send_are_refused_by_name(dtype: torch.dtype) 
 def test_bytes_of_floats_and_of_other_entries_are_counted_apart() -> None:
     assert num_bytes(to_record(STATE)) == (4 * 4 + 8 + 0 + 2 * 2, 8 + 2 + 4 * 8)
     assert num_bytes(ArrayRecord()) == (0, 0)
+    complex_ones = {"c": torch.ones(3, dtype=torch.complex64)}
+    assert num_bytes(to_record(complex_ones)) == (3 * 8, 0)
 
 
 GRID = np.arange(24.0).reshape(2, 3, 4)

@@ -107,11 +107,14 @@ def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
     assert torch.isfinite(model[2].weight.grad).all()
 
 
+@pytest.mark.parametrize("value", [300.0, 4000.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_takes_the_length_in_float32(dtype: torch.dtype) -> None:
+def test_half_precision_takes_the_length_in_float32(
+    dtype: torch.dtype, value: float
+) -> None:
     head = use_feature_norm(nn.Linear(400, 2).to(dtype))[0]
-    # the sum of squares is above float16's largest
-    x = torch.full((1, 400), 300.0, dtype=dtype)
+    # The sum of squares is above float16's largest, and then the length, too.
+    x = torch.full((1, 400), value, dtype=dtype)
     out = head(x)
     assert out.dtype == dtype
     ones = functional.linear(torch.ones(1, 400), head.weight.float(), head.bias.float())

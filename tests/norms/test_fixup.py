@@ -102,6 +102,22 @@ def test_the_initial_weights(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_branch_starts_as_zero_also_where_its_convolutions_have_a_bias(
+    name: str,
+) -> None:
+    make, _, depth = NETWORKS[name]
+    old = make()
+    for block in blocks(old):
+        for k in range(1, depth + 1):
+            conv = getattr(block, f"conv{k}")
+            conv.bias = nn.Parameter(torch.ones(conv.out_channels))
+    new, _ = replace_norm(old, "fixup")
+    for block in blocks(new):
+        conv = getattr(block, f"conv{depth}")
+        assert not conv(torch.randn(1, conv.in_channels, 4, 4)).any()
+
+
 def block_forward(
     block: nn.Module, x: Tensor, p: dict[str, Tensor], path: str, depth: int
 ) -> Tensor:

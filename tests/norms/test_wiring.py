@@ -72,6 +72,18 @@ class RepeatsBackwards(Net):
         return self.norm(self.conv(self.late(self.other(self.conv(x)))))
 
 
+class Crossed(nn.Module):
+    """Each norm is registered behind the convolution that it does not follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.other, self.late = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.other(self.late(self.conv(x))))
+
+
 def after(model: nn.Module) -> dict[str, list[str]]:
     paths = {id(module): path for path, module in model.named_modules()}
     return {
@@ -82,6 +94,7 @@ def after(model: nn.Module) -> dict[str, list[str]]:
 
 def test_the_forward_pass_counts_not_the_order_of_registration() -> None:
     assert after(Net()) == {"conv": ["norm"], "other": []}
+    assert after(Crossed()) == {"conv": ["late"], "other": ["norm"]}
 
 
 def test_an_output_used_elsewhere_too_is_not_followed_by_a_norm() -> None:

@@ -208,6 +208,23 @@ def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None
     assert torch.equal(new[0].weight, layer.weight.double())
 
 
+class InGroups(nn.Module):
+    """Its BatchNorm shares four betas among the eight outputs before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 8, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.linear(x).reshape(-1, 4))
+        return out
+
+
+def test_a_beta_of_another_width_becomes_no_bias() -> None:
+    new, _ = replace_norm(InGroups(), "wsconv")
+    assert new.linear.bias is None
+
+
 @pytest.mark.parametrize(
     ("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))]
 )

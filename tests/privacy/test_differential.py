@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
@@ -29,7 +36,7 @@ from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import bn_mod, clipped_update
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.privacy.accounting import PrivacyAccountant
-from fedbn_flwr.privacy.coordinates import Coordinates, norm
+from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
@@ -278,6 +285,24 @@ def test_the_mod_clips_what_leaves_an_app_of_any_kind(
         distance(before, own, before) == pytest.approx(0.5, rel=1e-6) for own in sent
     )
     assert all(own["1.num_batches_tracked"] == 0 for own in sent)
+
+
+@pytest.mark.parametrize(
+    ("kind", "clips"), [("train", True), ("train.own", True), ("evaluate", False)]
+)
+def test_a_training_function_of_any_name_is_clipped(kind: str, clips: bool) -> None:
+    content = RecordDict(
+        {"arrays": to_record({"w": np.zeros(4)}), "config": ConfigRecord({CLIP: 0.5})}
+    )
+    message = Message(content, 1, kind)
+
+    def fives(message: Message, context: Context) -> Message:
+        arrays = to_record({"w": np.full(4, 5.0)})
+        return Message(RecordDict({"arrays": arrays}), reply_to=message)
+
+    reply = clipped_update(message, Context(1, 1, {}, RecordDict(), {}), fives)
+    update = from_record(reply.content["arrays"])["w"]
+    assert np.linalg.norm(update) == pytest.approx(0.5 if clips else 10.0)
 
 
 def test_a_client_that_does_not_clip_is_refused_by_name(

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -28,7 +29,7 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.messages.protocol import MASKED
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, masked_update
-from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.coordinates import CLIP, Coordinates
 from fedbn_flwr.privacy.counters import CUMULATIVE, refuse_cumulative
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
@@ -533,7 +534,8 @@ def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(
     same_bits(ours.history[2], ours.history[1])
 
 
-def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
+def round_of_masks(**told: Any) -> tuple[Context, ConfigRecord]:
+    """The context of one of three clients, and the config of its training message."""
     party, context = Party.new(1), Context(1, 1, {"partition-id": 0}, RecordDict(), {})
     others = [Party.new(1) for _ in range(2)]
     keys = {
@@ -541,9 +543,45 @@ def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
     }
     party.shares(0, keys, 2)
     context.state["fedbn-flwr.masks"] = ConfigRecord({"secrets": party.dump()})
-    told = {"mask-present": [1, 2], "mask-weight": 4.0, "mask-total-weight": 12.0}
-    config = ConfigRecord({"server-round": 1, "fedbn-flwr.mask-equal-weights": False})
-    config.update({f"fedbn-flwr.{name}": value for name, value in told.items()})
+    of_masks = {"present": [1, 2], "weight": 4.0, "total-weight": 12.0} | told
+    config = ConfigRecord({"server-round": 1})
+    config.update({f"fedbn-flwr.mask-{name}": of_masks[name] for name in of_masks})
+    return context, config
+
+
+@pytest.mark.parametrize(
+    ("equal", "clips", "weight", "trains"),
+    [
+        (False, False, 4.0, True),
+        (True, True, 1.0, True),
+        (True, False, 1.0, False),
+        (False, True, 1.0, False),
+        (True, True, 4.0, False),
+    ],
+)
+def test_weights_that_would_tell_of_a_client_are_refused_before_it_trains(
+    equal: bool, clips: bool, weight: float, trains: bool, mlp
+) -> None:
+    """With ``dp=client`` each has weight 1, and only then are all equal."""
+    told = {"equal-weights": equal, "weight": weight}
+    context, config = round_of_masks(**told)
+    if clips:
+        config[CLIP] = 0.5
+    state = to_record(to_state(mlp().state_dict()))
+    trained: list[Message] = []
+
+    def train(message: Message, context: Context) -> Message:
+        trained.append(message)
+        return Message(Error(0), reply_to=message)
+
+    message = Message(RecordDict({"arrays": state, "config": config}), 1, "train")
+    with nullcontext() if trains else pytest.raises(MaskingError):
+        masked_update(message, context, train)
+    assert bool(trained) is trains
+
+
+def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
+    context, config = round_of_masks(**{"equal-weights": False})
     state = to_record(to_state(mlp().state_dict()))
     sent: list[torch.Tensor] = []
 

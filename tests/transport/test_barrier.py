@@ -253,17 +253,56 @@ def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(
     assert barrier.finished_with() == [100, 101, 102]
 
 
-def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
-    members, monkeypatch
-) -> None:
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """``clock[0] += 1``: a second later."""
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_time_in_which_the_server_was_paused_does_not_count(
+    members, clock: list[float]
+) -> None:
+    barrier = Barrier(members(1, 1), timeout=5)
+    for node_id in (100, 101):
+        barrier.begin(node_id)
+    barrier.send(100, 0, "mean/0", row(1), lambda outcomes: None)
+    for seconds in (1, 100, 1, 1):
+        clock[0] += seconds
+        barrier.drop_late()
+    assert barrier.dropped == {}
+    for _ in range(3):
+        clock[0] += 1
+        barrier.drop_late()
+    assert barrier.dropped.keys() == {101}
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_where_members_compute_in_turns_each_that_begins_has_the_whole_time(
+    members, clock: list[float], in_turns: bool
+) -> None:
+    barrier = Barrier(members(1, 1, 1), timeout=5, in_turns=in_turns)
+    barrier.begin(100)
+    barrier.send(100, 0, "mean/0", row(1), lambda outcomes: None)
+    for node_id in (101, 102):
+        for _ in range(3):
+            clock[0] += 1
+            barrier.drop_late()
+        if node_id not in barrier.dropped:
+            barrier.begin(node_id)
+    assert (barrier.dropped == {}) is in_turns
+
+
+def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
+    members, clock: list[float]
+) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, min_members=3)
     for node_id in (100, 101, 102):
         barrier.begin(node_id)
     barrier.leave(100, "went away")
     for _ in range(100):
-        now[0] += 0.1
+        clock[0] += 0.1
         barrier.drop_late()
     assert barrier.dropped.keys() == {100, 101, 102}
 

@@ -130,6 +130,14 @@ def test_calls_without_a_valid_token_are_refused(server, members, step) -> None:
     )
 
 
+def test_two_barriers_are_open_at_once(server, members, step) -> None:
+    barriers = [Barrier(members(1, 1), timeout=10) for _ in range(2)]
+    each = [reducers(server, server.admit(barrier)) for barrier in barriers]
+    for clients in each:
+        assert [attempts for _, _, attempts in step(clients)] == [1, 1]
+    assert all(barrier.dropped == {} for barrier in barriers)
+
+
 GARBAGE = {
     # What any bytes come to is in test_channel_frame.py; here a few travel.
     "nothing": b"",

@@ -14,19 +14,20 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
+from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent, replay
 from fedbn_flwr.errors import DataError, StateError
+from fedbn_flwr.transport import NextExchange
 from fedbn_flwr.transport.replay import Replay
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 
 
 def message(
-    arrays: dict[str, Any], server_round: int
+    arrays: dict[str, Any], server_round: int, attempt: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
     config = {
         "server-round": server_round,
-        "fedbn-flwr.fedtan-attempt": 0,
+        "fedbn-flwr.fedtan-attempt": attempt,
         "fedbn-flwr.fedtan-union": 9,
     }
     return list(arrays.values()), {
@@ -53,6 +54,26 @@ def test_an_answer_without_the_model_of_its_round_is_refused() -> None:
         log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 3))
     clear_log(context)
     assert len(context.state) == 0
+
+
+@pytest.mark.parametrize(
+    "following",
+    [(MODEL, 3, 0), (MODEL, 2, 1), ({"fedtan/mean/0": np.ones(1)}, 2, 1)],
+    ids=["the next round", "the same round again", "the next attempt"],
+)
+def test_a_step_that_begins_anew_is_compared_with_none_before_it(
+    following: tuple[dict[str, Any], int, int],
+) -> None:
+    """Its first batch, or the statistics of its first layers, may be others."""
+    context = Context(1, 1, {}, RecordDict(), {})
+    log_answer(context, *message(MODEL, 2))
+    log_sent(context, NextExchange({"mean/0": torch.zeros(1)}))
+    log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 2))
+    log_answer(context, *message(*following))
+    _, config = log_answer(
+        context, *message({"fedtan/mean/0": np.ones(1)}, *following[1:])
+    )
+    assert replay(context, config).reduce("mean/0", torch.ones(1)) == torch.ones(1)
 
 
 def test_without_a_context_there_is_no_replay_log() -> None:
