@@ -179,10 +179,12 @@ def test_a_round_of_fixbn_enters_its_freeze_and_not_what_comes_before() -> None:
     """Round 2 of 3 is the first frozen one; Flower's ``start`` is before round 1."""
     from reading import entered
 
-    calls = {
-        part: {(place.partition(":")[0], place.rpartition(" ")[2]) for place in places}
-        for part, places in entered(ROOT, "fixbn").items()
-    }
+    # FILE:LINE NAME, without the line
+    calls: dict[str, set[tuple[str, str]]] = {}
+    for part, places in entered(ROOT, "fixbn").items():
+        calls[part] = set()
+        for place in places:
+            calls[part].add((place.partition(":")[0], place.rpartition(" ")[2]))
     freeze = ("training/freezing.py", "force_eval")
     aggregate = ("server/strategy.py", "aggregate_train")
     assert {freeze, aggregate} <= calls["a round"] - calls["before round 1"]

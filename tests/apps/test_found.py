@@ -318,11 +318,11 @@ def arrays_in(message: Message) -> dict[str, np.ndarray]:
     names = None
     for record in content.config_records.values():
         names = json.loads(str(record.get("fedbn-flwr.array-names", "null"))) or names
-    return {
-        name: array.numpy().copy()
-        for record in content.array_records.values()
-        for name, array in zip(names or record, record.values(), strict=True)
-    }
+    arrays = {}
+    for record in content.array_records.values():
+        for name, array in zip(names or record, record.values(), strict=True):
+            arrays[name] = array.numpy().copy()
+    return arrays
 
 
 class InOrder(LocalTraining):

@@ -222,10 +222,10 @@ def test_sorted_replies_give_the_same_bits_in_any_order(
     replies = [(i, client(seed + i), float(n)) for i, n in enumerate(counts)]
     arrived = data.draw(st.permutations(replies))
     orders = (replies, sorted(arrived, key=lambda reply: reply[0]))
-    results = [
-        average([r[1] for r in order], [r[2] for r in order], PARTS, "pooled")
-        for order in orders
-    ]
+    results = []
+    for order in orders:
+        _, states, weights = zip(*order, strict=True)
+        results.append(average(states, weights, PARTS, "pooled"))
     for name in NAMES:
         assert results[0][name].tobytes() == results[1][name].tobytes()
 

@@ -72,13 +72,12 @@ def entries_below(
     model: nn.Module, prefixes: tuple[str, ...], leaves: Collection[str]
 ) -> set[str]:
     """The entries of the BatchNorm layers at these places, from walking the modules."""
-    return {
-        f"{path}.{leaf}"
-        for path, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and path.startswith(prefixes)
-        for leaf in layer.state_dict()
-        if leaf in leaves
-    }
+    entries = set()
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and path.startswith(prefixes):
+            own = layer.state_dict().keys() & set(leaves)
+            entries |= {f"{path}.{leaf}" for leaf in own}
+    return entries
 
 
 def averages_of_the_replies(run: Any, shared: Collection[str]) -> None:

@@ -413,11 +413,11 @@ class _Twice(nn.Module):
 
 def pairs(ground: Ground, size: int) -> list[Any]:
     """Two clients with ten small batches each."""
-    starts = [range(first, first + 10 * size, size) for first in (0, 10 * size)]
-    return [
-        [(ground.inputs[k : k + size], ground.targets[k : k + size]) for k in own]
-        for own in starts
-    ]
+    batches = []
+    for start in range(0, 20 * size, size):
+        rows = slice(start, start + size)
+        batches.append((ground.inputs[rows], ground.targets[rows]))
+    return [batches[:10], batches[10:]]
 
 
 def handled_skew(ground: Ground) -> Diagnosis:
@@ -566,9 +566,9 @@ def one_test(ground: Ground) -> Diagnosis:
 
 
 def two_targets(ground: Ground) -> Diagnosis:
-    loaders = [
-        [(x, torch.stack([y, y], 1)) for x, y in loader] for loader in ground.equal()
-    ]
+    loaders = []
+    for loader in ground.equal():
+        loaders.append([(x, torch.stack([y, y], 1)) for x, y in loader])
     return diagnose(ground.model, loaders)
 
 

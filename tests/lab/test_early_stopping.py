@@ -66,14 +66,11 @@ def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
 
 
 def files(out: Path) -> dict[str, Any]:
-    found = {
-        path.name: load_file(path)
-        for path in [out / "model.safetensors", *(out / "clients").glob("*")]
-    }
-    return {
-        name: {k: v.tolist() for k, v in entries.items()}
-        for name, entries in found.items()
-    }
+    found = {}
+    for path in [out / "model.safetensors", *(out / "clients").glob("*")]:
+        entries = load_file(path)
+        found[path.name] = {name: array.tolist() for name, array in entries.items()}
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -86,10 +86,10 @@ class Crossed(nn.Module):
 
 def after(model: nn.Module) -> dict[str, list[str]]:
     paths = {id(module): path for path, module in model.named_modules()}
-    return {
-        paths[key]: [paths[id(norm)] for norm in norms]
-        for key, norms in wiring(model).norms_after.items()
-    }
+    found = {}
+    for key, norms in wiring(model).norms_after.items():
+        found[paths[key]] = [paths[id(norm)] for norm in norms]
+    return found
 
 
 def test_the_forward_pass_counts_not_the_order_of_registration() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterable, Mapping
@@ -270,9 +271,10 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
         "query.statistics": (0, 2),
         "evaluate": (0, 2) if unusable else (0, 1, 2),
     }
-    assert asked == {("query", i) for i in range(3)} | {
-        (kind, i) for kind, who in kinds.items() for i in who
-    }
+    expected = set(itertools.product(["query"], range(3)))
+    for kind, who in kinds.items():
+        expected |= set(itertools.product([kind], who))
+    assert asked == expected
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
         assert list(report.evaluations) == [str(i) for i in kinds["evaluate"]]

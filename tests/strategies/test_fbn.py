@@ -306,12 +306,11 @@ def test_kinds_of_batchnorm_with_half_of_the_clients(
     exact = {"rtol": 1e-5, "atol": 1e-6} if amp else {"rtol": 1e-12}
     for path, calls in (("1", 1), ("4", 2)):
         assert not amp or seen[chosen[0]][path][0].dtype == torch.bfloat16
-        each = [
-            torch.cat([x.movedim(1, -1).flatten(0, -2) for x in seen[i][path]])
-            .double()
-            .numpy()
-            for i in chosen
-        ]
+        each = []
+        for i in chosen:
+            # all inputs of the client, a row of channels each
+            rows = [x.movedim(1, -1).flatten(0, -2) for x in seen[i][path]]
+            each.append(torch.cat(rows).double().numpy())
         passes = [3 if by_steps else -(-SIZES[i] // 4) for i in chosen]
         assert [len(seen[i][path]) for i in chosen] == [
             calls * number for number in passes

@@ -198,10 +198,10 @@ def first_round_under(deltas: list[list[float]], window: int, tau: float) -> int
     """The rule, in rational arithmetic: p-weighted mean, population variance of the
     last W, first time below tau.
     """
-    means = [
-        sum(Fraction(d) * n for d, n in zip(row, SIZES, strict=True)) / sum(SIZES)
-        for row in deltas
-    ]
+    means = []
+    for row in deltas:
+        weighted = [Fraction(d) * n for d, n in zip(row, SIZES, strict=True)]
+        means.append(sum(weighted) / sum(SIZES))
     for t in range(window, len(means) + 1):
         last = means[t - window : t]
         centre = sum(last) / window

@@ -36,15 +36,12 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
     """What a method keeps, from walking the modules."""
     if method is Standalone:
         return set(model.state_dict())
-    layers = [
-        (path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)
-    ]
-    return {
-        f"{path}.{leaf}"
-        for path, layer in layers
-        for leaf in layer.state_dict()
-        if leaf in LEAVES[method.name]
-    }
+    names = set()
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            own = layer.state_dict().keys() & set(LEAVES[method.name])
+            names |= {f"{path}.{leaf}" for leaf in own}
+    return names
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -56,12 +56,10 @@ OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
     "fedadam": {"eta": [-1.0], "tau": [0.0]},
     "fedyogi": {"beta_1": [1.0], "beta_2": [-0.1]},
 }
-CASES = [
-    (method, key, value)
-    for method, keys in OUT_OF_RANGE.items()
-    for key, values in keys.items()
-    for value in values
-]
+CASES = []
+for _method, _keys in OUT_OF_RANGE.items():
+    for _key, _values in _keys.items():
+        CASES += [(_method, _key, _value) for _value in _values]
 
 
 @pytest.mark.parametrize(("method", "key", "value"), CASES)

@@ -251,15 +251,16 @@ def _refuse_two_devices(name: str, func: Any, args: Any, kwargs: Any) -> None:
     ]
     # elsewhere a scalar of the CPU may be read
     scalars = name not in ("stack", "cat", "equal")
-    named = [
-        (argument.name, argument.alias_info) for argument in func._schema.arguments
-    ]
-    written = [
-        value
-        for place, (key, alias) in enumerate(named)
-        if alias is not None and alias.is_write
-        for value in tree_leaves(args[place] if place < len(args) else kwargs.get(key))
-    ]
+    # the arguments that the function writes to, given by place or by name
+    written = []
+    for place, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is None or not alias.is_write:
+            continue
+        value = kwargs.get(argument.name)
+        if place < len(args):
+            value = args[place]
+        written += tree_leaves(value)
     for value in elsewhere:
         if value.dim() > 0 or not scalars or any(value is own for own in written):
             raise RuntimeError(

@@ -311,10 +311,11 @@ def from_the_definitions(
         }
     decided = [(t == 1, o > 0) for t, o in pairs]
     some = [(t == 1, o) for t, o in pairs if t.any()]
-    recalls = [
-        np.mean([recall(t, o) for t, o in ((t, o), (~t, ~o)) if t.any()])
-        for t, o in decided
-    ]
+    recalls = []
+    for t, o in decided:
+        # of the label, and of its absence; a test set may lack one of them
+        both = [recall(*pair) for pair in ((t, o), (~t, ~o)) if pair[0].any()]
+        recalls.append(np.mean(both))
     found = {
         "accuracy": (
             sum((o == t).sum() for t, o in decided) / sum(len(t) for t, _ in decided)

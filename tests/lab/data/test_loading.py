@@ -209,13 +209,12 @@ def test_usps_and_its_constants(tmp_path: Path) -> None:
         values = (
             archive[f"x_{part}"].reshape(-1, 256).astype(float) + 1e-3
         ) / 255 * 2 - 1
-        lines = [
-            f"{label + 1} "
-            + " ".join(f"{i}:{value:.6f}" for i, value in enumerate(row, 1))
-            for label, row in zip(
-                archive[f"y_{part}"][:300].tolist(), values[:300].tolist(), strict=True
-            )
-        ]
+        # libsvm's text: the label from 1 on, and "INDEX:VALUE" of each pixel
+        lines = []
+        labels = archive[f"y_{part}"][:300].tolist()
+        for label, row in zip(labels, values[:300].tolist(), strict=True):
+            pixels = [f"{i}:{value:.6f}" for i, value in enumerate(row, 1)]
+            lines.append(f"{label + 1} {' '.join(pixels)}")
         (tmp_path / name).write_bytes(bz2.compress("\n".join(lines).encode(), 1))
     data = load_dataset("usps", tmp_path)
     assert torch.equal(

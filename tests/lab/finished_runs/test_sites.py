@@ -48,9 +48,8 @@ def test_each_client_has_the_model_that_the_run_has_for_it(
         assert values == pytest.approx([row["value"] for row in summary["sites"]])
         assert all(row["low"] < row["value"] < row["high"] for row in rows)
     rows = sites_of_run(outs[0], outs[1])
-    differences = [
-        a - b for a, b in zip(*(own(out, "accuracy") for out in outs), strict=True)
-    ]
+    some, others = (own(out, "accuracy") for out in outs)
+    differences = [a - b for a, b in zip(some, others, strict=True)]
     assert [row["difference"] for row in rows] == pytest.approx(differences, abs=1e-12)
     assert all(
         row["difference-low"] <= row["difference"] <= row["difference-high"]
