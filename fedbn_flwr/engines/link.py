@@ -1,8 +1,10 @@
 """The link between a command and its worker processes.
 
 Values are pickled, and their large arrays lie in shared memory. That is a file in
-memory without a name: the system frees it with the last array that uses it, also after
-a process was killed. The file itself goes over the pipe, as a descriptor.
+memory without a name: the system frees it when both processes have ended, also if they
+were killed. The file itself goes over the pipe, as a descriptor, and once: memory whose
+arrays are gone at the other end is written again. To get and free pages took most of the
+time of a large message.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ import os
 import pickle
 import socket
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
 
@@ -34,7 +38,7 @@ _ALIGNED = 64  # bytes: where each array begins in shared memory
 # share
 _REMEMBERED = 3
 _MAX_BUFFERS = 512  # of one system call
-_keys = itertools.count(1)
+_keys = itertools.count(1)  # of pieces of shared memory
 
 
 @dataclass
@@ -135,6 +139,39 @@ class Broadcasts:
             os.close(packed.file)
 
 
+class _Memory:
+    """Shared memory that this end writes, and writes again when it is free."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, memoryview] = {}
+        self._free: dict[int, list[int]] = {}  # keys by length
+
+    def write(self, packed: Packed) -> tuple[int, list[int]]:
+        """Write the buffers; return the key of their place, and its descriptor if the
+        other end has not got it.
+        """
+        sizes = [len(buffer) for buffer in packed.buffers]
+        # All sizes with so many bits fit; of the rest no page is ever taken.
+        length = 1 << sum(size + _ALIGNED for size in sizes).bit_length()
+        free = self._free.setdefault(length, [])
+        if free:
+            key = free.pop()
+            places = _slices(self._places[key], sizes)
+            for place, buffer in zip(places, packed.buffers, strict=True):
+                place[:] = buffer
+            return key, []
+        file = packed.write()
+        os.truncate(file, length)
+        key = next(_keys)
+        self._places[key] = _mapped(os.dup(file))
+        return key, [file]
+
+    def free(self, keys: Iterable[int]) -> None:
+        """Take places back: the other end has no arrays there any more."""
+        for key in keys:
+            self._free[len(self._places[key])].append(key)
+
+
 @dataclass
 class WorkerPipe:
     """One end of a pipe. Any thread may send; one thread receives."""
@@ -143,6 +180,10 @@ class WorkerPipe:
     pid: int = 0  # of the process at the other end
     _sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _received: OrderedDict[int, memoryview] = field(default_factory=OrderedDict)
+    _memory: _Memory = field(default_factory=_Memory)
+    # the other end's memory, and the keys of places whose arrays are gone here
+    _others: dict[int, memoryview] = field(default_factory=dict)
+    _unused: deque[int] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, head: Any, *values: Packed) -> None:
@@ -153,17 +194,17 @@ class WorkerPipe:
         """
         # A message and its descriptors follow each other, as the receiver reads them.
         with self._lock:
-            files = []
+            files: list[int] = []
             about = []
             try:
                 # What the other end needs to put each value together.
                 for packed in values:
-                    new = bool(packed.buffers) and packed.key not in self._sent
-                    if new:
-                        files.append(packed.file if packed.key else packed.write())
+                    key, new = self._placed(packed)
+                    files += new
                     sizes = [len(buffer) for buffer in packed.buffers]
-                    about.append((packed.body, sizes, packed.key, new))
-                self.pipe.send_bytes(pickle.dumps((head, about), protocol=5))
+                    about.append((packed.body, sizes, key, bool(new), packed.key > 0))
+                unused = [self._unused.popleft() for _ in range(len(self._unused))]
+                self.pipe.send_bytes(pickle.dumps((head, about, unused), protocol=5))
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
@@ -175,31 +216,56 @@ class WorkerPipe:
                 if packed.key:
                     _save(self._sent, packed.key, None)
 
+    def _placed(self, packed: Packed) -> tuple[int, list[int]]:
+        """Return the key of the memory with a value's bytes, 0 = none, and its
+        descriptor if the other end has not got it.
+        """
+        if not packed.buffers:
+            return 0, []
+        if packed.key:
+            return packed.key, [] if packed.key in self._sent else [packed.file]
+        return self._memory.write(packed)
+
     def receive(self) -> tuple[Any, list[Any]]:
         """Return the next small value and the unpacked ones.
 
         Raises:
             EOFError: the other end is closed.
         """
-        head, about = pickle.loads(self.pipe.recv_bytes())
+        head, about, unused = pickle.loads(self.pipe.recv_bytes())
         values = []
-        for body, sizes, key, new in about:
+        for body, sizes, key, new, broadcast in about:
             # The large arrays are views of the shared memory: they are never copied.
+            known = self._received if broadcast else self._others
             memory = memoryview(b"")
             if new:
-                memory = _mapped(recv_handle(self.pipe))
+                memory = _mapped(recv_handle(self.pipe)).toreadonly()
             elif sizes:
-                memory = self._received[key]
-            if key:
+                memory = known[key]
+            if broadcast:
                 _save(self._received, key, memory)
+            elif sizes:
+                self._others[key] = memory
+                memory = self._lent(key)
             values.append(pickle.loads(body, buffers=_slices(memory, sizes)))
+        with self._lock:
+            self._memory.free(unused)
         return head, values
+
+    def _lent(self, key: int) -> memoryview:
+        """Return the other end's memory; it is written again after its last view here."""
+        # All views keep this array alive, and nothing else does.
+        array = np.frombuffer(self._others[key], np.uint8)
+        weakref.finalize(array, self._unused.append, key).atexit = False
+        return array.data
 
     def close(self) -> None:
         """End the link: whoever receives, at either end, gets EOFError."""
         # Closing the descriptor would not wake up a thread of this process that reads.
         with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
+        # What a reply still needs stays with its arrays.
+        self._others.clear()
 
 
 def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
@@ -222,7 +288,7 @@ def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _mapped(file: int) -> memoryview:
-    """Return the file's bytes, read-only, and close the descriptor."""
+    """Return the file's bytes and close the descriptor."""
     # Closed, as a process may have some thousand open files, and a server that keeps
     # its replies would need one for each. torch ends the mapping with the last array.
     try:
@@ -232,4 +298,4 @@ def _mapped(file: int) -> memoryview:
         )
     finally:
         os.close(file)
-    return mapped.numpy().data.toreadonly()
+    return mapped.numpy().data

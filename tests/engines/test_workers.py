@@ -41,7 +41,7 @@ from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.link import Broadcasts, Packed
 from fedbn_flwr.messages.protocol import BARRIER
-from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.strategies import (
     FBN,
@@ -511,11 +511,17 @@ def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exc
     )
 
 
-def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
+def test_the_memory_of_a_reply_is_written_again_after_its_last_array() -> None:
+    """What a client keeps does not hold it; an array that is held keeps its values."""
+
     def work(message: Message, context: Context) -> Message:
-        context.state["kept"] = to_record({"kept": np.ones(300)})
+        calls = int(context.state["n"]["n"]) + 1 if "n" in context.state else 1
+        context.state["n"] = MetricRecord({"n": calls})
+        context.state["kept"] = to_record({"kept": np.full(300, calls)})
+        # of another size in each round, and in each client
+        size = 400_000 + 3_000 * calls + 100 * context.node_config["partition-id"]
         return Message(
-            RecordDict({"arrays": to_record({"large": np.ones(500_000)})}),
+            RecordDict({"arrays": to_record({"large": np.full(size, calls)})}),
             reply_to=message,
         )
 
@@ -527,12 +533,26 @@ def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
         return sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
     with InProcessGrid(app_of(work), 10, workers=1) as grid:
+
+        def round_of(number: int) -> list[np.ndarray]:
+            replies = grid.send_and_receive(to(grid, *range(10)))
+            arrays = [view(reply.content["arrays"]["large"]) for reply in replies]
+            kept = [view(grid.context(i).state["kept"]["kept"]) for i in range(10)]
+            assert all((array == number).all() for array in [*arrays, *kept])
+            return arrays
+
         before = mapped()
-        replies = grid.send_and_receive(to(grid, *range(10)))
-        assert mapped() - before >= 10 * 4_000_000
-        del replies
-        gc.collect()
-        assert mapped() - before < 200_000
+        first, *others = round_of(1)
+        most = mapped() - before
+        assert most >= 10 * 3_200_000
+        del others
+        for number in range(2, 6):
+            round_of(number)
+            assert (first == 1).all()
+            assert most <= mapped() - before < most + 2 * 4_200_000
+    del first
+    gc.collect()
+    assert mapped() - before < 200_000
 
 
 def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(
