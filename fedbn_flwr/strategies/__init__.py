@@ -248,12 +248,15 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
                 f" class overrides: {', '.join(overridden)}. Write a class with these"
                 " functions and `method = combined(...)`."
             )
-    chosen: set[type[Kind]] = set()
+    # Each method, and the first strategy that has it.
+    chosen: dict[type[Kind], StrategyClass] = {}
     for strategy in others:
-        chosen.update(strategy.combination.kinds)
-    chosen.discard(FedAvgMethod)
+        for kind in strategy.combination.kinds:
+            chosen.setdefault(kind, strategy)
+    # That of a user's own subclass of FedAvg, which changes nothing, either.
+    chosen.pop(FedAvgMethod, None)
     if len(chosen) < 2:
-        return others[0]
+        return next(iter(chosen.values()), others[0])
     # In one order, so that combined(A, B) and combined(B, A) are the same object.
     return _combined(tuple(sorted(chosen, key=_rank)))
 

@@ -94,12 +94,17 @@ def small_batches(data: Any) -> list[tuple[Tensor, Tensor]]:
 
 # Several optimizers.
 def alternating(
-    model: nn.Module, data: Any, hook: ClientHook | None, wrapped: int = 2
+    model: nn.Module,
+    data: Any,
+    hook: ClientHook | None,
+    wrapped: int = 2,
+    alone: int = 0,
 ) -> Iterator[torch.optim.Optimizer]:
     """Train body and head with an optimizer each, the head first; yield the optimizer
     before each step.
 
-    The gradients that one step does not use stay for the next, as in a GAN.
+    The gradients that one step does not use stay for the next, as in a GAN. In the
+    first ``alone`` batches the body trains, and has the only optimizer.
     """
     rules = Hooks(model, {} if hook is None else {"hook": hook})
     settings = {"momentum": 0.9} if isinstance(hook, MomentumBuffers) else {}
@@ -108,12 +113,16 @@ def alternating(
             [*model[0].parameters(), *model[1].parameters()], RATE, **settings
         )
         head = torch.optim.SGD(model[3].parameters(), RATE / 2, **settings)
-        for optimizer in (body, head)[:wrapped]:
-            rules.wrap(optimizer)
-        for inputs, targets in small_batches(data):
+        begun: list[torch.optim.Optimizer] = []
+        for at, (inputs, targets) in enumerate(small_batches(data)):
+            for number, optimizer in enumerate((body, head)):
+                if at == number * alone:
+                    begun.insert(0, optimizer)
+                    if number < wrapped:
+                        rules.wrap(optimizer)
             model.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
-            for optimizer in (head, body):
+            for optimizer in begun:
                 yield optimizer
                 optimizer.step()
 
@@ -130,8 +139,9 @@ def test_each_of_several_wrapped_optimizers_has_the_proximal_term(mlp, points) -
     torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("alone", [0, 2])
 def test_variates_of_several_optimizers_are_the_mean_gradients_of_each_parameter(
-    mlp, points
+    alone: int, mlp, points
 ) -> None:
     model, hook = mlp(), ControlVariates()
     hook.receive(
@@ -143,7 +153,7 @@ def test_variates_of_several_optimizers_are_the_mean_gradients_of_each_parameter
         {},
     )
     seen = {name: [] for name, _ in model.named_parameters()}
-    for optimizer in alternating(model, points(12, 1), hook):
+    for optimizer in alternating(model, points(12, 1), hook, alone=alone):
         for name, p in model.named_parameters():
             if p in parameters_of(optimizer):
                 seen[name].append(p.grad.clone())

@@ -239,7 +239,7 @@ def label_skew(local_steps: int | None) -> Callable[[Ground], Diagnosis]:
 @dataclass(frozen=True)
 class Fault:
     """A planted fault; the first finding, its first remedy and some of its numbers; all
-    findings, if they are told.
+    findings, if they are told; and what would keep the fault, and no finding advises.
     """
 
     plant: Callable[[Ground], Diagnosis]
@@ -247,6 +247,7 @@ class Fault:
     remedy: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
     all: tuple[str, ...] = ()
+    never: str = "nothing"
 
 
 UNMOVED = ("unmoved-statistics", "train-test-mismatch")
@@ -280,13 +281,18 @@ FAULTS = {
         constant_features, "extreme-variance", "scale the inputs"
     ),
     "momentum of 0": Fault(
-        unmoved(0.0), "unmoved-statistics", "bn-momentum=0.1", all=UNMOVED
+        unmoved(0.0),
+        "unmoved-statistics",
+        "bn-momentum=0.1",
+        all=UNMOVED,
+        never="fixbn",
     ),
     "statistics not sent": Fault(
         unmoved(0.1),
         "unmoved-statistics",
         "send and average the running statistics",
         all=UNMOVED,
+        never="fixbn",
     ),
     "weight with NaN": Fault(nan_weight, "unusable-statistics", "lower learning-rate"),
     "filter on names": Fault(
@@ -324,6 +330,8 @@ def test_a_planted_fault_is_found_first_with_its_remedy(
     assert first.remedies[0].setting == (fault.remedy or first.remedies[0].setting)
     assert first.numbers.items() >= fault.numbers.items()
     assert fault.all in ((), tuple(ids(found)))
+    advised = [remedy.setting for one in found.findings for remedy in one.remedies]
+    assert not any(fault.never in setting for setting in advised)
 
 
 @pytest.mark.parametrize("untracked", ["no layer", "the first", "the last"])

@@ -26,6 +26,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.partitioned.splitting import count_split, draw_split
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
@@ -333,6 +334,22 @@ def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
         in again.stderr
     )
     assert picture.read_bytes() == drawn
+
+
+def test_the_picture_is_of_the_first_table_training_examples_by_class(
+    tmp_path: Path,
+) -> None:
+    keys = {"dataset": "digits-domains", "num-clients": 3, "validation-share": 0.4}
+    config = Config.make({**keys, "partition": "dirichlet"})
+    options = [f"--set={key}={value}" for key, value in config.to_mapping().items()]
+    result = call("partition", *options, "--out", str(tmp_path / "drawn.png"))
+    assert result.exit_code == 0, result.output
+    drawn = []
+    for number, table in enumerate(count_split(config)):
+        draw_split(config, table, tmp_path / f"{number}.png")
+        drawn.append((tmp_path / f"{number}.png").read_bytes())
+    picture = (tmp_path / "drawn.png").read_bytes()
+    assert [other == picture for other in drawn] == [True, False, False, False]
 
 
 DOMAINS = (

@@ -36,6 +36,7 @@ STATE = {
     "scalar": torch.tensor(0.1, dtype=torch.float64),
     "double": torch.full((2, 0, 3), 1.0, dtype=torch.float64),
     "half": torch.tensor([1e-7, 65504.0], dtype=torch.float16),
+    "wave": torch.tensor([1 - 2j, 0.5j], dtype=torch.complex64),
     "flag": torch.tensor([True, False]),
     "a": torch.arange(4, dtype=torch.int64),
 }
@@ -89,7 +90,10 @@ def test_dtypes_that_flower_cannot_send_are_refused_by_name(dtype: torch.dtype) 
 
 
 def test_bytes_of_floats_and_of_other_entries_are_counted_apart() -> None:
-    assert num_bytes(to_record(STATE)) == (4 * 4 + 8 + 0 + 2 * 2, 8 + 2 + 4 * 8)
+    assert num_bytes(to_record(STATE)) == (
+        4 * 4 + 8 + 0 + 2 * 2 + 2 * 8,
+        8 + 2 + 4 * 8,
+    )
     assert num_bytes(ArrayRecord()) == (0, 0)
     complex_ones = {"c": torch.ones(3, dtype=torch.complex64)}
     assert num_bytes(to_record(complex_ones)) == (3 * 8, 0)

@@ -131,6 +131,40 @@ def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them
     )
 
 
+def layer_at(mean: float, deviation: float, kind: type) -> dict[str, np.ndarray]:
+    """A state whose layer has statistics of this size."""
+    sizes = {"mean": mean, "var": deviation**2}
+    state = {}
+    for name, array in BEFORE.items():
+        values = array * sizes.get(name.rpartition("_")[2], 1.0)
+        state[name] = values.astype(kind) if array.dtype.kind == "f" else array
+    return state
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("mean", "deviation"), [(1.0, 1.0), (200.0, 0.01), (0.01, 30.0)]
+)
+def test_rounding_is_a_length_in_the_units_of_the_layers(
+    mean: float, deviation: float, kind: type
+) -> None:
+    """What a clipped state loses in its dtype stays below it; in a layer far from zero
+    and narrow this is much, in a wide one nothing.
+    """
+    before = layer_at(mean, deviation, kind)
+    coordinates = Coordinates(before, PARTS)
+    rng, nothing = np.random.default_rng(0), coordinates.update(before)
+    # small beside the values, whose own rounding it is then
+    small = {name: 1e-3 * rng.standard_normal(a.shape) for name, a in nothing.items()}
+    found = coordinates.update(coordinates.state(small, 0.0))
+    lost = norm({name: found[name] - small[name] for name in small})
+    assert lost <= coordinates.rounding()
+    # the same layer in another unit
+    wide = Coordinates(layer_at(4096 * mean, 4096 * deviation, np.float32), PARTS)
+    same = Coordinates(layer_at(64 * mean, 64 * deviation, np.float32), PARTS)
+    assert wide.rounding() == pytest.approx(same.rounding(), rel=1e-2)
+
+
 def test_a_complex_entry_is_refused() -> None:
     with pytest.raises(ConfigError, match="entry 'phase' is complex"):
         Coordinates({**BEFORE, "phase": np.ones(2, np.complex128)}, PARTS)

@@ -94,3 +94,14 @@ def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
     for name, array in state.items():
         assert np.array_equal(kept[name], array)
         assert not np.shares_memory(kept[name], array)
+
+
+def test_the_latest_parts_of_clients_without_a_partition_id_are_by_node() -> None:
+    """In a sum by partition ids, with those that have one first."""
+    named, other, silent = Node(8, 1), Node(5, 0), [Node(9), Node(4)]
+    latest = LatestBN()
+    for nodes in ([named, *silent], [other, silent[0]], [Node(6, 1)]):
+        sent = [(one.order, {"w": np.ones(1) * one.node_id}, 2.0) for one in nodes]
+        latest = latest.with_latest(sent)
+    # the node of partition 1 has started anew, with another id
+    assert [int(state["w"][0]) for state, _ in latest.latest] == [5, 6, 4, 9]

@@ -21,6 +21,7 @@ from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import (
     STRATEGIES,
+    Ditto,
     FedAdam,
     FedAvg,
     FedBN,
@@ -466,6 +467,20 @@ def test_the_own_subclass_of_a_method_can_be_combined() -> None:
     assert combined(FedAdam, Mine).combination.kinds == (FedAdamMethod, MineMethod)
     assert combined(Mine) is Mine
     assert combined(FedAvg) is FedAvg
+
+
+def test_the_own_subclass_of_fedavg_adds_nothing_to_a_combination() -> None:
+    class Mine(FedAvg):
+        _notes = ""
+
+    class Other(FedAvg):
+        pass
+
+    for methods in ((FedBN,), (Ditto,), (FedBN, FedProx)):
+        for mine in ((Mine,), (Mine, Other), (FedAvg, Mine)):
+            assert combined(*mine, *methods) is combined(*methods)
+            assert combined(*methods, *mine) is combined(*methods)
+    assert combined(Mine, Other) is Mine
 
 
 def test_a_server_step_of_the_users_own_does_not_move_what_fixbn_has_frozen(

@@ -130,11 +130,15 @@ def test_a_client_without_a_validation_example_is_left_out_with_the_reason(
         federate(FedBS(loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1)
 
 
-def test_zero_losses_have_equal_weights() -> None:
-    model, _ = averaged(
-        FedBSMethod(FedBSParams()), FedBSState(), 1, replies(0.0, 0.0, 0.0)
-    )
-    np.testing.assert_array_equal(model["w"], [1.0, 1.0])
+@pytest.mark.parametrize(
+    ("losses", "mean"), [((0.0, 0.0, 0.0), 1.0), ((3.0, 0.0, 1.0), 0.5)]
+)
+def test_zero_losses_have_equal_weights_where_all_are_zero(
+    losses: tuple[float, ...], mean: float
+) -> None:
+    """One among others has no weight."""
+    model, _ = averaged(FedBSMethod(FedBSParams()), FedBSState(), 1, replies(*losses))
+    np.testing.assert_allclose(model["w"], mean, rtol=1e-14)
 
 
 def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:

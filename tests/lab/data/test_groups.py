@@ -31,11 +31,19 @@ def segmented(count: int = 2, height: int = 4, width: int = 6) -> Samples:
     return Samples(inputs, inputs[:, 0].clone())
 
 
-def test_groups_follow_the_samples_and_the_subset() -> None:
+def test_groups_and_units_follow_the_samples_and_the_subset() -> None:
     samples = grouped([2, 0, 1, 0])
-    assert torch.equal(samples.to("cpu").groups, samples.groups)
-    assert torch.equal(reshaped(samples, Shape(3, 5, 5)).groups, samples.groups)
+    samples = samples.regrouped(samples.groups, torch.tensor([7, 3, 7, 5]))
+    for same in (
+        samples.to("cpu"),
+        reshaped(samples, Shape(1, 5, 5)),
+        reshaped(samples, Shape(3, *samples.shape[1:])),
+    ):
+        assert torch.equal(same.groups, samples.groups)
+        assert torch.equal(same.units, samples.units)
+        assert torch.equal(same.targets, samples.targets)
     assert Subset(samples, torch.tensor([3, 0]), **STATS).groups.tolist() == [0, 2]
+    assert Subset(samples, torch.tensor([3, 0]), **STATS).units.tolist() == [5, 7]
     assert Subset(samples, None, **STATS).groups is samples.groups
     assert torch.equal(samples.labels, samples.targets)
     assert not samples.by_pixel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of, listed
+from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.data import OwnData, load_dataset, loading, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -571,6 +573,16 @@ def test_the_home_folder_may_be_written_as_a_tilde(
         f"npz:{tmp_path / 't.npz'}",
         str(tmp_path / "o"),
     )
+    paths = [
+        name
+        for name, field in Fields.model_fields.items()
+        if field.annotation is str
+        and re.search("folder|absolute path", str(field.description))
+    ]
+    assert {"data_dir", "init", "fedtan_tls_dir"} < {*paths}
+    for name in paths:
+        read = Fields.model_validate({name.replace("_", "-"): "~/x"})
+        assert getattr(read, name) == str(tmp_path / "x"), name
     for where in (
         {"run_config": {"state-dir": "~/s"}},
         {"node_config": {"state-dir": "~/s"}},

@@ -131,6 +131,17 @@ def test_batch_renorm_and_derived_weights() -> None:
             type(m) for m in new.modules() if isinstance(m, nn.modules.conv._ConvNd)
         } == {nn.Conv2d}
         assert "0.gain" not in new.state_dict()
+    # derived filters before BatchNorm, as a model of one's own may have them
+    for norm in ("wsconv", "group+ws"):
+        derived = replace_norm(copy.deepcopy(plain), norm)[0]
+        new = check(
+            net(
+                derived[0], nn.BatchNorm2d(4), nn.ReLU(), derived[3], nn.BatchNorm2d(4)
+            ),
+            images(),
+            2,
+        )
+        assert type(new[0]) is type(new[3]) is nn.Conv2d
 
 
 class Two(nn.Module):

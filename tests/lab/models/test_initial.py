@@ -117,11 +117,13 @@ def test_the_one_state_in_a_file_is_opened_and_named(
     assert len(read_state_file(tmp_path / "a.pt")) == len(trained)
 
 
+@pytest.mark.parametrize("order", [("model", "model_ema"), ("model_ema", "model")])
 def test_a_file_with_two_states_says_which_was_taken(
-    tmp_path: Path, trained: State
+    order: tuple[str, str], tmp_path: Path, trained: State
 ) -> None:
     average = {name: 0 * value for name, value in trained.items()}
-    torch.save({"model": trained, "model_ema": average}, tmp_path / "a.pt")
+    states = {"model": trained, "model_ema": average}
+    torch.save({key: states[key] for key in order}, tmp_path / "a.pt")
     model = lenet()
     report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
     assert len(equal(model, trained)) == len(trained)

@@ -161,6 +161,33 @@ def test_masks_and_noise_are_left_out(tmp_path: Path) -> None:
     assert "masked-sums" in found(page, "training", "ok")[0]
 
 
+OF_OTHERS: dict[str, dict[str, Any]] = {
+    "initial weights": {"init": "/of/the/server/weights.pt"},
+    "the run's folder": {"out": "/of/the/server/run", "tensorboard": True},
+    "other clients": {"min-replies": 3, "fraction-train": 0.4, "num-clients": 5},
+    "clients held out": {"held-out-clients": "1", "num-clients": 3},
+    "noise": {
+        "strategy": "fedavg",
+        "eval-on": "global",
+        "dp": "server",
+        "dp-noise-multiplier": 1.0,
+        "dp-clipping-norm": 1.0,
+    },
+    "later rounds": {"early-stopping": 2, "validation-share": 0.3, "eval-every": 5},
+    "runs before": {"series": "a", "resume": True, "out": "/of/the/server/run"},
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_the_server_and_other_clients_have_is_not_needed(
+    name: str, tmp_path: Path
+) -> None:
+    data = node_config(write_images(tmp_path / "x.npz"))
+    page = check_node({**SETTINGS, **OF_OTHERS[name]}, data, Connection())
+    assert page.faults == []
+    assert found(page, "training", "ok")
+
+
 class Planted(NamedTuple):
     """A fault: the settings, what is planted in the folder (returns node config,
     connection), and what names it.
