@@ -168,7 +168,7 @@ class Parts:
         for the module of the last entry.
 
         Raises:
-            ConfigError: a pattern has no entry, or they have all of them.
+            ConfigError: a pattern has no entry.
         """
         listed = _listed(patterns)
         unknown = [one for one in listed if not self._entries_at(one)]
@@ -182,11 +182,6 @@ class Parts:
                 lines.append("Classes are known with parts=split_state(model).")
             raise ConfigError("\n".join(lines))
         chosen = {name for one in listed for name in self._entries_at(one)}
-        if chosen and len(chosen) == len(self.names):
-            raise ConfigError(
-                f"personal has all {len(self.names)} entries of the model, and nothing"
-                " would be shared: Standalone is the method for that"
-            )
         personal = tuple(name for name in self.names if name in chosen)
         # The same object keeps what it has computed: a run asks in every round.
         return self if personal == self.personal else replace(self, personal=personal)
@@ -395,7 +390,7 @@ def split_state(
 
     Raises:
         ConfigError: no layer is chosen, or ``layers`` is a function and there is no
-            model; or ``personal`` chooses no entry, or all.
+            model; or ``personal`` chooses no entry.
     """
     # The paths of the layers: by type in a model, by running_mean in a state dict.
     paths, modules = [], {}

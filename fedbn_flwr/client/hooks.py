@@ -19,9 +19,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fedbn_flwr.batchnorm.parts import name_once, split_state
+from fedbn_flwr.batchnorm.parts import name_once
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
+from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError
@@ -35,7 +36,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
-from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
+from fedbn_flwr.training.client_hook import ClientHook, around_step, begun, overrides
 from fedbn_flwr.training.first_look import makes_no_entries
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches
@@ -117,16 +118,19 @@ def bn_rules(
     ]
     if with_arrays:
         whole = None if context is None else _whole(message, config, model)
-        if whole is None:
+        if context is None or whole is None:
             raise ConfigError(
                 f"client hook '{with_arrays[0]}' sends or keeps arrays: write `with"
                 " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
                 " mods=[bn_mod]) `with bn_rules(model, config, context)`"
             )
         model = view_with_names(model, whole)
-        parts = split_state(whole)
-        shapes = {name: tuple(entry.shape) for name, entry in whole.items()}
-        kept = KeptState(context, parts, parts.fingerprint(shapes), sent.start_id)
+        spec = None
+        if local:
+            # as the mod: a personal entry may have had another shape at the server
+            place = StateLocation.of(context, sent.continuity)
+            spec = ModelSpec.load(context, place)
+        kept = (spec or ModelSpec.of(whole)).store(context, None, sent.start_id)
         extras = {
             record_name: tensors(from_record(record))
             for record_name, record in records_in(context, INBOX).items()
@@ -514,17 +518,12 @@ class Hooks:
             if self._belongs_to_all_steps:
                 after = register_optimizer_step_post_hook(self._after_any_step)
                 self._exit.callback(after.remove)
-            # If the block raises, every hook that has begun undoes its changes.
-            with ExitStack() as undo:
-                for hook in self._hooks.values():
-                    hook.begin(self._model)
-                    undo.callback(hook.end, self._model)
-                # an exception may leave a framework's loop between its callbacks
-                undo.enter_context(self._open_step)
+            with begun(self._hooks.values(), self._model), self._open_step:
+                # An exception may leave a framework's loop between its callbacks: the
+                # step is closed, too.
                 with makes_no_entries(self._model):
                     yield
                 self._check()
-                undo.pop_all()
             self.metrics = {}
             for hook in self._hooks.values():
                 self.metrics |= hook.end(self._model)

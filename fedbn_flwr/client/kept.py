@@ -48,13 +48,12 @@ from fedbn_flwr.messages.records import (
     to_state,
     views,
 )
-from fedbn_flwr.training.client_hook import ClientHook, Entries
+from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries
 
 __all__ = ["ClientStorage", "KeptState", "own_entries", "state_dir"]
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
-_SECOND = "PersonalModel/"  # before the names of what this hook keeps
 # the records as they were before the round, by the name that they have now
 _ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (*_RECORDS, KEPT_ABOUT)}
 
@@ -99,13 +98,16 @@ class ClientStorage:
 
 def own_entries(kept: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
     """Return the entries of a client's own model, given its kept records: those that
-    stay with it, and all of a second model (``strategies.ditto``).
+    stay with it, and all of the model that a hook keeps as ``OWN_MODEL``.
     """
-    own = dict(kept.get(KEPT, {}))
-    for name, array in kept.get(KEPT_BY_HOOKS, {}).items():
-        if name.startswith(_SECOND):
-            own[name.removeprefix(_SECOND)] = array
-    return own
+    by_hooks = kept.get(KEPT_BY_HOOKS, {})
+    return {**kept.get(KEPT, {}), **_below(OWN_MODEL, by_hooks)}
+
+
+def _below(place: str, entries: State) -> dict[str, Array]:
+    """Return what is kept in this place, by the names that its hook gave."""
+    start = f"{place}/"
+    return {n.removeprefix(start): a for n, a in entries.items() if n.startswith(start)}
 
 
 def state_dir(context: Context, of_run: str | None = None) -> Path | None:
@@ -268,20 +270,15 @@ class KeptState:
 
     def tested(self, names: Collection[str]) -> Mapping[str, Array]:
         """Return what this client is tested with: ``load``, and a second model."""
-        by_hooks = self._read(KEPT_BY_HOOKS)
-        return own_entries({str(KEPT): self.load(names), KEPT_BY_HOOKS: by_hooks})
+        return {**self.load(names), **_below(OWN_MODEL, self._read(KEPT_BY_HOOKS))}
 
     def hook_state(self, hook: ClientHook) -> Entries:
         """Return the entries that a client hook kept in the client's last round, else
         none. Raises as ``load``.
         """
-        prefix = _prefix(hook)
-        entries = {}
-        for name, array in self._read(KEPT_BY_HOOKS).items():
-            if name.startswith(prefix):
-                # a copy: the hook may change it, and the round may be undone
-                entries[name.removeprefix(prefix)] = array.copy()
-        return tensors(entries)
+        entries = _below(_place(hook), self._read(KEPT_BY_HOOKS))
+        # copies: the hook may change them, and the round may be undone
+        return tensors({name: array.copy() for name, array in entries.items()})
 
     # After the round: keep what the next one needs.
 
@@ -300,7 +297,7 @@ class KeptState:
         entries = {}
         for hook in hooks:
             for name, array in to_state(hook.keep()).items():
-                entries[_prefix(hook) + name] = array
+                entries[f"{_place(hook)}/{name}"] = array
         if entries:
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
@@ -313,11 +310,7 @@ class KeptState:
         sha256 = "" if self._files is None else self.sha256()
         if self._files is None or not sha256:
             return
-        kept = {}
-        for key in _RECORDS:
-            entries = dict(self._read(key))
-            if entries:
-                kept[key] = entries
+        kept = {key: dict(self._read(key)) for key in _RECORDS if key in self._state}
         self._files.write({"sha256": sha256, "kept": kept}, server_round)
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
@@ -413,8 +406,8 @@ class KeptState:
         self._state[KEPT_ABOUT] = filled(ConfigRecord, about)
 
 
-def _prefix(hook: ClientHook) -> str:
-    return f"{type(hook).__name__}/"
+def _place(hook: ClientHook) -> str:
+    return hook.kept_as or type(hook).__name__
 
 
 def _refuse_diverged(entries: State) -> None:

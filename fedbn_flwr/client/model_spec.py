@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import read_checked, write_checked
@@ -82,7 +82,7 @@ class ModelSpec:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, whole: ArrayRecord) -> ModelSpec:
+    def of(cls, whole: Mapping[str, Any]) -> ModelSpec:
         """Return the spec of a whole model."""
         return cls({name: tuple(array.shape) for name, array in whole.items()})
 

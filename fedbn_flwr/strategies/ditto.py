@@ -48,14 +48,16 @@ from fedbn_flwr.strategies.fedprox import (
     FedProxMethod,
     ProximalTerm,
 )
-from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
+from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries, Extras
 from fedbn_flwr.training.model_state import copied, load_state
 
 __all__ = ["Ditto", "DittoMethod", "PersonalModel"]
 
 
 class PersonalModel(ClientHook):
-    """Client half: train v_k before w. ``client.kept`` finds it by this class's name."""
+    """Client half: train v_k before w."""
+
+    kept_as = OWN_MODEL
 
     def __init__(self, strength: float, context: HookContext) -> None:
         if context.train is None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
@@ -55,12 +56,18 @@ class HeadThenBody(ClientHook):
     """Client half: the first steps train the head alone, the others the body."""
 
     def __init__(self, head: Collection[str], head_steps: int) -> None:
-        self._head, self._head_steps, self._steps = head, head_steps, 0
+        self._head, self._head_steps = head, head_steps
+        self._left = self._taken = 0
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Count the steps of the head for this optimizer: each takes its own."""
+        self._left += self._head_steps
 
     def gradients(self, model: nn.Module) -> None:
         """Drop the gradients of the part that does not train in this step."""
-        trains_head = self._steps < self._head_steps
-        self._steps += 1
+        trains_head = self._left > 0
+        self._left -= 1
+        self._taken += 1
         for name, parameter in model.named_parameters():
             # None, not 0: an optimizer leaves it as it is, without decay and momentum.
             if (without_wrappers(name) in self._head) != trains_head:
@@ -68,10 +75,10 @@ class HeadThenBody(ClientHook):
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Refuse a round that has not trained the body."""
-        if 0 < self._steps <= self._head_steps:
+        if self._taken and self._left >= 0:
             raise ConfigError(
-                f"head-steps={self._head_steps} of {self._steps} local steps leaves none"
-                " for the body: use fewer, or more local steps"
+                f"head-steps={self._head_steps} leaves none of the local steps for the"
+                " body: use fewer, or more local steps"
             )
         return {}
 

@@ -5,7 +5,13 @@ training makes. Torch only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +20,14 @@ from torch import Tensor, nn
 from fedbn_flwr.training.batches import Batches
 
 __all__ = [
+    "OWN_MODEL",
     "ClientHook",
     "Entries",
     "Extras",
     "LossAndOutputs",
     "RetryStep",
     "around_step",
+    "begun",
     "overrides",
 ]
 
@@ -27,6 +35,8 @@ __all__ = [
 LossAndOutputs = tuple[Tensor, Tensor]
 Entries = Mapping[str, Tensor]
 Extras = Mapping[str, Entries]
+OWN_MODEL = "own-model"
+"""Of ``ClientHook.kept_as``: what a hook keeps is the client's own model."""
 
 
 class RetryStep(BaseException):
@@ -42,8 +52,7 @@ class ClientHook:
     method overrides what it needs.
 
     Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step
-    ``around``, ``penalty`` and ``gradients``; then ``end``, ``reply``, ``keep``. What
-    ``keep`` returns is stored under the name of its class.
+    ``around``, ``penalty`` and ``gradients``; then ``end``, ``reply``, ``keep``.
 
     Attributes:
         compares_with_start: whether ``end`` compares the model with what ``begin``
@@ -52,12 +61,15 @@ class ClientHook:
         of_all_steps: "" if what it sends or keeps fits any weights that a user's loop
             returns. Else it belongs to all steps, and this is the advice where other
             weights are loaded after one, e.g. those of the best epoch.
+        kept_as: where what ``keep`` returns is stored; "" = under the name of its class.
+            ``OWN_MODEL`` = it is the client's own model, and tests and exports use it.
         passes: what ``survey`` calls with the inputs of each batch; None = the model
             itself.
     """
 
     compares_with_start: ClassVar[bool] = False
     of_all_steps: ClassVar[str] = ""
+    kept_as: ClassVar[str] = ""
     passes: Callable[[Any], Any] | None = None
 
     def receive(self, sent: Extras, kept: Entries) -> None:
@@ -138,6 +150,24 @@ class ClientHook:
     def keep(self) -> Entries:
         """Return the entries that the client keeps until its next round."""
         return {}
+
+
+@contextmanager
+def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
+    """Begin the hooks. If the block raises, end them: the model may be used again, for
+    another round.
+    """
+    done: list[ClientHook] = []
+    try:
+        for hook in hooks:
+            hook.begin(model)
+            done.append(hook)
+        yield
+    except BaseException:
+        for hook in reversed(done):
+            with suppress(Exception):  # the first error is the one to see
+                hook.end(model)
+        raise
 
 
 @contextmanager

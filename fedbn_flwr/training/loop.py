@@ -8,13 +8,8 @@ and the layers themselves update their running statistics once per step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +29,7 @@ from fedbn_flwr.training.client_hook import (
     LossAndOutputs,
     RetryStep,
     around_step,
+    begun,
 )
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.model_state import Layout, load_state, named_compiler, unwrap
@@ -117,7 +113,7 @@ def train(
     if model is not bare or not layout.in_train_mode():
         model.train()
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    with _begun(hooks, bare):
+    with begun(hooks, bare):
         # Statistics of the data are measured under the received weights: before a step.
         for hook in hooks:
             seed = stream("survey").initial_seed()
@@ -156,24 +152,6 @@ def train(
     if not math.isfinite(result.loss):
         refuse_not_finite(data, prepared)
     return result
-
-
-@contextmanager
-def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
-    """Begin the hooks. If the block raises, end them: the model may be used again, for
-    another round.
-    """
-    begun: list[ClientHook] = []
-    try:
-        for hook in hooks:
-            hook.begin(model)
-            begun.append(hook)
-        yield
-    except BaseException:
-        for hook in reversed(begun):
-            with suppress(Exception):  # the first error is the one to see
-                hook.end(model)
-        raise
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,12 +18,14 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.privacy import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import (
     FBN,
     Ditto,
     FedAvg,
     FedBN,
+    FedRep,
     FedTAN,
     FixBN,
     Scaffold,
@@ -33,7 +36,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.evaluation import evaluate
-from tests.support.user_loops import SIZES, hooked_loop, plain_loop
+from tests.support.user_loops import SIZES, batches, hooked_loop, plain_loop
 from tests.support.written_out import (
     State,
     below,
@@ -217,6 +220,56 @@ def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     assert len(strategy.reports[0].rejected) == 1
 
 
+class AnyHead(nn.Linear):
+    """Takes weights of any shape, as a user's app may."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        for leaf in ("weight", "bias"):
+            self.register_parameter(leaf, nn.Parameter(state[prefix + leaf].clone()))
+
+
+def with_any_head() -> nn.Module:
+    model = network()
+    head = AnyHead(model.classifier.in_features, 3).double()
+    head.load_state_dict(model.classifier.state_dict())
+    model.classifier = head
+    return model
+
+
+def five_classes(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
+    """Clients 1 and 2 begin with a head of their own."""
+    first = len(model.classifier.weight) == 3
+    if first and int(context.node_config["partition-id"]):
+        model.classifier.load_state_dict(network(classes=5).classifier.state_dict())
+    return hooked_loop(model, data, msg, context)
+
+
+def test_a_hook_keeps_arrays_beside_a_head_of_another_shape_under_the_mod(
+    user_app: Any, run_app: Any, run_strategy: Any, datasets: Any
+) -> None:
+    def strategy() -> Any:
+        split = split_state(network(), personal="classifier")
+        return combined(FedBN, Scaffold)(parts=split)
+
+    found = run_app(
+        strategy(), user_app(five_classes, model=with_any_head), model=network
+    )
+    assert [report.rejected for report in found.strategy.reports] == [{}] * 3
+
+    def client_fn(context: Any) -> TorchClient:
+        i = int(context.node_config["partition-id"])
+        build, data = functools.partial(network, classes=5 if i else 3), datasets[i]
+        training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+        return TorchClient(build, data, data, training, context=context, seed=7)
+
+    wanted = run_strategy(
+        strategy(), client_app(client_fn), network().state_dict(), 3, rounds=3
+    )
+    close(found.state, wanted.state)
+    for i in range(3):
+        close(found.local_state(i), wanted.local_state(i))
+
+
 def test_masked_sums_cover_what_is_shared(federate: Any, datasets: Any) -> None:
     strategy = FedBN(personal="classifier", fraction_evaluate=0.0)
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
@@ -245,6 +298,9 @@ WRONG: dict[str, Callable[[], Any]] = {
         FedAvg(personal="type:Linear"), by_names=True
     ),
     "everything": lambda: prepared(FedAvg(personal="features,classifier")),
+    "everything, with batchnorm": lambda: prepared(
+        FedBN(personal="type:Conv2d,type:Linear")
+    ),
     "fedtan's batchnorm": lambda: prepared(FedTAN(personal="features.norm0")),
     "frozen statistics": lambda: prepared(FixBN(personal="*.denseblock1")),
     "pooled statistics": lambda: prepared(FBN(personal="features.norm0")),
@@ -280,3 +336,44 @@ def test_a_second_model_and_fine_tuning_need_a_torch_client(
 ) -> None:
     with pytest.raises(FedBNError):
         run_app(Ditto(), user_app(hooked_loop, model=network), model=network, rounds=1)
+
+
+def two_optimizers(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
+    """One for the head, and one for the body."""
+    head = [p for n, p in model.named_parameters() if n.startswith("classifier.")]
+    body = [p for n, p in model.named_parameters() if not n.startswith("classifier.")]
+    with bn_rules(model, msg, context) as rules:
+        both = [rules.wrap(torch.optim.SGD(own, 0.1)) for own in (head, body)]
+        model.train()
+        for inputs, targets in batches(data, msg, context):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            for optimizer in both:
+                optimizer.step()
+    return 0.0
+
+
+def fails_at_once(model: nn.Module, data: Any, msg: Any, context: Any) -> float:
+    """Client 0 raises after its first step, which is one of its head."""
+    if context.node_config["partition-id"]:
+        return hooked_loop(model, data, msg, context)
+    with bn_rules(model, msg, context) as rules:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+        model(data.inputs).sum().backward()
+        optimizer.step()
+        raise ValueError("the user's")
+
+
+def test_a_users_loop_may_have_two_optimizers_and_errors_of_its_own(
+    user_app: Any, run_app: Any
+) -> None:
+    runs = [
+        run_app(
+            FedRep(personal="classifier"), user_app(loop, model=network), model=network
+        )
+        for loop in (hooked_loop, two_optimizers)
+    ]
+    close(runs[1].state, runs[0].state)
+    app = user_app(fails_at_once, model=network)
+    run = run_app(FedRep(head_steps=1), app, model=network, rounds=1)
+    assert "the user's" in run.reason(0)

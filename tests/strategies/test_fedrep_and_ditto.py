@@ -19,6 +19,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     Standalone,
     combined,
+    ditto,
 )
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.user_loops import SIZES
@@ -48,7 +49,7 @@ def personal_model(run: Any, client: int) -> State:
     """What a client keeps of its second model."""
     kept = run.context(client).state["fedbn-flwr.rules"]
     entries = {name: array.numpy() for name, array in kept.items()}
-    return {name.removeprefix("PersonalModel/"): a for name, a in entries.items()}
+    return {name.removeprefix("own-model/"): a for name, a in entries.items()}
 
 
 def only(model: nn.Module, trains: Any) -> nn.Module:
@@ -160,6 +161,20 @@ def test_a_client_trains_before_its_test_and_forgets_it(
         of_client = strategy.reports[-1].evaluations[str(i)]
         assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
         assert to_state(model.state_dict()).keys() == run.state.keys()
+
+
+def test_the_own_model_is_found_by_what_its_hook_declares(
+    federate: Any, datasets: Any, monkeypatch: Any
+) -> None:
+    run = functools.partial(federate, rounds=2, rate=RATE)
+    known = run(Ditto(proximal_mu=0.5), network, datasets)
+    renamed = type("Another", (ditto.PersonalModel,), {})
+    monkeypatch.setattr(ditto, "PersonalModel", renamed)
+    found = run(Ditto(proximal_mu=0.5), network, datasets)
+    for mine, wanted in zip(
+        found.strategy.reports, known.strategy.reports, strict=True
+    ):
+        assert mine.evaluations == wanted.evaluations
 
 
 WRONG = {

@@ -113,6 +113,7 @@ _OF_A_FEDERATION = (
         "variance",
     ),
     *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
+    *("layers", "personal", "fine-tune"),
 )
 
 

@@ -36,11 +36,6 @@ from fedbn_flwr.training.settings import share_of
 
 __all__ = ["Checked", "check", "misfits", "moved_buffers", "refuse_too_few_clients"]
 
-_WAYS = (
-    " Use norm='batch' or another model; or strategy='fedavg' with client-hooks='' and"
-    " local-part=''."
-)
-
 
 @dataclass(frozen=True)
 class Checked:
@@ -157,9 +152,11 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
     lines = []
     for fit in misfits(config, model):
         has = fit.has or _norms(model)
-        lines.append(f"{fit.text}; model {config.model!r} has {has}.")
+        model_has = f"model {config.model!r} has {has}"
+        lines.append(f"{fit.text}; {model_has}. Use {fit.remedy}.")
     if lines:
-        raise NormLayerError("\n".join(lines) + _WAYS)
+        keys = "strategy='fedavg' client-hooks='' local-part='', norm='batch', personal"
+        raise NormLayerError("\n".join([*lines, f"The keys: {keys}."]))
 
     # With a protection BN's counters count rounds; a cumulative average needs batches.
     if config.protected:

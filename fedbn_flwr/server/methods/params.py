@@ -181,9 +181,9 @@ class Params(Settings):
         "comma list of tests; empty = global, or personal-own for a method with local"
         " parts. global-train: the global model on the training examples of all"
         " clients. personal-domains: each client's model on each domain, by client in"
-        " metrics.jsonl. averaged-bn: clients of fedbn, silobn, mtfl share their BN"
-        " parts, and the tested and saved global model holds their average (without it,"
-        " the saved model has no entries of these parts). recalibrated: the global"
+        " metrics.jsonl. averaged-bn: clients share what they keep (BN parts, `personal`"
+        " entries), and the tested and saved global model holds their average (without"
+        " it, the saved model has no entries of these parts). recalibrated: the global"
         " model with re-estimated statistics (see recalibrate). global-test-bn,"
         " averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the"
         " plain test beside it",

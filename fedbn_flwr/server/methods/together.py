@@ -259,6 +259,13 @@ class Methods:
             problems += _declared_problems(method, run)
             problems += method.problems(run)
         if run.parts is not None:
+            # Standalone shares nothing whatever the model is, and says so.
+            shared = ALL - self.local
+            if shared and not run.parts.select(shared):
+                text = f"{self.name} keeps every entry with the clients"
+                has, remedy = "none to share", "standalone, or fewer personal entries"
+                problem = Problem("nothing-shared", text, "model", "", has, remedy)
+                problems.append(problem)
             for method in self._methods:
                 # A layer whose entries are personal is one of the model's all the same.
                 by_type = dataclasses.replace(run.parts, personal=())

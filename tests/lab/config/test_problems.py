@@ -225,6 +225,9 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
     ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
     ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "no-effect", "eval-on"),
+    ({"strategy": CENTRALIZED, "personal": "last-layer"}, "no-effect", "personal"),
+    ({"strategy": CENTRALIZED, "fine-tune": 2}, "no-effect", "fine-tune"),
+    ({"strategy": CENTRALIZED, "layers": "norm"}, "no-effect", "layers"),
     ({"strategy": "scaffold", "optimizer": "adam"}, "needs-sgd", "strategy"),
     (
         {"momentum-scope": "local", "optimizer": "adam"},
