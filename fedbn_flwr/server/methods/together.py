@@ -260,8 +260,8 @@ class Methods:
             problems += method.problems(run)
         if run.parts is not None:
             # Standalone shares nothing whatever the model is, and says so.
-            shared = ALL - self.local
-            if shared and not run.parts.select(shared):
+            kept = run.parts.select(self.local)
+            if kept and kept == run.parts.names and self.local != ALL:
                 text = f"{self.name} keeps every entry with the clients"
                 has, remedy = "none to share", "standalone, or fewer personal entries"
                 problem = Problem("nothing-shared", text, "model", "", has, remedy)
