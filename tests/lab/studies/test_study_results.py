@@ -297,7 +297,7 @@ base: {num-server-rounds: 3, num-clients: 2, local-steps: 2, batch-size: 8}
 methods: {BN: {strategy: fedavg}, FedBN: {strategy: fedbn, sgd-momentum: 0.5}}
 seeds: [0, 1]
 tune: {grid: {learning-rate: [1.0e-5, 0.1, 1.0e-6]}, base: {validation-share: 0.3, num-server-rounds: 2}}
-overrides: {BN/all: {sgd-momentum: 0.1}}
+overrides: {BN/all: {sgd-momentum: 0.1, learning-rate: 0.2}}
 """
 
 
