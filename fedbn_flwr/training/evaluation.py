@@ -4,6 +4,7 @@ is restored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
-    sums = _Sums(task, device)
+    sums = _Sums(task)
     # Not inference_mode: a tensor that the model keeps from it cannot be trained on.
     with restored_modes(model), torch.no_grad():
         model.eval()
@@ -134,10 +135,10 @@ def _test_batch(model: nn.Module, task: Task) -> int:
 class _Sums:
     """Sums over the batches of a test, which are read from the device at the end only."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
-        # summed loss, correct, counted targets, and examples with one
-        self._totals = torch.zeros(4, dtype=torch.float64, device=device)
+        # of each batch: mean loss, correct, counted targets, and examples with one
+        self._batches: list[Tensor] = []
         self._confusion: Tensor | None = None
         self._gathered: list[tuple[Tensor, Tensor]] = []
         self._unusable: list[Tensor] = []
@@ -147,11 +148,12 @@ class _Sums:
         task = self._task
         counting = task.counting(targets)
         counted = counting.sum()
-        examples = counting.reshape(len(targets), -1).any(1).sum()
-        loss = task.loss(outputs, targets).double() * counted
-        loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
+        examples = counted
+        if targets.ndim > 1:
+            examples = counting.flatten(1).any(1).sum()
+        loss = task.loss(outputs, targets).double()
         correct = task.correct(outputs, targets)
-        self._totals += torch.stack([loss, correct, counted, examples])
+        self._batches.append(torch.stack([loss, correct, counted, examples]))
         # Pixels are counted, and not gathered: all of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
@@ -172,8 +174,15 @@ class _Sums:
         """
         if self._unusable:
             self._task.refuse(int(torch.stack(self._unusable).sum()))
-        loss, accuracy = (self._totals[:2] / self._totals[2]).tolist()
-        metrics = {"accuracy": accuracy}
+        total_loss = total_correct = total_counted = num_examples = 0.0
+        for loss, correct, counted, examples in torch.stack(self._batches).tolist():
+            if counted:  # torch's mean over no target is NaN
+                total_loss += loss * counted
+            total_correct += correct
+            total_counted += counted
+            num_examples += examples
+        mean_over = total_counted or math.nan
+        metrics = {"accuracy": total_correct / mean_over}
         if self._confusion is not None:
             metrics["miou"] = mean_iou(self._confusion)
             metrics["dice"] = dice(self._confusion)
@@ -183,9 +192,10 @@ class _Sums:
             metrics |= self._task.measure(outputs, targets)
         # A client's weight in means over the clients: of a test in which nothing counts
         # it is 0.
-        num_examples = int(self._totals[3])
         return EvalResult(
-            loss, num_examples, {name: metrics[name] for name in self._task.metrics}
+            total_loss / mean_over,
+            int(num_examples),
+            {name: metrics[name] for name in self._task.metrics},
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,7 +18,9 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
 
 __all__ = [
+    "Block",
     "Dataset",
+    "LastTest",
     "LazyInputs",
     "Samples",
     "Shape",
@@ -147,6 +149,47 @@ class LazyInputs(ABC):
         """
 
 
+Block = tuple[Tensor, Tensor, list[int]]
+"""Inputs and targets of several batches, and the sizes of these."""
+
+
+class LastTest:
+    """The last test of some samples, and its batches when it came again.
+
+    Clients are often tested on the same examples, and for a small model floats are made
+    of bytes as slowly as they are tested on. A process that gets the samples makes its
+    own.
+    """
+
+    def __init__(self, about: Sequence[Tensor] = ()) -> None:
+        self._about = about
+        self._blocks: list[Block] = []
+        self._versions: list[int] = []
+
+    def __reduce__(self) -> tuple[type[LastTest], tuple[()]]:
+        """Pickle it without batches."""
+        return LastTest, ()
+
+    def is_of(self, about: Sequence[Tensor]) -> bool:
+        """Return whether the test had these positions, and the like."""
+        same = len(about) == len(self._about)
+        return same and all(map(torch.equal, about, self._about))
+
+    def blocks(self, made: Callable[[], Iterable[Block]]) -> Iterable[Block]:
+        """Return the batches, made anew if somebody has written to them."""
+        # torch counts writes, but not in inference mode
+        if torch.is_inference_mode_enabled():
+            return made()
+        if not self._blocks or _versions(self._blocks) != self._versions:
+            self._blocks = [*made()]
+            self._versions = _versions(self._blocks)
+        return self._blocks
+
+
+def _versions(blocks: Sequence[Block]) -> list[int]:
+    return [inputs._version + targets._version for inputs, targets, _ in blocks]
+
+
 class Samples:
     """Labelled examples on one device.
 
@@ -158,9 +201,10 @@ class Samples:
             if there are no groups.
         units: examples with the same number (those of a patient) stay together in a
             split, int64 (N,); None if every example is its own unit.
+        last_test: for ``Subset``.
     """
 
-    __slots__ = ("_targets", "groups", "source", "units")
+    __slots__ = ("_targets", "groups", "last_test", "source", "units")
 
     def __init__(
         self,
@@ -185,6 +229,7 @@ class Samples:
         """
         self.source, self._targets = inputs, targets
         self.groups, self.units = groups, units
+        self.last_test = LastTest()
         images = inputs.dtype == torch.uint8 and len(inputs.shape) == 4
         numbers = inputs.dtype == torch.float32 and len(inputs.shape) >= 2
         if not images and not numbers:

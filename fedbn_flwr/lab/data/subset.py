@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.samples import Samples
+from fedbn_flwr.lab.data.samples import Block, LastTest, Samples
 
 __all__ = ["Subset"]
 
 # Bytes of floats that are made at once: so many stay in a cache.
 _BLOCK = 2**21
+# Bytes of floats of a test that are kept for the next one.
+_KEPT = 2**25
 # Bytes, the alignment of torch's memory.
 _ALIGNED = 64
 
@@ -129,7 +131,8 @@ class Subset:
         """Yield ``batch`` of each of the ``positions``, in order.
 
         Images in memory become floating point several batches at a time, which has the
-        same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes.
+        same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes. Those of
+        a small test that comes again, of another client say, are made once.
         """
         # Augmentation draws batch by batch, and files are read for one batch at a time.
         augmented = generator is not None and self._augment is not None
@@ -137,12 +140,30 @@ class Subset:
             for batch in positions:
                 yield self.batch(batch, generator)
             return
-        for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
-            together = torch.cat(block) if len(block) > 1 else block[0]
-            inputs, targets = self.batch(together)
-            sizes = [len(batch) for batch in block]
+        blocks: Iterable[Block] = self._made(positions)
+        if generator is None:
+            blocks = self._of_test([*positions])
+        for inputs, targets, sizes in blocks:
             parts = (torch.split(values, sizes) for values in (inputs, targets))
             yield from zip(*parts, strict=True)
+
+    def _made(self, positions: Iterable[Tensor]) -> Iterator[Block]:
+        for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
+            together = torch.cat(block) if len(block) > 1 else block[0]
+            yield *self.batch(together), [len(batch) for batch in block]
+
+    def _of_test(self, order: Sequence[Tensor]) -> Iterable[Block]:
+        """Return the blocks of a test: those of the last one if it was the same."""
+        sizes = torch.tensor([len(batch) for batch in order])
+        positions = torch.cat([sizes[:0], *order])
+        same_as = (positions, sizes, self.indices, self._mean, self._std)
+        known = self._samples.last_test
+        new = not known.is_of(same_as)
+        if new:
+            self._samples.last_test = LastTest(same_as)
+        if new or 4 * math.prod(self._samples.shape) * len(positions) > _KEPT:
+            return self._made(order)
+        return known.blocks(lambda: self._made(order))
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # In place after the first operation, which makes a copy: the samples stay.
