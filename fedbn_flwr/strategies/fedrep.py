@@ -24,7 +24,8 @@ With `head_steps=0 fine_tune=STEPS` it is FedBABU (arXiv:2106.06042).
 
 Steps, not epochs. Weights $p_i$, as in the authors' code (lgcollins/FedRep); Algorithm 1
 weighs all clients alike. That code tests, at its end, after ten further epochs of every
-client's head; here a test follows its round.
+client's head, and gives a client that has not trained the average of the last heads;
+here a test follows its round, with the first head.
 
 ## Law
 
