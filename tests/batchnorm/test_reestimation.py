@@ -124,6 +124,23 @@ def test_a_forward_pass_that_tracks_in_any_case_is_undone(points, mlp) -> None:
     assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
 
 
+def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
+    points,
+) -> None:
+    """A model in eval mode as a whole says nothing of its layers."""
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5)).double().train()
+    model[0].running_mean += 1
+    model[0].eval()
+    found = reestimate_statistics(model, points(9), batch_size=4)
+    assert found.keys() == {"1"}
+    given = points(9).inputs - model[0].running_mean
+    torch.testing.assert_close(found["1"].mean, (given / (1 + 1e-5) ** 0.5).mean(0))
+    assert reestimate_statistics(model.eval(), points(9), batch_size=4).keys() == {
+        "0",
+        "1",
+    }
+
+
 def test_the_model_does_not_change(points, mlp) -> None:
     model = mlp(dropout=0.5)
     model.train()

@@ -97,6 +97,26 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(
         train()
 
 
+@pytest.mark.parametrize("make", [lambda: ProximalTerm(5.0), ControlVariates])
+@pytest.mark.parametrize(
+    ("table", "inputs"),
+    [(nn.Embedding, ([[0, 1]],)), (nn.EmbeddingBag, ([0, 1], [0]))],
+    ids=["embedding", "bag"],
+)
+def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
+    table: Any, inputs: Any, make: Any
+) -> None:
+    model, hook = table(3, 2, max_norm=0.1), make()
+    hook.receive({}, {})
+    rules = Hooks(model, {"hook": hook})
+    with rules._block():
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(*map(torch.tensor, inputs)).sum().backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(
     inside: bool,

@@ -71,6 +71,22 @@ def test_a_hook_may_change_the_entries_that_it_gets(mlp) -> None:
         found += 1
 
 
+@pytest.mark.parametrize("hook_too", [False, True])
+def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
+    mlp, hook_too: bool
+) -> None:
+    """However many records a round keeps."""
+    context, model = empty_context(), mlp()
+    began = []
+    for server_round in (4, 5, 9):
+        keep(context, model, server_round)
+        if hook_too:
+            store(context, model).save_hook_state([Counting()], server_round)
+        about = store(context, model).reply_metadata(server_round)
+        began.append("fedbn-flwr.local-began" in about)
+    assert began == [True, False, False]
+
+
 KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
 OTHERS = {
     "another shape": nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm2d(4)),

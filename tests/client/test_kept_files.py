@@ -83,6 +83,16 @@ def test_a_new_run_of_the_experiment_starts_from_the_part_of_the_last_run(
     assert rounds(tmp_path) == ["r1.40"]
 
 
+def test_a_run_that_goes_on_after_another_one_began_leaves_its_files(
+    tmp_path: Path,
+) -> None:
+    for server_round in (1, 2):
+        write(tmp_path, server_round, f"h{server_round}")
+    write(tmp_path, 1, "other", run="r2", committed=(0,))
+    assert folder(tmp_path).find("h2")["sha256"] == "h2"
+    assert rounds(tmp_path) == ["r1.2", "r2.1"]
+
+
 @pytest.mark.parametrize(
     "harm", ["cut", "edited", "renamed", "of another client", "of another model"]
 )

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client.mailbox import is_filled, open_outbox, take_records
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError
@@ -434,6 +435,35 @@ def test_an_app_that_replaces_its_state_does_not_lose_the_part(
     same_bits(run.state, plain.state)
     same_bits(run.local_state(0), plain.local_state(0))
     assert run.context(0).state["mine"]["rounds"] == 1
+
+
+def test_what_a_hook_kept_is_not_put_back_where_the_app_loses_what_it_keeps_now(
+    run_app, user_app
+) -> None:
+    """An older variate would be no client's own; one that is lost is begun anew."""
+
+    def replacing(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        config = next(iter(message.content.config_records.values()), {})
+        if message.metadata.message_type == "train" and config["server-round"] == 3:
+            report = context.state["fedbn-flwr.outbox"]
+            context.state = RecordDict({"fedbn-flwr.outbox": report})
+        return reply
+
+    run = run_app(
+        Scaffold(fraction_evaluate=0.0), user_app(hooked_loop, mods=(bn_mod, replacing))
+    )
+    assert "fedbn-flwr.rules" not in run.context(0).state
+
+
+def test_an_outbox_that_is_opened_is_empty() -> None:
+    """Whatever a training before it, which raised, has left there."""
+    context = Context(1, 1, {}, RecordDict(), {})
+    context.state["fedbn-flwr.outbox"] = ConfigRecord({"a": 1})
+    context.state["fedbn-flwr.outbox/variates"] = to_record({"w": np.ones(1)})
+    open_outbox(context)
+    assert not is_filled(context)
+    assert take_records(context, "fedbn-flwr.outbox") == {}
 
 
 def without_batchnorm(content: RecordDict) -> None:

@@ -69,6 +69,17 @@ def test_one_model_serves_all_messages_with_the_same_bits(
     same_bits(*[{n: a.numpy() for n, a in arrays.items()} for arrays in found])
 
 
+def test_a_model_that_is_lent_again_has_no_gradients(mlp) -> None:
+    """A loop that adds up gradients would begin with those of another client."""
+    lend = model_cache(Builds(mlp))
+    with lend() as cached:
+        cached.model(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
+        used = cached.model
+    with lend() as cached:
+        assert cached.model is used
+        assert all(parameter.grad is None for parameter in used.parameters())
+
+
 @pytest.mark.parametrize("given", ["model", "function"])
 @pytest.mark.parametrize(
     "first",

@@ -208,6 +208,32 @@ def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(
         MomentumBuffers("local", frozenset()),
     ],
 )
+class AtItsStart(ClientHook):
+    """It acts in every step, and stores the model when the first optimizer begins."""
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+def test_a_state_that_is_loaded_between_two_optimizers_is_refused(mlp, points) -> None:
+    model, data = mlp(), points(8)
+    rules = Hooks(model, {"hook": AtItsStart()})
+    head = torch.optim.SGD(model[3].parameters(), RATE)
+    body = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], RATE)
+
+    def train() -> None:
+        with rules._block():
+            rules.wrap(head)
+            with torch.no_grad():
+                model[0].weight.add_(1.0)
+            rules.wrap(body)
+            F.cross_entropy(model(data.inputs), data.targets).backward()
+            head.step()
+
+    with pytest.raises(ConfigError):
+        train()
+
+
 def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
     hook: ClientHook, mlp, points
 ) -> None:

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +35,14 @@ from torch import nn
 from fedbn_flwr import to_client_fn, to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.compat.flower import TaskIdentity
+from fedbn_flwr.compat.legacy_strategy import LegacyStrategy
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
+from fedbn_flwr.errors import (
+    ClientPartError,
+    ConfigError,
+    DivergedError,
+    NothingTrainedError,
+)
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.strategies import (
@@ -332,6 +340,42 @@ def test_the_projects_own_aggregation_of_metrics_is_called(
     assert seen == [], "no result was used"
 
 
+def test_the_config_names_the_arrays_that_a_client_gets(
+    run_legacy_loop, datasets, mlp
+) -> None:
+    """From round 2 on the mod adds what stays to those that were sent."""
+    names: list[list[str]] = []
+
+    class Reads(Single):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            names.append(json.loads(config["fedbn-flwr.array-names"]))
+            assert len(names[-1]) == len(parameters)
+            return super().fit(parameters, config)
+
+    def client_fn(context: Context) -> Any:
+        data = datasets[int(context.node_config["partition-id"])]
+        return Reads(mlp(), data, context).to_client()
+
+    start = mlp().float().state_dict()
+    app = ClientApp(client_fn, mods=[bn_mod])
+    run_legacy_loop(FedBN(), app, start, len(datasets), ROUNDS)
+    assert names == [list(start)] * ROUNDS * len(datasets)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_loss_before_the_first_round_is_no_divergence(
+    run_legacy, datasets, mlp, number: int
+) -> None:
+    """The model of round 0 is the project's own."""
+
+    def test(server_round: int, arrays: list[Array], config: Any) -> Any:
+        return float("nan") if server_round == number else 1.0, {}
+
+    clients = stock_fn(mlp, datasets)
+    with nullcontext() if number == 0 else pytest.raises(DivergedError):
+        run_legacy(FedAvg(), mlp, clients, len(datasets), evaluate_fn=test)
+
+
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(
     run_legacy, datasets, mlp
 ) -> None:
@@ -519,6 +563,38 @@ def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
         run_workflow(strategy, True, Fails)
     assert [report.kept_previous for report in strategy.reports] == [True, True]
     assert [len(report.rejected) for report in strategy.reports] == [3, 3]
+
+
+class Keeps(LegacyStrategy):
+    """As a wrapper that does not pass the results of a round on."""
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+        return None, {}
+
+
+@pytest.mark.parametrize("well", [0, 1])
+def test_each_round_that_halts_is_reported_once_with_its_own_failures(
+    run_legacy_loop, datasets, mlp, well: int
+) -> None:
+    """In round 2 the largest client, or none, does not fail."""
+
+    class Fails(Single):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            number = config["server-round"]
+            if number == 2 and well and len(self.data) == max(SIZES):
+                return super().fit(parameters, config)
+            raise RuntimeError(f"out of cheese in {number}")
+
+    strategy, start = FedAvg(), mlp().float().state_dict()
+    legacy = Keeps(strategy, to_record(start), num_rounds=2, timeout=60)
+    app = ClientApp(stock_fn(mlp, datasets, Fails))
+    with pytest.raises(NothingTrainedError):
+        run_legacy_loop(legacy, app, start, len(datasets), 2)
+    for number, report in enumerate(strategy.reports, 1):
+        reasons = " ".join(report.rejected.values())
+        failing = 3 - well if number == 2 else 3
+        assert reasons.count("out of cheese") == failing
+        assert reasons.count(f"out of cheese in {number}") == failing
 
 
 class MedianMethod(Method):

@@ -457,6 +457,22 @@ def test_nan_in_the_inputs_of_one_client_of_a_step_is_named(
         assert "learning-rate" not in str(run.error)
 
 
+def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
+    federate, datasets, mlp
+) -> None:
+    """Between two of them the replies fail for another reason."""
+
+    def fit(self, server_round, result):
+        if server_round == 3:
+            raise RuntimeError("disk full")
+        return result if server_round in (1, 5) else spoilt(self, result)
+
+    run = federate(FedAvg(), mlp, datasets, rounds=5, client=client(fit))
+    kept = [report.kept_previous for report in run.strategy.reports]
+    assert kept == [False, True, True, True, False]
+    assert [report.diverged for report in run.strategy.reports] == [[]] * 5
+
+
 def test_rounds_without_replies_for_other_reasons_do_not_diverge(
     federate, datasets, mlp
 ) -> None:

@@ -20,6 +20,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
 from fedbn_flwr.messages.versions import as_text, own_versions
+from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -335,6 +336,32 @@ def test_a_round_knows_who_is_missing(
     assert [report.expected for report in reports] == [expected] * 3
     assert [report.missing for report in reports] == [[], ["1"], []]
     assert [report.server_round for report in reports if report.absences()] == told
+
+
+def test_a_client_that_has_nothing_to_train_on_is_not_missing(
+    federate, mlp, points
+) -> None:
+    data = [points(8), points(8, 1), points(0)]
+    run = federate(FedAvg(), mlp, data, rounds=3, hide={2: [2]})
+    assert [report.missing for report in run.strategy.reports] == [[]] * 3
+
+
+@pytest.mark.parametrize("draw", ["sample", "cohort"])
+def test_those_who_are_drawn_stay_in_the_order_of_all(
+    nodes: NodeRegistry, draw: str
+) -> None:
+    """Sums of floats depend on it."""
+    everyone = [Node(100 - i, partition_id=i, num_examples=5) for i in range(6)]
+    found = set()
+    for number in range(20):
+        if draw == "sample":
+            drawn = nodes.sample(everyone, 3, "train", number)
+        else:
+            drawn = nodes.cohort(everyone, 3, number)
+        places = [everyone.index(node) for node in drawn]
+        assert places == sorted(places)
+        found.add(tuple(places))
+    assert len(found) > 5
 
 
 def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(

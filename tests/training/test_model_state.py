@@ -25,6 +25,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     Scaffold,
     Standalone,
+    StaticBN,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
@@ -182,7 +183,9 @@ def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(
         )
 
 
-@pytest.mark.parametrize("make", [FedBN, Scaffold], ids=["fedbn", "scaffold"])
+@pytest.mark.parametrize(
+    "make", [FedBN, Scaffold, StaticBN], ids=["fedbn", "scaffold", "staticbn"]
+)
 def test_a_wrapped_model_only_on_the_server(federate, points, mlp, make: Any) -> None:
     """The server's names come back; kept entries have the inner module's."""
     datasets = [points(n, i) for i, n in enumerate((6, 8))]

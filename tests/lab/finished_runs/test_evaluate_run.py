@@ -8,7 +8,9 @@ import csv
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,13 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.reading import allowed
 from fedbn_flwr.lab.data import DATASETS, Subset
-from fedbn_flwr.lab.finished_runs.evaluate import _csv, evaluate_run, predictions
+from fedbn_flwr.lab.finished_runs.evaluate import (
+    _csv,
+    _overlap,
+    _refuse_unfit,
+    evaluate_run,
+    predictions,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
@@ -362,6 +370,48 @@ def write_images(folder: Path, classes: str) -> None:
             path = folder / name / f"{at}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("L", (8, 8), 40 * at + ord(name)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "overlaps"),
+    [
+        ("folder:/data/run", False),  # the run's own, divided as in the run
+        ("folder:/data/run/part", True),
+        ("folder:/data", True),
+        ("folder:/data/other", False),
+        ("folder:/data/run-2", False),
+        ("npz:/data/run/rows.npz", False),
+        ("digits", False),
+    ],
+)
+def test_data_in_or_around_the_folder_of_the_runs_are_warned_of(
+    given: str, overlaps: bool
+) -> None:
+    ran, config = (
+        SimpleNamespace(dataset="folder:/data/run"),
+        SimpleNamespace(dataset=given),
+    )
+    assert bool(_overlap(ran, config)) is overlaps
+
+
+@pytest.mark.parametrize(
+    ("of_run", "given", "fits"),
+    [
+        (("cat", "dog"), ("cat", "dog"), True),
+        (("cat", "dog"), ("dog", "cat"), False),
+        (("cat", "dog"), ("0", "1"), True),
+        (("0", "1"), ("cat", "dog"), True),
+        (("0", "1"), ("0", "1"), True),
+        (("1", "0"), ("cat", "dog"), False),
+    ],
+)
+def test_classes_are_compared_where_both_have_names(
+    of_run: tuple[str, ...], given: tuple[str, ...], fits: bool
+) -> None:
+    taken = SimpleNamespace(shape=(3,), classes=of_run)
+    data = SimpleNamespace(test=SimpleNamespace(shape=(3,)), class_names=given)
+    with nullcontext() if fits else pytest.raises(ConfigError):
+        _refuse_unfit(taken, data, "folder:/data")
 
 
 def test_images_of_the_run_are_warned_of_and_other_classes_refused(

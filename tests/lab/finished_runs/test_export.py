@@ -301,6 +301,8 @@ def test_without_the_data_of_the_run_random_inputs_are_used(tmp_path: Path) -> N
     assert (
         done.check.inputs == "32 random inputs, since the data of the run are not here"
     )
+    pixels, _ = export_module._inputs(export_module.load_model(run, Choice()))
+    assert pixels.unique().tolist() == [*range(256)], "as files hold them"
 
 
 def test_bad_input_is_refused_before_anything_is_written(

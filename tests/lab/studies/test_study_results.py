@@ -17,7 +17,7 @@ from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies import results
+from fedbn_flwr.lab.studies import results, tuning
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import (
     markdown,
@@ -377,6 +377,34 @@ def test_settings_are_chosen_by_validation_before_the_runs(
         ),
     ):
         load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))
+
+
+TWO_SEEDS = """
+name: tuned
+base: {num-server-rounds: 1, num-clients: 2}
+methods: {BN: {}}
+tune: {grid: {learning-rate: [0.1, 0.2]}, seeds: [0, 1], base: {validation-share: 0.3}}
+"""
+
+
+@pytest.mark.parametrize("lost", [None, math.nan])
+def test_a_point_that_lacks_a_score_at_one_seed_is_not_chosen(
+    tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, lost: float | None
+) -> None:
+    """The mean of the other seeds would favour it. Of two points each ends the grid."""
+    scores = {(0.1, 0): 0.9, (0.1, 1): lost, (0.2, 0): 0.5, (0.2, 1): 0.7}
+    study = load(tmp_path, TWO_SEEDS)
+    monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
+    for cell in study.trials():
+        score = scores[cell.config.learning_rate, cell.seed]
+        cell.folder(tmp_path).mkdir(parents=True)
+        summary = json.dumps({"final": {"validation-accuracy": score}})
+        (cell.folder(tmp_path) / "summary.json").write_text(summary)
+    (found,), chosen = tuned(study, tmp_path)
+    points = {"learning-rate=0.1": None, "learning-rate=0.2": pytest.approx(0.6)}
+    assert found.scores == points
+    assert chosen == {"BN/all": {"learning-rate": 0.2}}
+    assert not caplog.records
 
 
 def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:

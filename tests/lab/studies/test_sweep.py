@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
 from fedbn_flwr.lab.output.folder import lock_folder
@@ -456,6 +457,27 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
     monkeypatch.setattr(one_run, "run", full)
     assert do_cell(cell, out) == "no space left on device"
     assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_of_a_study_leaves_the_number_of_torch_threads_as_it_was(
+    study, tmp_path: Path, monkeypatch, fails: bool
+) -> None:
+    used: list[int] = []
+
+    def work(*arguments: object, **options: object) -> None:
+        used.append(torch.get_num_threads())
+        if fails:
+            raise ConfigError("no space left on device")
+
+    monkeypatch.setattr(one_run, "run", work)
+    cell, before = next(study.cells()), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert bool(do_cell(cell, tmp_path)) is fails
+        assert (used, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_data_that_cannot_be_split_is_an_error_before_any_run(
