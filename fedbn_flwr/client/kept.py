@@ -100,8 +100,7 @@ def own_entries(kept: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
     """Return the entries of a client's own model, given its kept records: those that
     stay with it, and all of the model that a hook keeps as ``OWN_MODEL``.
     """
-    by_hooks = kept.get(KEPT_BY_HOOKS, {})
-    return {**kept.get(KEPT, {}), **_below(OWN_MODEL, by_hooks)}
+    return {**kept.get(KEPT, {}), **_below(OWN_MODEL, kept.get(KEPT_BY_HOOKS, {}))}
 
 
 def _below(place: str, entries: State) -> dict[str, Array]:

@@ -4,14 +4,9 @@ training makes. Torch only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -165,7 +160,7 @@ def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for hook in reversed(done):
-            with suppress(Exception):  # the first error is the one to see
+            with contextlib.suppress(Exception):  # the first error is the one to see
                 hook.end(model)
         raise
 

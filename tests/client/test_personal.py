@@ -325,6 +325,17 @@ def test_a_head_can_stay_beside_any_method_that_shares_batchnorm(method: Any) ->
     assert below(network(), "classifier.") <= set(strategy.run.local_entries)
 
 
+@pytest.mark.parametrize("other", ["features.norm0", ""])
+def test_a_run_goes_on_with_the_entries_that_its_clients_keep(
+    federate: Any, datasets: Any, other: str
+) -> None:
+    run = federate(FedAvg(personal="classifier"), network, datasets, rounds=1)
+    strategy = FedAvg(personal=other)
+    strategy.load_state_dict(run.strategy.state_dict(), 1)
+    with pytest.raises(ConfigError):
+        federate(strategy, network, datasets, rounds=2)
+
+
 def test_a_pattern_of_no_entry_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         split_state(network(), personal="classifer")

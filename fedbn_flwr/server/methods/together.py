@@ -264,8 +264,9 @@ class Methods:
             if kept and kept == run.parts.names and self.local != ALL:
                 text = f"{self.name} keeps every entry with the clients"
                 has, remedy = "none to share", "standalone, or fewer personal entries"
-                problem = Problem("nothing-shared", text, "model", "", has, remedy)
-                problems.append(problem)
+                problems.append(
+                    Problem("nothing-shared", text, "model", "", has, remedy)
+                )
             for method in self._methods:
                 # A layer whose entries are personal is one of the model's all the same.
                 by_type = dataclasses.replace(run.parts, personal=())

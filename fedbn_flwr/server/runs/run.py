@@ -331,7 +331,7 @@ class Run:
         arrays by name.
         """
         saved = {
-            "kept": self.kept.saved(),
+            "kept": {**self.kept.saved(), "entries": [*self.local_entries]},
             "initialised": self.nodes.initialised_labels,
             "reestimated": self.reestimated,
             "known_statistics": self.known_statistics,
@@ -354,6 +354,12 @@ class Run:
             raise ConfigError(
                 f"this state does not fit strategy {self.methods.name!r}. Needed:"
                 f" {', '.join(sorted(needed))}. Found: {', '.join(sorted(saved))}."
+            )
+        stay = [*self.local_entries]
+        if saved["kept"].get("entries", stay) != stay:
+            raise ConfigError(
+                "this state is of a run whose clients keep other entries: give the"
+                " strategy the same method, layers and personal as there"
             )
         # What the clients hold is not known: each is told the hash to restore.
         self.after = after
