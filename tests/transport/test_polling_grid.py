@@ -206,6 +206,25 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
     assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
 
 
+def test_an_error_that_comes_at_once_tells_nothing_of_how_long_the_work_takes(
+    monkeypatch,
+) -> None:
+    clock = Clock(monkeypatch, network=True)
+
+    class Late(SlowGrid):
+        def pull_messages(self, message_ids):
+            self.silent = {5} if clock.now < sent + 8 else set()
+            return super().pull_messages(message_ids)
+
+    grid, first_pauses = PollingGrid(Late(polls=0, lost={4})), []
+    for _ in range(2):
+        sent, before = clock.now, len(clock.pauses)
+        assert len(list(grid.send_and_receive(messages(4, 5)))) == 2
+        first_pauses.append(clock.pauses[before])
+    assert first_pauses[0] < 1
+    assert first_pauses[1] >= 0.75 * 8
+
+
 def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
     class Strange(SlowGrid):
         def pull_messages(self, message_ids):

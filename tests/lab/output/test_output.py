@@ -17,9 +17,11 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output import recorder as recorder_module
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.recorder import Recorder
 from fedbn_flwr.lab.output.summary import commit_of
+from fedbn_flwr.server.runs.report import RoundReport
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -131,6 +133,22 @@ def test_a_model_says_that_it_diverged_if_its_round_has(
     with safe_open(folder.path / "model.safetensors", "np") as file:
         said = file.metadata().get(DIVERGED_AT)
     assert said == (None if chosen < 2 else "2")
+
+
+def test_the_seconds_of_a_line_are_those_of_its_round(
+    tmp_path: Path, monkeypatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now[0])
+    config = Config.make({"strategy": "centralized", "num-server-rounds": 3})
+    folder = RunFolder(tmp_path / "run", config)
+    recorder = Recorder(folder, config, nn.Linear(64, 10), None, None, None)
+    now[0] += 50
+    recorder.start_clock()
+    for number, seconds in enumerate((5, 3, 4), 1):
+        now[0] += seconds
+        recorder.write(RoundReport(number, "centralized"))
+    assert [line["seconds"] for line in recorder.lines()] == [5, 3, 4]
 
 
 @pytest.mark.parametrize("used", ["file inside", "a file", "hidden file inside"])

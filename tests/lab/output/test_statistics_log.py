@@ -79,6 +79,15 @@ def test_the_batch_statistics_come_back_out_of_the_running_ones(
     torch.testing.assert_close(local.variance, batch.var(0), rtol=1e-10, atol=1e-10)
 
 
+def test_a_clients_variance_is_at_least_0() -> None:
+    """The running one may fall by more than its weight in the round allows."""
+    before, after = (
+        Statistics(torch.zeros(2), torch.tensor(v)) for v in ((1.0, 1.0), (0.1, 0.95))
+    )
+    local = local_statistics(before, after, 0.1)
+    torch.testing.assert_close(local.variance, torch.tensor([0.0, 0.5]))
+
+
 def test_weight_of_a_layer_that_did_not_track_or_does_not_count() -> None:
     five, none = torch.tensor(5), torch.tensor(0)
     assert (

@@ -22,6 +22,7 @@ from fedbn_flwr.lab.data import Samples
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, put_aside
+from fedbn_flwr.lab.runs import serve
 from fedbn_flwr.lab.runs.node import RunClients, client_fn, describe_data
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model, make_strategy
@@ -111,6 +112,23 @@ def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> No
         for _, out in found
         for line in read_metrics(out / "metrics.jsonl")
     )
+
+
+@pytest.mark.parametrize(
+    ("eval_on", "share", "asked"),
+    [
+        ("global", 0.3, []),
+        ("global,personal-own", 0.3, ["own"]),
+        ("personal-own,global", 0.3, ["own", "validation"]),
+        ("personal-own", 0.0, ["own"]),
+    ],
+)
+def test_clients_validate_where_their_own_models_decide(
+    eval_on: str, share: float, asked: list[str]
+) -> None:
+    """Else the server tests the global model on the validation examples of all."""
+    settings = {"strategy": "fedbn", "eval-on": eval_on, "validation-share": share}
+    assert serve.tests_of_clients(Config.make(settings), None) == asked
 
 
 def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None:
