@@ -199,15 +199,6 @@ def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(
     assert torch.equal(weights(ours), weights(plain))
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        ProximalTerm(MU),
-        ControlVariates(),
-        ClipGradients(0.1),
-        MomentumBuffers("local", frozenset()),
-    ],
-)
 class AtItsStart(ClientHook):
     """It acts in every step, and stores the model when the first optimizer begins."""
 
@@ -234,6 +225,15 @@ def test_a_state_that_is_loaded_between_two_optimizers_is_refused(mlp, points) -
         train()
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        ProximalTerm(MU),
+        ControlVariates(),
+        ClipGradients(0.1),
+        MomentumBuffers("local", frozenset()),
+    ],
+)
 def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(
     hook: ClientHook, mlp, points
 ) -> None:
