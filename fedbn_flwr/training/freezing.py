@@ -288,14 +288,17 @@ def unlike_in_tests(model: nn.Module) -> str:
     Their ``track_running_stats`` was set to False after they were made with running
     statistics. "" if there are none.
     """
+    # torch's forward pass in eval mode uses statistics wherever they are
+    unlike = {
+        layer: path
+        for path, layer in layers_of(model).items()
+        if layer.running_mean is not None and not layer.track_running_stats
+    }
+    # first, as few models have one, and a model may be built for every message
+    if not unlike:
+        return ""
     in_eval = stays_in_eval(model)
-    paths = []
-    for path, layer in layers_of(model).items():
-        if layer not in in_eval:
-            # torch's forward pass in eval mode uses statistics wherever they are
-            has_statistics = layer.running_mean is not None
-            if has_statistics and not layer.track_running_stats:
-                paths.append(path)
+    paths = [path for layer, path in unlike.items() if layer not in in_eval]
     if not paths:
         return ""
     return (
