@@ -46,6 +46,7 @@ COPIED = (
     "tests",
     "apps",
     "benchmarks",
+    "docker",
     "docs",
     "studies",
     "pyproject.toml",
