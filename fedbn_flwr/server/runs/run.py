@@ -355,15 +355,19 @@ class Run:
                 f"this state does not fit strategy {self.methods.name!r}. Needed:"
                 f" {', '.join(sorted(needed))}. Found: {', '.join(sorted(saved))}."
             )
-        stay = [*self.local_entries]
-        if saved["kept"].get("entries", stay) != stay:
-            raise ConfigError(
-                "this state is of a run whose clients keep other entries: give the"
-                " strategy the same method, layers and personal as there"
-            )
         # What the clients hold is not known: each is told the hash to restore.
         self.after = after
+        # Another method is named before what it keeps.
         self.states = self.methods.restored(self.states, saved["methods"])
+        stay = [*self.local_entries]
+        stayed = saved["kept"].get("entries", stay)
+        if stayed != stay:
+            other = sorted({*stayed} ^ {*stay})
+            raise ConfigError(
+                f"this state is of a run whose clients keep {len(stayed)} entries, and"
+                f" here they keep {len(stay)} ({other[0]!r} in one of the two alone):"
+                " give the strategy the same method, layers and personal as there"
+            )
         self.kept = Kept.resumed(saved["kept"])
         self.reestimated = dict(saved["reestimated"])
         self.statistics_at_start = dict(saved["known_statistics"])
