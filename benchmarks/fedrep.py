@@ -57,11 +57,11 @@ class Theirs:
             link.symlink_to(data.resolve())
         sys.path.insert(0, str(code.resolve()))
         self.main = code.resolve() / "main_fedrep.py"
-        self.tests = types.ModuleType("models.test")
+        self.tests: Any = types.ModuleType("models.test")
         source = (code / "models/test.py").read_text().replace("\t", " " * 8)
         exec(compile(source, "models/test.py", "exec"), self.tests.__dict__)
         sys.modules["models.test"] = self.tests
-        self.utils = importlib.import_module("utils.train_utils")
+        self.utils: Any = importlib.import_module("utils.train_utils")
         # Their paths are relative, and their program draws from the global generators.
         os.chdir(out)
         sys.argv = ["main_fedrep.py", *SCRIPT.split(), "--epochs", str(rounds)]
@@ -82,7 +82,9 @@ class Theirs:
         self, drawn: list[list[int]], told: Callable[[np.ndarray], None], seed: int
     ) -> None:
         """Tell each client's accuracy, in per cent, after each round with a test."""
-        test, choice = self.tests.test_img_local_all, np.random.choice
+        test = self.tests.test_img_local_all
+        random: Any = np.random
+        choice = random.choice
         sizes = np.array([len(examples) for examples in self.data[3].values()])
         rounds = iter(drawn)
 
@@ -98,11 +100,11 @@ class Theirs:
         self.utils.get_data = lambda args: copy.copy(self.data)
         self.utils.get_model = lambda args: copy.deepcopy(self.model)
         self.sow(seed)
-        np.random.choice = choose
+        random.choice = choose
         try:
             runpy.run_path(str(self.main), run_name="__main__")
         finally:
-            np.random.choice = choice
+            random.choice = choice
 
 
 def ours(
@@ -141,7 +143,8 @@ def ours(
     for report in strategy.reports:
         of_clients = [report.evaluations[str(i)] for i in range(args.num_users)]
         tests.append(100 * np.array([one["accuracy"] for one in of_clients]))
-    return [report.participants for report in strategy.reports], tests
+    drawn: list[list[Any]] = [report.participants for report in strategy.reports]
+    return drawn, tests
 
 
 def main(
