@@ -246,14 +246,14 @@ class WorkerPipe:
                 _save(self._received, key, memory)
             elif sizes:
                 self._others[key] = memory
-                memory = self._lent(key)
+                memory = self._until_unused(key)
             values.append(pickle.loads(body, buffers=_slices(memory, sizes)))
         with self._lock:
             self._memory.free(unused)
         return head, values
 
-    def _lent(self, key: int) -> memoryview:
-        """Return the other end's memory; it is written again after its last view here."""
+    def _until_unused(self, key: int) -> memoryview:
+        """Return the other end's memory. When its last view is gone, it is free again."""
         # All views keep this array alive, and nothing else does.
         array = np.frombuffer(self._others[key], np.uint8)
         weakref.finalize(array, self._unused.append, key).atexit = False

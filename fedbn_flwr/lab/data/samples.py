@@ -154,11 +154,11 @@ Block = tuple[Tensor, Tensor, list[int]]
 
 
 class LastTest:
-    """The last test of some samples, and its batches when it came again.
+    """The positions of the last test, and its batches from its second time on.
 
-    Clients are often tested on the same examples, and for a small model floats are made
-    of bytes as slowly as they are tested on. A process that gets the samples makes its
-    own.
+    Clients are often tested on the same examples. For a small model it takes as long to
+    make floats of their bytes as to test on them. A process that gets the samples makes
+    batches of its own.
     """
 
     def __init__(self, about: Sequence[Tensor] = ()) -> None:
@@ -201,7 +201,7 @@ class Samples:
             if there are no groups.
         units: examples with the same number (those of a patient) stay together in a
             split, int64 (N,); None if every example is its own unit.
-        last_test: for ``Subset``.
+        last_test: what ``Subset`` remembers of the last test.
     """
 
     __slots__ = ("_targets", "groups", "last_test", "source", "units")

@@ -131,8 +131,8 @@ class Subset:
         """Yield ``batch`` of each of the ``positions``, in order.
 
         Images in memory become floating point several batches at a time, which has the
-        same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes. Those of
-        a small test that comes again, of another client say, are made once.
+        same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes. A
+        small test set that is read again, for another client say, is kept converted.
         """
         # Augmentation draws batch by batch, and files are read for one batch at a time.
         augmented = generator is not None and self._augment is not None

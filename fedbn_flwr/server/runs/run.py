@@ -364,9 +364,10 @@ class Run:
         if stayed != stay:
             other = sorted({*stayed} ^ {*stay})
             raise ConfigError(
-                f"this state is of a run whose clients keep {len(stayed)} entries, and"
-                f" here they keep {len(stay)} ({other[0]!r} in one of the two alone):"
-                " give the strategy the same method, layers and personal as there"
+                f"this state is of a run in which each client keeps {len(stayed)}"
+                f" entries; with this strategy it keeps {len(stay)}. {other[0]!r} is"
+                " kept in only one of the two. Give the strategy the method, layers and"
+                " personal of that run."
             )
         self.kept = Kept.resumed(saved["kept"])
         self.reestimated = dict(saved["reestimated"])
