@@ -335,6 +335,16 @@ def test_check_state_names_the_entry_and_the_problem(
     assert error.value.code == code
 
 
+def test_statistics_are_the_cause_where_nothing_else_is_not_finite() -> None:
+    like = client(0)
+    nan = {name: np.full_like(like[name], np.nan) for name in ("bn.running_mean", "w")}
+    for bad, code in ((["bn.running_mean"], STATISTICS_NOT_FINITE), (nan, NOT_FINITE)):
+        state = {**like, **{name: nan[name] for name in bad}}
+        with pytest.raises(ReplyError) as error:
+            check_state(state, like, PARTS)
+        assert error.value.code == code
+
+
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
 def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(
     dtype: str,

@@ -264,6 +264,19 @@ def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_of_other_dimensions_is_refused_as_by_the_layer(kind: str) -> None:
+    make, shape = KINDS[kind]
+    layer, x = make(5), torch.randn(*shape, 1, 1)
+    with pytest.raises(ValueError, match="expected") as of_torch:
+        layer(x)
+    model = nn.Sequential(layer)
+    replace_forward(model, by_batch)
+    with pytest.raises(ValueError, match="expected") as ours:
+        model(x)
+    assert str(ours.value) == str(of_torch.value)
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_sums_over_batches_are_the_moments_of_all_values(
     offset: float, monkeypatch: pytest.MonkeyPatch

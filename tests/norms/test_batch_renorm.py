@@ -213,8 +213,19 @@ def test_frozen_in_eval_mode_inside_a_training_model() -> None:
 def test_half_precision_inputs_keep_their_dtype() -> None:
     layer, _ = replace_norm(nn.BatchNorm2d(C), "batch-renorm", warmup_steps=0)
     x = batches(nn.BatchNorm2d)[1].to(torch.bfloat16)
+    narrow, wide = layer.corrections(x), layer.corrections(x.float())
+    assert all(map(torch.equal, narrow, wide)), "computed in float32"
     assert layer(x).dtype == torch.bfloat16
     assert layer.running_var.dtype == torch.float32
+
+
+def test_a_batch_of_no_rows_moves_nothing_and_has_no_gradient() -> None:
+    layer, _ = replace_norm(strange(nn.BatchNorm2d(C).double()), "batch-renorm")
+    before = (layer.running_mean.clone(), layer.running_var.clone())
+    layer(torch.empty(0, C, 2, 2, dtype=torch.float64)).sum().backward()
+    assert all(map(torch.equal, before, (layer.running_mean, layer.running_var)))
+    assert not layer.weight.grad.any()
+    assert not layer.bias.grad.any()
 
 
 def test_layers_without_statistics_are_refused_by_name() -> None:

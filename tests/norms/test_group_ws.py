@@ -100,7 +100,18 @@ def test_unusual_convolutions_are_refused_by_name(kind: str) -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
 
-    for conv in (Own(3, 4, 1), parametrizations.weight_norm(nn.Conv2d(3, 4, 1))):
+    def plain() -> nn.Conv2d:
+        return nn.Conv2d(3, 4, 1)
+
+    with_a_forward = plain()
+    with_a_forward.forward = with_a_forward._conv_forward  # type: ignore[method-assign]
+    unusual = [
+        Own(3, 4, 1),
+        parametrizations.weight_norm(plain()),
+        torch.nn.utils.spectral_norm(plain()),
+        with_a_forward,
+    ]
+    for conv in unusual:
         with pytest.raises(NormLayerError, match=r"standardisation .* layers: 0\.0 \("):
             replace_norm(nn.Sequential(nn.Sequential(conv), nn.BatchNorm2d(4)), kind)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -555,7 +555,7 @@ def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_to
     settings: dict[str, float], told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ClientLevelDP(DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)).admits(
-        of_round(1, 10), 10
+        of_round(1, 10), 5
     )
     assert [
         words for words in ("running variances", "dp-delta=0.1") if words in caplog.text
@@ -572,13 +572,26 @@ def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
     assert np.quantile(lengths, 0.3) < privacy.clipping_norm < np.quantile(lengths, 0.7)
 
 
-class Silent:
-    """Noise of size zero, to see what it is added to."""
+@dataclass
+class Constant:
+    """Noise that is the same everywhere; of size zero it shows what it is added to."""
 
-    secret = True
+    size: float = 0.0
+    secret: bool = True
 
     def normal(self, shape: Any) -> Any:
-        return np.zeros(shape)
+        return np.full(shape, self.size)
+
+
+@pytest.mark.parametrize(("size", "goes_to"), [(1e3, -0.5), (-1e3, 0.5)])
+def test_no_noise_moves_the_clipping_norm_further_than_all_clients_could(
+    mlp: Any, size: float, goes_to: float
+) -> None:
+    before, states = federation(mlp, 3, clients=4)
+    settings = DPSettings(dp="server", dp_noise_multiplier=1.0, dp_clipping="adaptive")
+    privacy = ClientLevelDP(settings, Constant(size))
+    pooled(privacy, before, states)
+    assert math.log(privacy.clipping_norm) == pytest.approx(0.2 * goes_to)
 
 
 @pytest.mark.parametrize(("z", "clients"), [(1.0, 4), (0.2, 8)])
@@ -598,7 +611,7 @@ def test_average_and_quantile_together_hide_a_client_that_sends_nothing(
                 dp_clipping_norm=0.7,
                 dp_clipping="adaptive",
             )
-            privacy = ClientLevelDP(settings, Silent())
+            privacy = ClientLevelDP(settings, Constant())
             found.append(pooled(privacy, before, replies, asked=clients))
             shares.append(-math.log(privacy.clipping_norm / 0.7) / 0.2)
         of_bits, of_updates = privacy._split(z, clients)
