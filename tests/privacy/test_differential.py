@@ -456,7 +456,8 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(
     federate: Any, mlp: Any, datasets: Any
 ) -> None:
     strategy = FedAvg()
-    DPWrapper(strategy, 1.0)
+    wrapper = DPWrapper(strategy, 1.0, delta=1e-3)
+    assert wrapper.privacy.accountant.delta == 1e-3
     with pytest.raises(ConfigError, match="has a protection already"):
         DPWrapper(strategy, 1.0)
     with pytest.raises(ConfigError, match="works on Flower's Message API alone"):

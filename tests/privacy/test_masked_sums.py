@@ -757,6 +757,10 @@ def test_layers_that_need_the_number_of_batches_are_refused_before_training(
     with pytest.raises(NormLayerError) as error:
         refuse_cumulative(cumulative(), "masked-sums=true")
     assert error.value.code == CUMULATIVE
+    # One without running statistics needs no number of batches.
+    refuse_cumulative(
+        nn.BatchNorm1d(3, momentum=None, track_running_stats=False), "masked-sums=true"
+    )
 
 
 def test_a_client_weighs_its_numbers_by_its_own_count(
