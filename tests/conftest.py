@@ -24,6 +24,9 @@ from typing import Any
 # the user's home.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+# Convolutions of a GPU in float32, as on the CPU, also in workers: torch lets them use
+# the shorter TF32.
+os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 if "FLWR_HOME" not in os.environ:
     os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="flwr-home-")
     atexit.register(shutil.rmtree, os.environ["FLWR_HOME"], ignore_errors=True)

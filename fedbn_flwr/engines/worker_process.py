@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,7 +38,7 @@ _MOST_MEMBERS = 2**20  # threads begin when there is work for them
 def serve(
     pipe: Any,
     inherited: list[Any],
-    app: ClientApp | bytes,
+    app: ClientApp | Connection,
     torch_threads: int,
     run_id: int,
 ) -> None:
@@ -60,7 +59,7 @@ def serve(
 def _serve(
     pipe: Any,
     inherited: list[Any],
-    app: ClientApp | bytes,
+    app: ClientApp | Connection,
     torch_threads: int,
     run_id: int,
 ) -> None:
@@ -77,11 +76,7 @@ def _serve(
     torch.set_num_threads(torch_threads)
     keep_freed_memory()
     identify_process(run_id)
-    client_app: ClientApp
-    if isinstance(app, bytes):
-        client_app = pickle.loads(app)
-    else:
-        client_app = app
+    client_app: ClientApp = app.recv() if isinstance(app, Connection) else app
     link = WorkerPipe(pipe)
     members = _Members(torch_threads)
     link.send((READY, 0))

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
@@ -97,9 +98,8 @@ class WorkerProcesses:
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)
-        self._app: ClientApp | bytes = app
-        if not fork:
-            self._app = _pickled(app)
+        self._app = app
+        self._pickled = b"" if fork else _pickled(app)
         # Of ``_jobs``, ``_workers`` and each worker's jobs. Nothing is sent while it is
         # held: a full pipe waits for a process that waits to hand its reply to us.
         self._lock = threading.Lock()
@@ -240,17 +240,28 @@ class WorkerProcesses:
         # A fork has our ends of all pipes, and closes them: a pipe ends with its last
         # copy, and a process must see that the command has ended.
         inherited = []
-        if isinstance(self._app, ClientApp):
+        theirs = [others]
+        app: ClientApp | Connection = self._app
+        if self._pickled:
+            app, source = multiprocessing.Pipe(duplex=False)
+            theirs.append(app)
+            # A start would wait until the process has imported all that it needs and
+            # reads the app. So the next one starts meanwhile.
+            threading.Thread(
+                target=_hand_over, args=(source, self._pickled), daemon=True
+            ).start()
+        else:
             inherited = [ours] + [worker.link.pipe for worker in self._workers]
         process = self._process(
             target=serve,
-            args=(others, inherited, self._app, *self._settings),
+            args=(others, inherited, app, *self._settings),
             name="fedbn-flwr worker",
         )
         with forking():
             process.start()
         # or the pipe would not end here when the process dies
-        others.close()
+        for end in theirs:
+            end.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
         threading.Thread(
             target=self._receive, args=(worker,), name="worker", daemon=True
@@ -377,6 +388,13 @@ class WorkerProcesses:
         # A job that came back goes to the new process, or to one that is idle.
         for other in [fresh] if fresh else list(self._workers):
             self._feed(other)
+
+
+def _hand_over(source: Connection, pickled: bytes) -> None:
+    """Send the app to a process that starts."""
+    # one that died before it has read is replaced by the thread of its link
+    with suppress(OSError), source:
+        source.send_bytes(pickled)
 
 
 def _end(job: Job, values: list[Any]) -> None:

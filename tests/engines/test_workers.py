@@ -300,6 +300,38 @@ def test_new_processes_get_the_app_by_cloudpickle() -> None:
     assert not alive(worker)
 
 
+def test_a_new_process_starts_while_the_one_before_it_still_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen that start one after the other take as long as sixteen imports of torch.
+
+    A pipe holds less than this app: whoever hands it over waits until the process
+    reads, which each does only after all are started.
+    """
+    started, gave_up = tmp_path / "started", tmp_path / "gave-up"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, time\n"
+        "end = time.monotonic() + 20\n"
+        f"while not pathlib.Path({str(started)!r}).exists():\n"
+        "    if time.monotonic() > end:\n"
+        f"        pathlib.Path({str(gave_up)!r}).touch()\n"
+        "        break\n"
+        "    time.sleep(0.01)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    large = torch.ones(100_000)
+
+    def work(message: Message, context: Context) -> Message:
+        content = RecordDict({"n": MetricRecord({"n": large.sum().item()})})
+        return Message(content, reply_to=message)
+
+    with InProcessGrid(app_of(work), 2, workers=2, torch_threads=2) as grid:
+        started.touch()
+        replies = grid.send_and_receive(to(grid, 0, 1), timeout=60)
+    assert [reply.content["n"]["n"] for reply in replies] == [100_000.0] * 2
+    assert not gave_up.exists()
+
+
 SCRIPT = """
 import os, sys, time
 from flwr.app import Message, RecordDict, MessageType
