@@ -7,7 +7,7 @@ What a method needs to write such a forward pass, besides the statistics of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "layers_in_training",
     "normalise",
     "replace_forward",
+    "replaceable_layers",
     "watch_inputs",
 ]
 
@@ -106,20 +107,20 @@ def _own_forward(layer: _BatchNorm) -> Callable[[Tensor], Tensor]:
     return type(layer).forward.__get__(layer)  # type: ignore[no-any-return]
 
 
-def replace_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], None]:
+def replace_forward(
+    layers: Mapping[_BatchNorm, Iterable[nn.Module]], compute: ForwardFunction
+) -> Callable[[], None]:
     """Let ``compute`` be the layers' forward pass; return the function that undoes it.
 
-    The layers are those of ``layers_in_training``. What a subclass applies after
+    The layers are those of ``replaceable_layers``. What a subclass applies after
     BatchNorm, an activation say, it applies after ``compute``. A layer that does not
     track when it is called (in eval mode, or while ``reestimate_statistics`` passes the
-    data through the model) uses its own forward pass. Running statistics and counters change only if
-    ``compute`` does it. A compiled model runs ``compute`` between its compiled parts.
-
-    Raises:
-        NormLayerError: a layer does more in its forward pass, which would be left out.
+    data through the model) uses its own forward pass. Running statistics and counters
+    change only if ``compute`` does it. A compiled model runs ``compute`` between its
+    compiled parts.
     """
     undo = ExitStack()
-    for layer, after in replaceable_layers(model).items():
+    for layer, after in layers.items():
         taken = functools.partial(_forward, layer, layer.forward, compute, after)
         forward = _Forward(layer, not_compiled(taken))
         undo.callback(replace_method(layer, "forward", forward))

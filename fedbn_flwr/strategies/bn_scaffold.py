@@ -90,6 +90,7 @@ from fedbn_flwr.batchnorm.replaced_forward import (
     layers_in_training,
     normalise,
     replace_forward,
+    replaceable_layers,
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
@@ -176,7 +177,7 @@ class BNControlVariates(ControlVariates):
             NormLayerError: the class of a layer has a forward pass of its own, or
                 TorchScript holds it.
         """
-        self._undo = replace_forward(model, self._forward)
+        self._undo = replace_forward(replaceable_layers(model), self._forward)
         self._corrections = {}
         for path, layer in layers_in_training(model).items():
             correction = self._correction_of(path, layer)

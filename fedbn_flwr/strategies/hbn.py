@@ -152,7 +152,7 @@ class HybridStatistics(SurveyedStatistics):
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the layers, each with its alpha."""
         # In the warm-up, too, which replaces nothing: a misfit shows in round 1.
-        replaceable_layers(model)
+        self._replaceable = replaceable_layers(model)
         super().begin(model)
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -232,7 +232,7 @@ class HybridStatistics(SurveyedStatistics):
         if self._warm_up:
             super()._change_layers()
         else:
-            self._undo = [replace_forward(self._model, self._mixed)]
+            self._undo = [replace_forward(self._replaceable, self._mixed)]
 
     def _start_of(self, layer: _BatchNorm, path: str) -> nn.Parameter:
         like: Tensor = layer.running_mean  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from fedbn_flwr.batchnorm.replaced_forward import (
     layers_in_training,
     normalise,
     replace_forward,
+    replaceable_layers,
 )
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies.fbn import GlobalStatistics
@@ -87,7 +88,7 @@ def test_a_compiled_model_is_not_compiled_anew_in_each_round(compiled: Any) -> N
     for _ in range(4):
         share = nn.Parameter(torch.ones(4))  # a round's own, as HBN's alpha
         undo = replace_forward(
-            model,
+            replaceable_layers(model),
             lambda layer, x, share=share: (
                 normalise(layer, x, *batch_statistics(x)) * share
             ),
@@ -135,7 +136,7 @@ def test_batchnorm_written_out_is_torchs_and_leaves_the_running_statistics(
         nn.init.normal_(parameter)
     x, plain = torch.randn(shape, dtype=torch.float64) * 3 + 1, copy.deepcopy(model)
     start = copy.deepcopy(model.state_dict())
-    undo = replace_forward(model, by_batch)
+    undo = replace_forward(replaceable_layers(model), by_batch)
     for own, want in zip(gradients(model, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(own, want, rtol=1e-10, atol=1e-12)
     assert all(
@@ -166,7 +167,7 @@ def test_bfloat16_is_computed_in_float32(amp: bool) -> None:
         seen.extend((x.detach(), *batch_statistics(x)))
         return by_batch(layer, x)
 
-    replace_forward(model, compute)
+    replace_forward(replaceable_layers(model), compute)
     out, *found = gradients(model, x, torch.bfloat16 if amp else None)
     y, mean, var = seen
     assert (y.dtype, mean.dtype, var.dtype, out.dtype) == (
@@ -232,7 +233,7 @@ def test_layers_called_twice_or_frozen_or_at_two_paths(points) -> None:
 
     assert list(layers_in_training(model)) == ["twice", "a", "idle"]
     assert not any(module.training for module in model.modules())
-    replace_forward(model, compute)
+    replace_forward(replaceable_layers(model), compute)
     model(data.inputs)
     assert sums.by_path(model) == {}, "a model in eval mode normalises as it did"
     again = reestimate_statistics(model, data, batch_size=0)
@@ -260,7 +261,7 @@ def test_a_layer_with_a_forward_pass_of_its_own_is_refused_by_name() -> None:
         NormLayerError,
         match=r"'1\.0' is a Renormalised, which has a forward pass of its own",
     ):
-        replace_forward(model, by_batch)
+        replace_forward(replaceable_layers(model), by_batch)
     assert not any("forward" in vars(module) for module in model.modules())
 
 

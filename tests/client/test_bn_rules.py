@@ -18,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.batchnorm.replaced_forward import replace_forward, watch_inputs
+from fedbn_flwr.batchnorm.replaced_forward import (
+    replace_forward,
+    replaceable_layers,
+    watch_inputs,
+)
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import (
     ConfigError,
@@ -150,7 +154,9 @@ def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
     """
     model, noted = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), []
     if forward == "replace_forward":
-        undo = replace_forward(model, lambda layer, x: noted.append(layer) or x)
+        undo = replace_forward(
+            replaceable_layers(model), lambda layer, x: noted.append(layer) or x
+        )
     else:
         undo = watch_inputs(model[0], lambda layer, x: noted.append(layer))
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
