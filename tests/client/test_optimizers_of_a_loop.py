@@ -127,14 +127,21 @@ def alternating(
                 optimizer.step()
 
 
-def test_each_of_several_wrapped_optimizers_has_the_proximal_term(mlp, points) -> None:
+@pytest.mark.parametrize("frozen", ["", "0.weight", "3.bias"])
+def test_each_of_several_wrapped_optimizers_has_the_proximal_term(
+    mlp, points, frozen: str
+) -> None:
+    """An optimizer may hold parameters that are frozen."""
     data, ours, plain = points(12, 1), mlp(), mlp()
+    for model in (ours, plain):
+        if frozen:
+            model.get_parameter(frozen).requires_grad_(False)
     start = [p.detach().clone() for p in plain.parameters()]
     for _ in alternating(ours, data, ProximalTerm(MU)):
         pass
     for optimizer in alternating(plain, data, None):
         for p, received in zip(plain.parameters(), start, strict=True):
-            if p in parameters_of(optimizer):
+            if p in parameters_of(optimizer) and p.requires_grad:
                 p.grad += MU * (p.detach() - received)
     torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-12, atol=1e-14)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import random
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -26,9 +27,10 @@ from torch.utils.data import (
 )
 
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client.answers import answer_query
 from fedbn_flwr.client.client_data import as_batches
 from fedbn_flwr.errors import ConfigError, DataError, StateError
-from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.messages.protocol import Continuity, NodeProperties
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.client_hook import ClientHook
@@ -182,6 +184,23 @@ def test_get_properties_returns_partition_size_and_batch_size(
         "num-examples": 4,
         "batch-size": 4,
     }
+
+
+@pytest.mark.parametrize("size", [3, 10, 12])
+def test_a_loop_of_ones_own_says_of_its_first_batch_what_a_torch_client_says(
+    points, mlp, size: int
+) -> None:
+    data = points(10)
+    settings = dataclasses.replace(SETTINGS, batch_size=size)
+    client = TorchClient(mlp(), data, points(1), settings, context=context())
+    loader = DataLoader(pairs(data), size)
+    query = Message(RecordDict(), dst_node_id=1, message_type="query")
+    said = NodeProperties.read(answer_query(query, context(), loader))
+    assert {
+        "partition-id": said.partition_id,
+        "num-examples": said.num_examples,
+        "batch-size": said.batch_size,
+    } == client.get_properties({})
 
 
 def pairs(data) -> TensorDataset:

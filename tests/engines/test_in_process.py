@@ -179,13 +179,28 @@ def test_changes_of_an_app_to_its_records_are_not_seen_outside(open_grid) -> Non
     assert list(content["arrays"]) == ["x"]
 
 
-def test_context_state_is_kept_per_node_and_forgotten_on_error(open_grid) -> None:
+def counted_in_state(context: Context) -> int:
+    n = context.state.get("count", MetricRecord({"n": 0}))["n"] + 1
+    context.state["count"] = MetricRecord({"n": n})
+    return n
+
+
+def counted_in_config(context: Context) -> int:
+    """An app may note in a config what it has found out, and keep nothing."""
+    n = int(context.node_config.get("count", 0)) + 1
+    context.node_config["count"] = n
+    return n
+
+
+@pytest.mark.parametrize("counted", [counted_in_state, counted_in_config])
+def test_what_an_app_writes_into_its_context_is_kept_per_node_and_forgotten_on_error(
+    open_grid, counted: Callable[[Context], int]
+) -> None:
     def count(message: Message, context: Context) -> Message:
-        record = context.state.get("count", MetricRecord({"n": 0}))
-        context.state["count"] = MetricRecord({"n": record["n"] + 1})
-        if context.node_config["partition-id"] == 1 and record["n"] == 1:
+        n = counted(context)
+        if context.node_config["partition-id"] == 1 and n == 2:
             raise RuntimeError("second time")
-        return Message(RecordDict({"count": context.state["count"]}), reply_to=message)
+        return Message(RecordDict({"count": MetricRecord({"n": n})}), reply_to=message)
 
     grid = open_grid(count)
     for expected in ([1, 1, 1], [2, None, 2], [3, None, 3]):
@@ -193,7 +208,7 @@ def test_context_state_is_kept_per_node_and_forgotten_on_error(open_grid) -> Non
         assert [
             r.content["count"]["n"] if r.has_content() else None for r in replies
         ] == expected
-    assert [grid.context(i).state["count"]["n"] for i in range(3)] == [3, 1, 3]
+    assert [counted(grid.context(i)) - 1 for i in range(3)] == [3, 1, 3]
 
 
 def test_an_error_of_the_app_is_a_reply_of_its_node(open_grid) -> None:
@@ -270,7 +285,7 @@ def test_what_waits_for_its_node_is_dropped_where_the_grid_closes(
         worked.append(context.node_config["partition-id"])
         return Message(RecordDict(), reply_to=message)
 
-    grid, hand_over = InProcessGrid(app_of(work), 2), client_work._hand_over
+    grid, hand_over = InProcessGrid(app_of(work), 3), client_work._hand_over
     closing = threading.Thread(target=grid.close)
 
     def after_the_close(*arguments: object) -> None:
@@ -282,7 +297,7 @@ def test_what_waits_for_its_node_is_dropped_where_the_grid_closes(
         hand_over(*arguments)
 
     monkeypatch.setattr(client_work, "_hand_over", after_the_close)
-    grid.push_messages(to(grid, 0, 0, 1))
+    grid.push_messages(to(grid, 0, 0, 1, 2))
     pushed.set()
     ended.wait(20)
     closing.join(20)

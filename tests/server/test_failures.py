@@ -158,6 +158,16 @@ def test_with_continue_the_run_goes_on_and_logs_it(
         )
     assert [report.diverged_at for report in run.strategy.reports] == [None, 2, 3, 4]
     assert ["Likely cause" in text for text in caplog.messages] == [True, False, False]
+    # so does a run from its checkpoint, whose model may hold NaN; it tests its own rounds
+    again = FedAvg(on_divergence="continue")
+    again.load_state_dict(run.strategy.state_dict(), 4)
+    broken = mlp()
+    broken[1].running_mean[0] = NAN
+    resumed = federate(
+        again, lambda: broken, datasets, rounds=6, evaluate_fn=first_only
+    )
+    assert [report.server_round for report in again.reports] == [5, 6]
+    assert list(resumed.result.evaluate_metrics_serverapp) == [5, 6]
 
 
 def test_a_clients_own_loss_counts(federate, datasets, mlp) -> None:

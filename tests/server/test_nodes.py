@@ -18,7 +18,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.compat.flower import app_error, as_network_node
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
-from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
+from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties, num_partitions_of
 from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
@@ -109,6 +109,10 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
         match=r"node 11 .* num-partitions=2 and node 12 .* num-partitions=3",
     ):
         nodes.present(grid, 1)
+    of_both = {"partition-id": 2, "num-partitions": 3}
+    for own, said in ({}, 3), ({"data-path": "/own"}, None):
+        context = Context(1, 1, {**of_both, **own}, RecordDict(), {})
+        assert num_partitions_of(context) == said
     with pytest.raises(
         ConfigError, match=r"the server has num-partitions=1 and node 11"
     ):

@@ -806,6 +806,18 @@ def test_what_a_project_leaves_out_is_told_from_what_did_not_come(mlp, points) -
     assert found == [[False, True], [True, True], [True, False]]
 
 
+def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> None:
+    class Own(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            return FlowerFedAvg.aggregate_train(self, server_round, replies)
+
+    ours, own = (federate(kind(), mlp, two(points), rounds=3) for kind in (FedAvg, Own))
+    for name, array in ours.state.items():
+        if array.dtype.kind == "f":  # counters have a rule of their own
+            np.testing.assert_allclose(own.state[name], array, rtol=1e-12)
+    assert [report.rejected for report in own.strategy.reports] == [{}] * 3
+
+
 @pytest.mark.parametrize(
     ("base", "options", "warned"),
     [

@@ -105,6 +105,23 @@ def test_each_method_equals_its_definition_written_out(
     )
 
 
+def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(
+    federate, points, mlp, same_bits
+) -> None:
+    datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
+    by_split, by_setting = (
+        federate(strategy, mlp, datasets)
+        for strategy in (
+            FedAvg(parts=split_state(mlp(), personal="3")),
+            FedAvg(personal="3"),
+        )
+    )
+    same_bits(by_split.state, by_setting.state)
+    for i in range(3):
+        same_bits(by_split.local_state(i), by_setting.local_state(i))
+        assert set(by_split.local_state(i)) == {"3.weight", "3.bias"}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_no_message_contains_a_local_part(federate, points, method) -> None:
     """Of a residual network, in whose shortcuts BatchNorm has other names."""

@@ -65,9 +65,10 @@ def test_a_path_without_parameters_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("frozen_bn", ["eval", "train"])
 def test_frozen_batchnorm_stays_in_its_mode(frozen_bn: FrozenBN) -> None:
-    model = lenet()
-    train_only(model, ["norm2", "fc3"], frozen_bn)
-    for one in (model, copy.deepcopy(model)):
+    whole, of_one_entry = lenet(), lenet()
+    train_only(whole, ["norm2", "fc3"], frozen_bn)
+    train_only(of_one_entry, ["norm2.bias", "fc3"], frozen_bn)
+    for one in (whole, copy.deepcopy(whole), of_one_entry):
         one.eval()
         one.train()
         assert (one.norm1.training, one.norm2.training) == (frozen_bn == "train", True)

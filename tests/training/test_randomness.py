@@ -15,6 +15,7 @@ from fedbn_flwr.training.randomness import (
     Generators,
     NumpyGenerator,
     drawing_from,
+    seed_secretly,
     seeded,
 )
 from fedbn_flwr.training.turns import Wait, interrupted, turn
@@ -48,6 +49,18 @@ def test_draws_repeat_and_the_generators_are_restored() -> None:
     with seeded(6):
         assert not torch.equal(drawn(), first), "does not depend on the seed"
     assert not torch.equal(first, second), "the stream does not move on"
+
+
+def test_what_is_drawn_in_secret_follows_no_seed() -> None:
+    def each() -> tuple[float, float, float]:
+        seed_secretly()
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    with seeded(5):
+        first = each()
+    with seeded(5):
+        second = each()
+    assert all(one != other for one, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
