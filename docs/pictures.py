@@ -20,7 +20,7 @@ import yaml
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS / "generate"))
-from doc_performance import ratios  # noqa: E402
+from doc_performance import between, ratios  # noqa: E402
 
 RESULTS = DOCS / "results"
 WIDTH = 5.2  # inches: on a phone of 390 pixels a label still has ten
@@ -239,8 +239,8 @@ def which_method() -> None:
 
 
 def performance() -> None:
-    """Draw the ratios of ``performance.yaml``: what is faster to the left of 1, what is
-    slower to the right.
+    """Draw the ranges of the ratios of ``performance.yaml``: what is faster to the left
+    of 1, what is slower to the right.
     """
     data = yaml.safe_load((DOCS / "performance.yaml").read_text(encoding="utf-8"))
     named = {
@@ -253,20 +253,18 @@ def performance() -> None:
         "resnet20-20": "ResNet-20, batch 20",
         "resnet20-128": "ResNet-20, batch 128",
     }
-    found = [
-        (
-            f"{named[setting]}: {mine.removeprefix('fedbn-flwr, ')} / {theirs.replace(' strategy and client', '')}",
-            ratio,
-        )
-        for setting, mine, theirs, ratio, _, _ in ratios(data)
-        if ratio is not None
-    ]
+    found = []
+    for setting, mine, theirs, ranges, _ in ratios(data):
+        mine = mine.removeprefix("fedbn-flwr, ")
+        theirs = theirs.replace(" strategy and client", "").removeprefix("fedbn-flwr, ")
+        found.append((f"{named[setting]}: {mine} / {theirs}", ranges["seconds"]))
     found.sort(key=lambda one: one[1])
     figure, ax = axes(0.9 + 0.46 * len(found))
-    for place, (label, ratio) in enumerate(found):
-        colour = BAD if ratio > 1.05 else GOOD if ratio < 0.95 else PLAIN
+    for place, (label, (low, high)) in enumerate(found):
+        colour = BAD if low > 1.05 else GOOD if high < 0.95 else PLAIN
         ax.plot(
-            [1, ratio],
+            # one run is a point
+            [low / 1.004, high * 1.004],
             [-place, -place],
             color=colour,
             linewidth=6,
@@ -274,13 +272,13 @@ def performance() -> None:
         )
         # not through the labels
         ax.plot([1, 1], [-place - 0.2, -place + 0.2], color=LINE, linewidth=1)
-        side = "left" if ratio >= 1 else "right"
+        outside = high if low >= 1 else low
         ax.annotate(
-            f"{ratio:.2f}",
-            (ratio, -place),
-            xytext=(5 if ratio >= 1 else -5, 0),
+            between((low, high)),
+            (outside, -place),
+            xytext=(5 if low >= 1 else -5, 0),
             textcoords="offset points",
-            ha=side,
+            ha="left" if low >= 1 else "right",
             va="center",
             fontsize=9,
             fontweight="bold",

@@ -27,6 +27,7 @@ from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.lab.data import Samples, Subset
+from fedbn_flwr.machine import keep_freed_memory
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -115,6 +116,8 @@ def main(job: Job, clock: Clock) -> float:
             server, app, setting.clients, backend_config=ray_backend(job.workers)
         )
     else:
+        # as the command's own process
+        keep_freed_memory()
         with InProcessGrid(app, setting.clients, workers=job.workers) as grid:
             run(grid)
     if setting.personal:

@@ -2,69 +2,87 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["BARE", "compared_sentence", "ratios", "simulation_tables"]
+__all__ = ["BARE", "between", "compared_sentence", "ratios", "simulation_tables"]
 
 BARE = "bare torch loop"
 _FIGURES = ("seconds", "cpu-seconds", "memory", "accuracy")
 Data = Mapping[str, Any]
+Range = tuple[float, float]
 
 
 def simulation_tables(root: Path) -> str:
     """Return the table of ratios with their targets, and a table for each setting with
-    other packages.
+    other packages, of its last run.
     """
     data = _data(root)
-    head = ["ratio", "of seconds", "of CPU seconds", "target of the seconds"]
-    rows = [
-        [f"{setting}: {name} / {against}", number(seconds), number(cpu_seconds), target]
-        for setting, name, against, seconds, cpu_seconds, target in ratios(data)
+    head = [
+        "ratio",
+        "of seconds",
+        "of CPU seconds",
+        "of memory",
+        "target of the seconds",
     ]
+    rows = []
+    for setting, name, against, ranges, target in ratios(data):
+        cells = [between(ranges[key]) for key in ("seconds", "cpu-seconds", "memory")]
+        rows.append([f"{setting}: {name} / {against}", *cells, target])
     tables = [_table(head, rows)]
     for setting in data["settings"].values():
-        if any(not name.startswith((BARE, "fedbn-flwr")) for name in setting["rows"]):
+        names = setting["runs"][-1]["rows"]
+        if any(not name.startswith((BARE, "fedbn-flwr")) for name in names):
             tables.append(_setting(setting))
     return "\n\n".join(tables)
 
 
 def compared_sentence(root: Path) -> str:
-    """Return how many of the ratios of seconds are below 0.95 and above 1.05, and the
-    range of all.
+    """Return how many of the ratios of seconds are below 0.95 and above 1.05 in every
+    run, and the range of all.
     """
-    found = [
-        seconds for _, _, _, seconds, _, _ in ratios(_data(root)) if seconds is not None
-    ]
-    faster, slower = sum(one < 0.95 for one in found), sum(one > 1.05 for one in found)
+    found = [ranges["seconds"] for _, _, _, ranges, _ in ratios(_data(root))]
+    faster = sum(high < 0.95 for _, high in found)
+    level = sum(low >= 0.95 and high <= 1.05 for low, high in found)
+    slower = sum(low > 1.05 for low, _ in found)
     return (
-        f"**A round takes {min(found):.2f} to {max(found):.2f} times the seconds of the"
+        f"**A round takes {min(low for low, _ in found):.2f} to"
+        f" {max(high for _, high in found):.2f} times the seconds of the"
         f" loop or package that it is compared with: in {len(found)} comparisons it is"
-        f" faster in {faster}, slower in {slower}, and level in"
-        f" {len(found) - faster - slower}.**"
+        f" faster in {faster}, level in {level} and slower in {slower} in every run; in"
+        f" {len(found) - faster - level - slower} the runs differ.**"
     )
 
 
 def ratios(
     data: Data,
-) -> Iterator[tuple[str, str, str, float | None, float | None, str]]:
-    """Yield setting, row, the row that it is divided by, the ratios of seconds and CPU
-    seconds, and the target.
+) -> Iterator[tuple[str, str, str, Mapping[str, Range], str]]:
+    """Yield setting, row, the row that it is divided by, the range of each figure's
+    ratio over the runs, and the target.
     """
     for setting, one in data["settings"].items():
         for name, against, target in one["ratios"]:
-            if {name, against} <= one["rows"].keys():
-                yield (
-                    *(setting, name, against),
-                    *(
-                        _ratio(one, name, against, key)
-                        for key in ("seconds", "cpu-seconds")
-                    ),
-                    target,
-                )
+            both = [
+                run["rows"]
+                for run in one["runs"]
+                if {name, against} <= run["rows"].keys()
+            ]
+            if both:
+                ranges = {key: _range(both, name, against, key) for key in _FIGURES}
+                yield setting, name, against, ranges, target
+
+
+def between(values: Range) -> str:
+    """Return a range as text; "-" where nothing was measured."""
+    low, high = values
+    if math.isnan(low):
+        return "-"
+    ends = dict.fromkeys((f"{low:.2f}", f"{high:.2f}"))
+    return " to ".join(ends)
 
 
 def number(value: float | None) -> str:
@@ -87,26 +105,33 @@ def _data(root: Path) -> Data:
     return found
 
 
-def _ratio(setting: Data, name: str, against: str, key: str) -> float | None:
-    mine, theirs = (setting["rows"].get(row, {}).get(key) for row in (name, against))
-    return None if mine is None or theirs is None else mine / theirs
+def _range(runs: Sequence[Data], name: str, against: str, key: str) -> Range:
+    """Return the smallest and the largest ratio of a figure; NaN where a run has none."""
+    found = [_ratio(rows, name, against, key) for rows in runs]
+    return min(found), max(found)
+
+
+def _ratio(rows: Data, name: str, against: str, key: str) -> float:
+    mine, theirs = rows[name][key], rows[against][key]
+    return math.nan if mine is None or theirs is None else mine / theirs
 
 
 def _setting(one: Data) -> str:
+    last = one["runs"][-1]
     rows = []
-    for name, row in one["rows"].items():
+    for name, row in last["rows"].items():
         seconds, *others = (number(row[key]) for key in _FIGURES)
         rows.append(
             [
                 name,
                 row["version"],
                 seconds,
-                number(_ratio(one, name, BARE, "seconds")),
+                number(_ratio(last["rows"], name, BARE, "seconds")),
                 *others,
             ]
         )
     head = ["", "version", "seconds a round", "/ bare", "CPU seconds", "MB", "accuracy"]
     missing = "".join(
-        f"\n\nMissing: {name}: {reason}." for name, reason in one["missing"].items()
+        f"\n\nMissing: {name}: {reason}." for name, reason in last["missing"].items()
     )
-    return f"**{one['title']}**\n\n{_table(head, rows)}{missing}\n\n{one['note']}"
+    return f"**{one['title']}**\n\n{_table(head, rows)}{missing}\n\n{last['note']}"
