@@ -544,6 +544,8 @@ def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(
     rules = Hooks(model, {"hook": hook})
     with torch.no_grad():
         model(data.inputs)
+    model.eval()(data.inputs)
+    model.train()
     rules.survey(loader)
     F.cross_entropy(model(data.inputs), data.targets).backward()
     hook.end(model)

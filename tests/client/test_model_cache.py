@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -184,13 +185,58 @@ def test_the_first_weights_of_a_model_take_nothing_from_the_clients_draws() -> N
     assert torch.equal(torch.rand(3), drawn)
 
 
-@pytest.mark.parametrize(("make", "by_copy"), [(resnet18, True), (mnasnet0_5, False)])
+def doubled_before(num_classes: int) -> nn.Module:
+    """A layer with another scale in states than in its forward pass."""
+
+    def double(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state["weight"] = 2 * state["weight"]
+
+    model = nn.Linear(2, num_classes)
+    model.register_load_state_dict_pre_hook(double)
+    return model
+
+
+def doubled_after(num_classes: int) -> nn.Module:
+    def double(module: nn.Module, _: Any) -> None:
+        module.weight.data.mul_(2)
+
+    model = nn.Linear(2, num_classes)
+    model.register_load_state_dict_post_hook(double)
+    return model
+
+
+class DoublesExtra(nn.Linear):
+    """A layer with a state that it takes and gives by itself."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(2, num_classes)
+        self.extra = torch.rand(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = 2 * state
+
+
+@pytest.mark.parametrize(
+    ("make", "by_copy"),
+    [
+        (resnet18, True),
+        (mnasnet0_5, False),
+        (doubled_before, False),
+        (doubled_after, False),
+        (DoublesExtra, False),
+    ],
+)
 def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
     """Torchvision's MNASNet loads in a way of its own."""
     cached, other = CachedModel.of(make(num_classes=3)), make(num_classes=3)
     assert cached.by_copy == by_copy
     cached.load(other.state_dict())
-    for name, value in other.state_dict().items():
+    loaded = make(num_classes=3)
+    loaded.load_state_dict(other.state_dict())
+    for name, value in loaded.state_dict().items():
         assert torch.equal(cached.plain.state_dict()[name], value), name
 
 

@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
 from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
+from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError, StateError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
@@ -303,6 +303,24 @@ def test_a_training_function_of_any_name_is_clipped(kind: str, clips: bool) -> N
     reply = clipped_update(message, Context(1, 1, {}, RecordDict(), {}), fives)
     update = from_record(reply.content["arrays"])["w"]
     assert np.linalg.norm(update) == pytest.approx(0.5 if clips else 10.0)
+
+
+@pytest.mark.parametrize("returned", [{"v": (4,)}, {"w": (1,)}, {"w": (2, 4)}])
+def test_an_update_of_other_entries_than_received_is_not_sent(
+    returned: dict[str, tuple[int, ...]],
+) -> None:
+    content = RecordDict(
+        {"arrays": to_record({"w": np.zeros(4)}), "config": ConfigRecord({CLIP: 0.5})}
+    )
+
+    def fives(message: Message, context: Context) -> Message:
+        arrays = {name: np.full(shape, 5.0) for name, shape in returned.items()}
+        content = RecordDict({"arrays": to_record(arrays)})
+        return Message(content, reply_to=message)
+
+    message = Message(content, 1, "train")
+    with pytest.raises(StateError):
+        clipped_update(message, Context(1, 1, {}, RecordDict(), {}), fives)
 
 
 def test_a_client_that_does_not_clip_is_refused_by_name(

@@ -580,6 +580,22 @@ def test_weights_that_would_tell_of_a_client_are_refused_before_it_trains(
     assert bool(trained) is trains
 
 
+def test_masks_of_an_earlier_round_serve_no_later_one(mlp) -> None:
+    context, config = round_of_masks(**{"equal-weights": False})
+    config["server-round"] = int(config["server-round"]) + 1
+    state = to_record(to_state(mlp().state_dict()))
+    message = Message(RecordDict({"arrays": state, "config": config}), 1, "train")
+    trained: list[Message] = []
+
+    def train(message: Message, context: Context) -> Message:
+        trained.append(message)
+        return message
+
+    with pytest.raises(MaskingError):
+        masked_update(message, context, train)
+    assert not trained
+
+
 def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
     context, config = round_of_masks(**{"equal-weights": False})
     state = to_record(to_state(mlp().state_dict()))
