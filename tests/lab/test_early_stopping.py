@@ -153,6 +153,17 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
     assert export(out, tmp_path / "model.safetensors", "torch").check.relative <= 1e-5
 
 
+def test_what_the_summary_says_of_the_method_is_of_the_best_round(
+    whole, tmp_path: Path
+) -> None:
+    """FixBN is FedAvg up to its freeze, here right after the best round."""
+    best = whole["fedavg"][1]["best-validation"]["round"]
+    settings = {"freeze-at": best, "num-server-rounds": best + 1}
+    summary = start(tmp_path / "out", strategy="fixbn", **settings)
+    assert (summary["rounds"], summary["best-validation"]["round"]) == (best + 1, best)
+    assert summary["frozen-after"] is None
+
+
 @pytest.mark.parametrize("strategy", METHODS)
 def test_a_killed_run_ends_in_the_same_bits(
     strategy: str, whole, tmp_path: Path

@@ -591,6 +591,16 @@ def test_the_clipping_norm_finds_its_quantile(mlp: Any) -> None:
     assert np.quantile(lengths, 0.3) < privacy.clipping_norm < np.quantile(lengths, 0.7)
 
 
+@pytest.mark.parametrize("strategy", [FedAvg, FedBN])
+def test_noise_in_statistics_is_told_where_they_get_some(
+    federate: Any, mlp: Any, datasets: Any, caplog: Any, strategy: Any
+) -> None:
+    wrapper = DPWrapper(strategy(), 1.0, 1.0, where="client")
+    wrapper.privacy.begin(wrapper.strategy.methods, "num-examples")
+    wrapper.privacy.admits(of_round(1, 10), 10)
+    assert ("running variances" in caplog.text) == (strategy is FedAvg)
+
+
 @dataclass
 class Constant:
     """Noise that is the same everywhere; of size zero it shows what it is added to."""

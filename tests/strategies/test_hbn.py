@@ -265,6 +265,16 @@ def test_alpha_starts_at_the_shared_one_unless_the_client_keeps_its_own(
     )
 
 
+def test_no_rows_give_alpha_no_gradient_and_half_precision_a_wide_alpha() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3)).double().train()
+    hook = hybrid(model, 0.2)
+    model(torch.empty(0, 3, dtype=torch.float64)).sum().backward()
+    gradient = hook._alpha[model[0]].grad
+    assert gradient is None or not gradient.any()
+    narrow = nn.Sequential(nn.BatchNorm1d(3)).to(torch.bfloat16).train()
+    assert hybrid(narrow, 0.2)._alpha[narrow[0]].dtype == torch.float32
+
+
 def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(
     mlp, points
 ) -> None:

@@ -18,6 +18,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.sites import sites_of_run
+from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.output.run_tests import _means
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -318,6 +319,16 @@ def test_the_reference_tests_them_too(start: Start, tmp_path: Path) -> None:
         set(line["held-out"]["d"]) >= {"global-accuracy", "adapted-accuracy"}
         for line in lines
     )
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_a_table_by_site_has_a_row_for_each_or_none(
+    start: Start, tmp_path: Path, monkeypatch, most: int
+) -> None:
+    monkeypatch.setattr(site_tests, "_MOST_SITES", most)
+    summary, _, _ = start(Table().save(tmp_path / "t.npz"), held_out_clients="d")
+    names = [row["site"] for row in summary.get("sites", [])]
+    assert names == ([*NAMES] if most == 4 else [])
 
 
 def test_a_mean_over_some_of_them_says_over_how_many() -> None:

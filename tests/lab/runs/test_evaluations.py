@@ -33,7 +33,7 @@ from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.run_tests import client_means
+from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.inspection import inspect_model
@@ -72,6 +72,7 @@ def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> N
         about["statistics"] == "re-estimated from the clients' data under these weights"
     )
     assert about_trained["statistics"] == about["affine"] == "global"
+    assert about["counters"] == "global", "they are nobody's initial values"
     (layer,) = (
         module for module in model.modules() if isinstance(module, nn.BatchNorm1d)
     )
@@ -813,6 +814,9 @@ def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() 
         "personal-own-r2-clients"
     ]
     assert found["personal-own-r2-clients"] == 2
+    task = dataclasses.replace(REGRESSION, metrics=("mae", "r2"))
+    by_domain = client_means_by_domain(report, lambda client: "here", task)
+    assert by_domain["personal-own-r2"]["here"] == pytest.approx(0.6)
     report.evaluations["1"] |= dict.fromkeys(("own-loss", "own-mae", "own-r2"), nan)
     found = client_means(report, REGRESSION)
     assert math.isnan(found["personal-own-mae"])

@@ -65,6 +65,7 @@ def test_differences_to_the_first_method_are_paired_by_seed_as_scipy_does() -> N
     ]
     rows += [
         row("A", 5, 99.0),
+        row("A", 8, 99.0),
         row("B", 6, 0.0),
         row("B", 7, None),
         row("B", 8, 1.0, status="diverged"),
@@ -289,6 +290,10 @@ def test_a_target_that_is_reached_exactly_is_reached(tmp_path: Path) -> None:
     )
     assert until(50.13)["rounds-to-target"] == 2
     assert "rounds-to-target" not in until(50.14)
+    lost = until(50.13, summary={"rounds": 3})
+    assert lost == {"target": 50.13}, "a round whose line is lost may have reached it"
+    finish(tmp_path / "losses", [{"loss": 0.9}, {"loss": 0.4}])
+    assert until(0.5, metric="loss", run=tmp_path / "losses")["rounds-to-target"] == 2
 
 
 TUNE = """
