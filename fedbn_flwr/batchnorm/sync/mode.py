@@ -77,6 +77,8 @@ class SynchronisedStep(TorchFunctionMode):
     def close(self) -> None:
         """Refuse every further exchange."""
         self._closed = True
+        # The step is in a cycle: until it is collected, it would hold the batch.
+        self._inputs = []
 
     def noting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model's forward pass, whose inputs the step knows then."""

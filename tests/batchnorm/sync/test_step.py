@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -541,3 +543,17 @@ def test_combine_weighs_in_the_given_order_and_keeps_the_type():
 def test_combine_refuses_wrong_tensors_and_weights(tag, shapes, weights, error):
     with pytest.raises(error, match=tag.partition("/")[0]):
         combine(tag, [torch.zeros(n) for n in shapes], weights)
+
+
+def test_a_batch_is_not_held_after_its_step() -> None:
+    """Nor until the next collection: it may be most of a device's memory."""
+    gc.disable()
+    try:
+        model, batch = small(), inputs()
+        seen = weakref.ref(batch)
+        with synchronised(model, alone, batch_size=4, union_batch_size=4):
+            model(batch).square().sum().backward()
+        del batch
+        assert seen() is None
+    finally:
+        gc.enable()
