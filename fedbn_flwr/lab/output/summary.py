@@ -27,6 +27,7 @@ from fedbn_flwr.client.personal_model import ABSENT, AVERAGED
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, state_in_out
 from fedbn_flwr.lab.data import Dataset
+from fedbn_flwr.lab.data.samples import per_channel
 from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
 from fedbn_flwr.lab.setup import build_options
@@ -181,13 +182,10 @@ class ModelDescription:
         if data:
             mean, std, as_bytes = data.mean, data.std, data.test.as_bytes
         else:
-            mean, std, as_bytes = info.mean, info.std, not info.input_shape
-            # The model takes other channels than the data set has: gray as colours, or
-            # colours as gray.
-            if mean and shape[0] == 3 != info.channels:
-                mean, std = mean * 3, std * 3
-            elif mean and shape[0] != info.channels:
-                mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+            # for the channels that the model takes, as the data are loaded
+            mean = per_channel(info.mean, shape[0])
+            std = per_channel(info.std, shape[0])
+            as_bytes = not info.input_shape
         return cls(
             build=build_options(config),
             task=data_of(config).task.name,

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fedbn_flwr.lab.studies.study import PaperNumber, Study
 from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tuning import tuned
+from fedbn_flwr.training.tasks import Task
 
 
 def load(folder: Path, text: str, *overrides: str) -> Study:
@@ -392,24 +394,42 @@ tune: {grid: {learning-rate: [0.1, 0.2]}, seeds: [0, 1], base: {validation-share
 """
 
 
+def scored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scores: Mapping[Any, float | None]
+) -> Study:
+    """Return a study whose trials have these scores, by rate and seed."""
+    study = load(folder, TWO_SEEDS)
+    monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
+    for cell in study.trials():
+        score = scores[cell.config.learning_rate, cell.seed]
+        cell.folder(folder).mkdir(parents=True)
+        summary = json.dumps({"final": {"validation-accuracy": score}})
+        (cell.folder(folder) / "summary.json").write_text(summary)
+    return study
+
+
 @pytest.mark.parametrize("lost", [None, math.nan])
 def test_a_point_that_lacks_a_score_at_one_seed_is_not_chosen(
     tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, lost: float | None
 ) -> None:
     """The mean of the other seeds would favour it. Of two points each ends the grid."""
     scores = {(0.1, 0): 0.9, (0.1, 1): lost, (0.2, 0): 0.5, (0.2, 1): 0.7}
-    study = load(tmp_path, TWO_SEEDS)
-    monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
-    for cell in study.trials():
-        score = scores[cell.config.learning_rate, cell.seed]
-        cell.folder(tmp_path).mkdir(parents=True)
-        summary = json.dumps({"final": {"validation-accuracy": score}})
-        (cell.folder(tmp_path) / "summary.json").write_text(summary)
+    study = scored(tmp_path, monkeypatch, scores)
     (found,), chosen = tuned(study, tmp_path)
     points = {"learning-rate=0.1": None, "learning-rate=0.2": pytest.approx(0.6)}
     assert found.scores == points
     assert chosen == {"BN/all": {"learning-rate": 0.2}}
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, 0.1), (False, 0.2)])
+def test_the_best_point_is_the_highest_score_or_the_lowest_error(
+    tmp_path: Path, monkeypatch, higher: bool, best: float
+) -> None:
+    scores = {(0.1, 0): 0.9, (0.1, 1): 0.7, (0.2, 0): 0.5, (0.2, 1): 0.7}
+    study = scored(tmp_path, monkeypatch, scores)
+    monkeypatch.setattr(Task, "higher_is_better", property(lambda self: higher))
+    assert tuned(study, tmp_path)[1] == {"BN/all": {"learning-rate": best}}
 
 
 def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
