@@ -217,13 +217,13 @@ class KeptState:
         """
         if expected and expected == self.sha256():
             return
-        if self._files is None:
-            if expected:
-                raise _lost(expected, "no state folder (state-dir)")
-            return
-        content = self._files.find(expected)
+        content, lacks = None, "no state folder (state-dir)"
+        if self._files is not None:
+            content = self._files.find(expected)
+            lacks = f"no good file with it in {self._files.path}"
         if expected and content is None:
-            raise _lost(expected, f"no good file with it in {self._files.path}")
+            raise _lost(expected, lacks)
+        # Without a folder, too: a context may have what an earlier run kept.
         self._replace(content)
 
     def _before_last_round(self, used: str) -> dict[str, Any] | None:

@@ -230,7 +230,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
     federation: Open, case: str
 ) -> None:
     """From a copy of the state as a file holds it. After it client 2 joins, at first
-    alone, and client 1 is gone.
+    alone, and client 1 is gone. All have kept something of an earlier run.
     """
     rounds, saved_after, away = 5, 2, {1: {2}, 2: {2}, 3: {0, 1}, 4: {1}, 5: {1}}
     with federation(case) as clients:
@@ -250,6 +250,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
 
     strategy.aggregate_train, strategy.on_round_end = keep_model, save  # type: ignore[method-assign]
     with federation(case) as clients:
+        clients.start(made(case), rounds, {}, stop_after=1)
         clients.start(strategy, rounds, away, stop_after=saved_after)
         again.load_state_dict(saved["state"], saved_after)
         rest = clients.start(again, rounds, away, arrays=kept[-1] if kept else None)
