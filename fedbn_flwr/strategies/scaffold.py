@@ -300,8 +300,9 @@ def _scaled(
 ) -> tuple[dict[str, Any], int]:
     """Return c and N; c is a mean over N clients, and is scaled when N grows."""
     with_variate = {*facts.known, *(reply.node.label for reply in replies)}
-    # N is not known beforehand: it is the most that were seen.
-    count = max(state.num_clients, facts.num_able, len(with_variate))
+    # N is not known beforehand: it is the most that were seen, also in a round that was
+    # not used.
+    count = max(state.num_clients, facts.most_able, len(with_variate))
     variates = dict(state.variates)
     if count > state.num_clients > 0:
         share = state.num_clients / count

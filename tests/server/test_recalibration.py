@@ -28,6 +28,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
     Standalone,
+    StaticBN,
 )
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.synchronised import client_data
@@ -150,21 +151,42 @@ def test_between_two_tests_the_model_has_the_statistics_of_the_training(
         same_bits(run.history[number], plain.history[number])
 
 
-def test_statistics_of_a_model_that_two_rounds_kept_are_asked_for_once(
+@pytest.mark.parametrize(
+    "method", [functools.partial(FedAvg, recalibrate=True), StaticBN]
+)
+@pytest.mark.parametrize("eval_every", [1, 2])
+def test_statistics_of_a_kept_model_are_measured_again_if_other_clients_are_there(
+    federate, datasets, mlp, method, eval_every
+) -> None:
+    """No reply is used after round 1 or 2; then client 2 joins, and client 0 leaves."""
+    last = eval_every
+    spoil = spoil_state(lambda state: state.pop("0.weight"))
+    bad = functools.partial(spoiling, spoil, who=range(3), rounds=range(last + 1, 9))
+    run = federate(
+        method(eval_every=eval_every),
+        mlp,
+        datasets,
+        rounds=8,
+        hide={1: {2}, 2: {2}, 3: {2}, 4: {2}, 7: {0}, 8: {0}},
+        wrap=bad,
+    )
+    asked = {config["server-round"] for config in run.grid.config("query.statistics")}
+    assert asked == ({1, 5, 7} if eval_every == 1 else {2, 6, 8})
+    for number in range(last, 9, eval_every):
+        there = (0, 1) if number < 5 else (0, 1, 2) if number < 7 else (1, 2)
+        inputs = torch.cat([datasets[i].inputs for i in there])
+        weights = (torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
+        expected = torch.nn.functional.linear(inputs, *weights).var(0)
+        np.testing.assert_allclose(run.history[number][STATISTICS[1]], expected, 1e-12)
+
+
+def test_too_few_answers_leave_the_statistics_of_a_kept_model(
     federate, datasets, mlp, same_bits
 ) -> None:
-    """The first of these rounds has no test."""
     strategy = FedAvg(recalibrate=True, eval_every=2, min_replies=3)
     run = federate(strategy, mlp, datasets, rounds=4, hide={3: {1}, 4: {1}})
-    assert [report.kept_previous for report in strategy.reports] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    assert {
-        config["server-round"] for config in run.grid.config("query.statistics")
-    } == {2}
+    kept = [report.kept_previous for report in strategy.reports]
+    assert kept == [False, False, True, True]
     same_bits(run.state, run.history[2])
 
 

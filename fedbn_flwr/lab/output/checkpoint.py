@@ -43,7 +43,7 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 
-_FORMAT = 2  # of a checkpoint
+_FORMAT = 3  # of a checkpoint
 _KEPT = 2
 _LONG = 20.0  # seconds of work that a kill may cost, and one round
 # a resume may change these; others would make another run

@@ -123,6 +123,7 @@ class Facts:
         before: the global state that was sent; read-only.
         travels: the phase of the round: what travels in it, of all methods together.
         num_able: number of nodes with training data, N of the papers.
+        most_able: the largest ``num_able`` of a round so far, used or not.
         known: labels of the clients of which the server knows that they keep something.
     """
 
@@ -132,6 +133,7 @@ class Facts:
     before: State
     travels: Travels = field(default_factory=Travels)
     num_able: int = 0
+    most_able: int = 0
     known: frozenset[str] = frozenset()
 
     @cached_property

@@ -63,12 +63,14 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     """
     if not any(run.parts.moments()):
         return
-    if run.known_statistics:  # of the same weights on the same data
-        run.reestimated = run.known_statistics
-        return
     present = run.nodes.present(grid, max(run.options.min_available_nodes, 1))
     nodes = [node for node in present if node.num_examples != 0]
-    run.reestimated = _ask(run, nodes, arrays, grid)
+    known = run.known_statistics  # of the same weights
+    same_data = run.measured == [node.label for node in nodes]
+    if not (known and same_data):
+        # Too few answers leave what is known.
+        known = _ask(run, nodes, arrays, grid) or known
+    run.reestimated = known
 
 
 def _ask(
@@ -114,10 +116,12 @@ def _ask(
             report.server_round,
             len(good),
         )
-    elif not run.statistics_at_start:  # the first time
+        return {}
+    if not run.statistics_at_start:  # the first time
         left_out = unmeasured(run.parts, moments)
         if left_out:
             logger.warning("round %d: %s", report.server_round, left_out)
+    run.measured = [reply.node.label for reply in good]
     return {
         name: array.astype(before[name].dtype) for name, array in statistics.items()
     }

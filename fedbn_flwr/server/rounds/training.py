@@ -59,6 +59,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     at_least = max(options.min_available_nodes, options.min_train_nodes)
     able = _able_to_train(run, run.nodes.present(grid, at_least))
     run.num_able = len(able)  # N of the papers: before the draw
+    run.most_able = max(run.most_able, run.num_able)
     nodes = _drawn(run, able, number)
     facts = run.facts(number, run.travels)
     # A target epsilon may be spent: then nobody is asked, and the run ends.
@@ -85,7 +86,6 @@ def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
         return run.nodes.sample(able, count, "train", number)
     # Its size does not shrink with a lost node: else a further node would leave it, and
     # sums over changing clients tell of single ones.
-    run.most_able = max(run.most_able, len(able))
     count = max(share_of(fraction, run.most_able), least)
     return run.nodes.cohort(able, count, (number - 1) // rounds)
 

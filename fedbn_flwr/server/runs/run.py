@@ -87,8 +87,9 @@ class Run:
         reestimated: re-estimated running statistics of the model after this round.
         not_finite_since: the first of the latest rounds of which all replies were not
             finite; 0 = the last is none.
-        most_able: the largest ``num_able`` of a round so far; counted where
-            ``cohort_rounds`` is above 1.
+        most_able: the largest ``num_able`` of a round so far, used or not.
+        measured: labels of the clients with whose data statistics were re-estimated
+            last.
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used since the start or the
             resumption.
@@ -127,6 +128,7 @@ class Run:
     reestimated: dict[str, Any] = field(default_factory=dict)
     not_finite_since: int = 0
     most_able: int = 0
+    measured: list[str] = field(default_factory=list)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     tested: bool = False
@@ -207,6 +209,7 @@ class Run:
             self.before,
             travels=travels or self.methods.whole,
             num_able=self.num_able,
+            most_able=self.most_able,
             known=frozenset(self.kept.hashes),
         )
 
@@ -335,6 +338,8 @@ class Run:
             "initialised": self.nodes.initialised_labels,
             "reestimated": self.reestimated,
             "known_statistics": self.known_statistics,
+            "measured": self.measured,
+            "most_able": self.most_able,
             "not_finite_since": self.not_finite_since,
             "methods": self.methods.saved(self.states),
         }
@@ -372,6 +377,7 @@ class Run:
         self.kept = Kept.resumed(saved["kept"])
         self.reestimated = dict(saved["reestimated"])
         self.statistics_at_start = dict(saved["known_statistics"])
+        self.measured, self.most_able = saved["measured"], saved["most_able"]
         self.not_finite_since = saved["not_finite_since"]
         self.nodes.expect_initialised(saved["initialised"])
         self.protection.load_state_dict(saved.get("protection", {}))
