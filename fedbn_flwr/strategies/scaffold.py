@@ -45,8 +45,8 @@ not corrected.
 
 In the paper no reply is lost, and $N$ is known. Here a client whose reply is refused or
 comes too late goes back to its $c_i$ of before that round when the server next calls
-it, so that $c$ stays the mean of the $c_i$. $N$ is the largest number of clients with
-data so far, and $c$ is scaled when it grows. Two cases remain in which $c$ is not the
+it, so that $c$ stays the mean of the $c_i$. $N$ is the number of clients with data so
+far, also in rounds that were not used, and $c$ is scaled when it grows. Two cases remain in which $c$ is not the
 mean: a client that has lost $c_i$ begins with zero, and the log names it; and a round
 is not undone at a node that has not said its partition id. Each run of a `series`
 begins with all variates at zero.
@@ -228,7 +228,7 @@ class Variates:
 
     Attributes:
         variates: c by entry; empty = zero.
-        num_clients: N, the largest number of clients with data so far.
+        num_clients: N, the number of clients with data so far.
     """
 
     variates: Mapping[str, Any] = field(default_factory=dict)
@@ -299,10 +299,10 @@ def _scaled(
     state: Variates, facts: Facts, replies: Replies
 ) -> tuple[dict[str, Any], int]:
     """Return c and N; c is a mean over N clients, and is scaled when N grows."""
-    with_variate = {*facts.known, *(reply.node.label for reply in replies)}
-    # N is not known beforehand: it is the most that were seen, also in a round that was
-    # not used.
-    count = max(state.num_clients, facts.most_able, len(with_variate))
+    known = {*facts.known, *(reply.node.label for reply in replies)}
+    # N is not known beforehand: it is all that were seen, also in a round that was not
+    # used. Nodes that have not said their partition are counted in each round.
+    count = max(facts.most_able, len(known))
     variates = dict(state.variates)
     if count > state.num_clients > 0:
         share = state.num_clients / count

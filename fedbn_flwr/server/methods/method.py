@@ -124,7 +124,8 @@ class Facts:
         travels: the phase of the round: what travels in it, of all methods together.
         num_able: number of nodes with training data, N of the papers.
         most_able: the largest ``num_able`` of a round so far, used or not.
-        known: labels of the clients of which the server knows that they keep something.
+        known: labels of the clients that the server has met: they had training data in
+            a round, used or not, or keep something.
     """
 
     number: int

@@ -59,7 +59,9 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     at_least = max(options.min_available_nodes, options.min_train_nodes)
     able = _able_to_train(run, run.nodes.present(grid, at_least))
     run.num_able = len(able)  # N of the papers: before the draw
+    # Both count in a round that is not used, too.
     run.most_able = max(run.most_able, run.num_able)
+    run.seen.update(node.label for node in able if node.partition_id is not None)
     nodes = _drawn(run, able, number)
     facts = run.facts(number, run.travels)
     # A target epsilon may be spent: then nobody is asked, and the run ends.

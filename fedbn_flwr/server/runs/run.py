@@ -88,6 +88,8 @@ class Run:
         not_finite_since: the first of the latest rounds of which all replies were not
             finite; 0 = the last is none.
         most_able: the largest ``num_able`` of a round so far, used or not.
+        seen: labels of the clients with training data in any round so far, used or not;
+            of those that have said their partition.
         measured: labels of the clients with whose data statistics were re-estimated
             last.
         shapes: the shapes of the model's entries.
@@ -128,6 +130,7 @@ class Run:
     reestimated: dict[str, Any] = field(default_factory=dict)
     not_finite_since: int = 0
     most_able: int = 0
+    seen: set[str] = field(default_factory=set)
     measured: list[str] = field(default_factory=list)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
@@ -210,7 +213,7 @@ class Run:
             travels=travels or self.methods.whole,
             num_able=self.num_able,
             most_able=self.most_able,
-            known=frozenset(self.kept.hashes),
+            known=frozenset(self.seen.union(self.kept.hashes)),
         )
 
     def begin(self) -> None:
@@ -340,6 +343,7 @@ class Run:
             "known_statistics": self.known_statistics,
             "measured": self.measured,
             "most_able": self.most_able,
+            "seen": sorted(self.seen),
             "not_finite_since": self.not_finite_since,
             "methods": self.methods.saved(self.states),
         }
@@ -378,6 +382,7 @@ class Run:
         self.reestimated = dict(saved["reestimated"])
         self.statistics_at_start = dict(saved["known_statistics"])
         self.measured, self.most_able = saved["measured"], saved["most_able"]
+        self.seen = set(saved["seen"])
         self.not_finite_since = saved["not_finite_since"]
         self.nodes.expect_initialised(saved["initialised"])
         self.protection.load_state_dict(saved.get("protection", {}))
