@@ -5,6 +5,11 @@ memory without a name: the system frees it when both processes have ended, also 
 were killed. The file itself goes over the pipe, as a descriptor, and once: memory whose
 arrays are gone at the other end is written again. To get and free pages took most of the
 time of a large message.
+
+Shared memory is an array of bytes here, never a memoryview. To send a received array
+again exports its buffer, and up to Python 3.12.6 the garbage collector ends the process
+by SIGSEGV if a cycle refers to a memoryview with an exported buffer
+(python/cpython#77894). The collector does not visit arrays.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import numpy as np
 import torch
 from flwr.app import Array as FlowerArray
 
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.compat.flower import BufferArray
 
 __all__ = ["Broadcasts", "Packed", "WorkerPipe"]
@@ -90,6 +96,7 @@ class Packed:
 
 
 _PADDING = memoryview(bytes(_ALIGNED))
+_NOTHING = np.empty(0, np.uint8)
 
 
 class _Pickler(pickle.Pickler):
@@ -143,7 +150,7 @@ class _Memory:
     """Shared memory that this end writes, and writes again when it is free."""
 
     def __init__(self) -> None:
-        self._places: dict[int, memoryview] = {}
+        self._places: dict[int, Array] = {}
         self._free: dict[int, list[int]] = {}  # keys by length
 
     def write(self, packed: Packed) -> tuple[int, list[int]]:
@@ -179,10 +186,10 @@ class WorkerPipe:
     pipe: Connection
     pid: int = 0  # of the process at the other end
     _sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    _received: OrderedDict[int, memoryview] = field(default_factory=OrderedDict)
+    _received: OrderedDict[int, Array] = field(default_factory=OrderedDict)
     _memory: _Memory = field(default_factory=_Memory)
     # the other end's memory, and the keys of places whose arrays are gone here
-    _others: dict[int, memoryview] = field(default_factory=dict)
+    _others: dict[int, Array] = field(default_factory=dict)
     _unused: deque[int] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -237,9 +244,10 @@ class WorkerPipe:
         for body, sizes, key, new, broadcast in about:
             # The large arrays are views of the shared memory: they are never copied.
             known = self._received if broadcast else self._others
-            memory = memoryview(b"")
+            memory = _NOTHING
             if new:
-                memory = _mapped(recv_handle(self.pipe)).toreadonly()
+                memory = _mapped(recv_handle(self.pipe))
+                memory.flags.writeable = False
             elif sizes:
                 memory = known[key]
             if broadcast:
@@ -252,12 +260,13 @@ class WorkerPipe:
             self._memory.free(unused)
         return head, values
 
-    def _until_unused(self, key: int) -> memoryview:
+    def _until_unused(self, key: int) -> Array:
         """Return the other end's memory. When its last view is gone, it is free again."""
-        # All views keep this array alive, and nothing else does.
-        array = np.frombuffer(self._others[key], np.uint8)
+        # All views keep this array alive, and nothing else does. It is not a view of
+        # the other array: NumPy would make that one the base of its views.
+        array = np.frombuffer(self._others[key].data, np.uint8)
         weakref.finalize(array, self._unused.append, key).atexit = False
-        return array.data
+        return array
 
     def close(self) -> None:
         """End the link: whoever receives, at either end, gets EOFError."""
@@ -277,7 +286,7 @@ def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
         known.popitem(last=False)
 
 
-def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+def _slices(memory: Array, sizes: Sequence[int]) -> list[Array]:
     """Return the buffers that ``Packed.write`` has written."""
     slices = []
     start = 0
@@ -287,7 +296,7 @@ def _slices(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     return slices
 
 
-def _mapped(file: int) -> memoryview:
+def _mapped(file: int) -> Array:
     """Return the file's bytes and close the descriptor."""
     # Closed, as a process may have some thousand open files, and a server that keeps
     # its replies would need one for each. torch ends the mapping with the last array.
@@ -298,4 +307,4 @@ def _mapped(file: int) -> memoryview:
         )
     finally:
         os.close(file)
-    return mapped.numpy().data
+    return mapped.numpy()

@@ -173,6 +173,30 @@ def test_workers_give_the_bits_of_one_process(
         assert worked.context(partition).state == alone.context(partition).state
 
 
+def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
+    """The error's frame leads to the message and to the reply that repeats its arrays.
+
+    Python up to 3.12.6 ends with SIGSEGV if a cycle has a memoryview with an exported
+    buffer (python/cpython#77894).
+    """
+    arrays = to_record({"w": np.ones(1000)})
+
+    def repeat(message: Message, context: Context) -> Message:
+        gc.collect()
+        try:
+            raise ValueError("a cycle: the error, its traceback, this frame")
+        except ValueError as error:
+            cycle = error  # noqa: F841
+        return Message(message.content, reply_to=message)
+
+    with InProcessGrid(app_of(repeat), 1, workers=1) as grid:
+        content = RecordDict({"arrays": arrays})
+        for _ in range(3):
+            (reply,) = grid.send_and_receive(to(grid, 0, content=content))
+            content = reply.content
+            assert np.array_equal(view(content["arrays"]["w"]), np.ones(1000))
+
+
 class Odd(RecordDict):
     """A record that cannot be pickled."""
 
