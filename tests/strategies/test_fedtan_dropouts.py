@@ -336,6 +336,22 @@ def test_if_too_few_are_left_the_previous_model_is_kept(
     assert (second.kept_previous, second.participants) == (False, [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_fewer_clients_than_the_step_needs_are_not_asked(
+    run_step, model, data, transport: str
+) -> None:
+    made = synchronised(FedTAN, transport, min_replies=4)
+    common = {"transport": transport, "hide": {1: {BAD}}, "fails": NothingTrainedError}
+    done = run_step(made, model, data, **common)
+    (report,) = made.reports
+    assert {m.metadata.message_type for m in done.grid.sent} == {"query"}
+    assert (report.asked, report.replied, len(report.rejected)) == (0, 0, 3)
+    why = "needs 4 clients (min_replies), and 3 can take part"
+    assert all(why in done.reason(i) for i in range(4) if i != BAD)
+    assert why in str(done.error)
+    assert "0 clients asked, 0 replied, 3 refused or lost: 3 x " in str(done.error)
+
+
 class LayerByDomain(nn.Module):
     """One of two layers of the same width, by the inputs."""
 

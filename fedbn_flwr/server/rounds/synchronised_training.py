@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import MOD_ORDER, ConfigError, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
+from fedbn_flwr.messages.records import Traffic
 from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.transport import BarrierGrid, Member
 from fedbn_flwr.transport.step import Limits, LinkSettings, StepResult, with_config
@@ -73,6 +74,14 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
         min_members=run.methods.params.min_replies,
     )
     limits = run.protection.limits(limits, members)
+    run.report.asked = len(own)
+    if len(members) < limits.min_members:
+        run.report.asked = 0
+        reason = (
+            f"it was not asked: the synchronised step needs {limits.min_members} clients"
+            f" (min_replies), and {len(members)} can take part"
+        )
+        return StepResult([], Traffic(), (), dict.fromkeys(members, reason))
     if isinstance(grid, BarrierGrid):
         return step_by_barrier(grid, grid, own, members, limits)
     # One for all rounds: a channel stays open, and what was found out of the nodes'

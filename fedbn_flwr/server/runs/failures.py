@@ -223,7 +223,7 @@ def raise_if_nothing_trains(run: Run) -> None:
     That is in its last round if the number of rounds is known, else in the second one.
     """
     over = len(run.reports) >= (run.num_rounds or _PATIENCE)
-    if not over or not any(report.asked for report in run.reports):
+    if not over or not any(report.asked or report.rejected for report in run.reports):
         return
     if _has_trained_nothing(run):
         raise NothingTrainedError(
