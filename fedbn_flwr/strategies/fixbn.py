@@ -391,8 +391,7 @@ PROBLEMS = (
         "{method.title} freezes BN after round {round.state.frozen_after}"
         " ({method.key}={params.freeze_at}), and no round until then has changed a running"
         " statistic: BN would be frozen at mean 0 and variance 1, as if there were"
-        " none. If the clients' replies were not used, the warnings of these rounds say"
-        " why; use a later {method.key}, or a trained initial model.",
+        " none. Use a later {method.key}, or a trained initial model.",
         "nothing-trained",
         at="sending",
         when=_untouched,

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.server.runs.run import Run as ServersRun
@@ -255,6 +256,29 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
         again.load_state_dict(saved["state"], saved_after)
         rest = clients.start(again, rounds, away, arrays=kept[-1] if kept else None)
     whole.after(saved_after).assert_same(rest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
+    case: str, federate, points, wsconv_net
+) -> None:
+    """Whichever check ends it: a method may find that nothing has changed."""
+
+    def spoil(content: RecordDict) -> None:
+        content["metrics"]["num-examples"] = -1
+
+    run = federate(
+        made(case),
+        wsconv_net if case == "fedwon" else two_layers,
+        [points(size, i) for i, size in enumerate(SIZES)],
+        sgd_momentum=0.9 if case.startswith("momentum") else 0.0,
+        wrap=functools.partial(spoiling, spoil, who=range(3)),
+        rounds=4,
+        barrier=True,
+        fails=NothingTrainedError,
+    )
+    refused = sum(report.asked for report in run.strategy.reports)
+    assert f"refused or lost: {refused} x 'num-examples' is -1" in str(run.error)
 
 
 # What a later round reads of a run and of its earlier reports, and a checkpoint does

@@ -34,7 +34,11 @@ from fedbn_flwr.server.rounds.training import (
     terms_of,
     training_metrics,
 )
-from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
+from fedbn_flwr.server.runs.failures import (
+    losses_not_finite,
+    note_losses,
+    with_refusals,
+)
 from fedbn_flwr.server.runs.run import Run
 
 __all__ = ["Played", "close_round", "play_tests", "play_training"]
@@ -52,7 +56,8 @@ def play_training(
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, run.travels)
-    asks = run.methods.on_clients(run.states, facts)
+    with with_refusals(run):
+        asks = run.methods.on_clients(run.states, facts)
     terms = terms_of(run, facts, asks)
     sent = address_training(run, facts, nodes, arrays, config, asks)
 

@@ -10,7 +10,8 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from flwr.serverapp.strategy import Result
@@ -40,6 +41,7 @@ __all__ = [
     "raise_if_failed",
     "raise_if_nothing_trains",
     "training_losses",
+    "with_refusals",
 ]
 
 logger = logging.getLogger("flwr")
@@ -257,15 +259,32 @@ def divergence(report: RoundReport, advice: str) -> str:
 
 def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
     """Return the message for a run in which no round used a reply."""
+    return (
+        f"nothing was trained: no round had min-replies={min_replies} usable"
+        f" replies.{_refusals(reports)}"
+    )
+
+
+@contextmanager
+def with_refusals(run: Run) -> Iterator[None]:
+    """Add the reasons of refused replies, and the result so far, to a
+    NothingTrainedError of the block, which begins a round.
+    """
+    try:
+        yield
+    except NothingTrainedError as error:
+        text = f"{error}{_refusals(run.reports[:-1])}"
+        raise NothingTrainedError(text, Result(arrays=run.arrays)) from None
+
+
+def _refusals(reports: Sequence[RoundReport]) -> str:
+    """Return the sentences about refused replies, each after a space."""
     # The first reason in full: later ones often follow from it.
     reasons = [why for report in reports for why in report.rejected.values()]
     first = f" First refused: {reasons[0]}." if reasons else ""
     # none: resumed with no rounds left
     counts = f" In all, {account(reports)}." if reports else ""
-    return (
-        f"nothing was trained: no round had min-replies={min_replies} usable"
-        f" replies.{first}{counts}"
-    )
+    return f"{first}{counts}"
 
 
 def account(reports: Sequence[RoundReport]) -> str:
