@@ -36,7 +36,13 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import from_record, of_kind, tensors
 from fedbn_flwr.server.methods.method import HookContext
 from fedbn_flwr.strategies import make_hooks
-from fedbn_flwr.training.client_hook import ClientHook, around_step, begun, overrides
+from fedbn_flwr.training.client_hook import (
+    ClientHook,
+    around_step,
+    begun,
+    change_gradients,
+    overrides,
+)
 from fedbn_flwr.training.first_look import makes_no_entries
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches
@@ -202,6 +208,12 @@ class Hooks:
         self._wrapped: list[torch.optim.Optimizer] = []  # those that take the steps
         self._steps = 0
         self._passes = 0
+        # New gradients tell a step from the one before: several optimizers may share a
+        # backward pass, and a closure may make several passes in a step.
+        self._watched: set[nn.Parameter] = set()
+        self._stepped: list[torch.optim.Optimizer] = []
+        self._new_gradients = self._new_step = True
+        self._has_gradients = False  # of the open pass of ``begin_step``
         self._surveyed = False
         self._trained = False
         self._exit = ExitStack()
@@ -337,11 +349,14 @@ class Hooks:
         """Begin ``step`` before a forward pass that is in a framework's hands: for its
         callbacks, with ``end_step``.
 
-        An exception that leaves the block of ``bn_rules`` ends the step.
+        An exception that leaves the block of ``bn_rules`` ends the step. So does the
+        next step if no backward pass came, as in an epoch that measures BatchNorm's
+        statistics.
 
         Raises:
             ConfigError: the step before has not ended.
         """
+        self._end_without_backward()
         if self._in_step:
             raise ConfigError(
                 "a step began inside another one: call rules.begin_step(batch_size)"
@@ -351,7 +366,32 @@ class Hooks:
         self._open_step.enter_context(
             around_step(self._hooks.values(), self._passes, self._model, batch_size)
         )
-        self._in_step = True
+        self._watch_gradients()
+        self._in_step, self._has_gradients = True, False
+
+    def _watch_gradients(self) -> None:
+        """Note when a backward pass makes gradients, also of a parameter that was frozen
+        until now.
+        """
+        for p in self._model.parameters():
+            if p.requires_grad and p not in self._watched:
+                self._watched.add(p)
+                handle = p.register_post_accumulate_grad_hook(self._note_gradients)
+                self._exit.callback(handle.remove)
+                self._new_gradients |= p.grad is not None
+
+    def _note_gradients(self, *_: Any) -> None:
+        self._has_gradients = self._new_gradients = True
+
+    def _end_without_backward(self) -> None:
+        """End an open step that had a forward pass alone, as in an epoch that measures
+        BatchNorm's statistics.
+        """
+        alone = self._in_step and not self._has_gradients
+        if alone and not any(
+            h.synchronises(self._passes) for h in self._hooks.values()
+        ):
+            self.end_step()
 
     def end_step(self) -> None:
         """End ``step`` after the backward pass.
@@ -400,10 +440,11 @@ class Hooks:
             elif p.grad is not None:
                 set_aside[p] = p.grad
                 p.grad = None
+        if self._new_step:
+            self._steps, self._new_step = self._steps + 1, False
         total = self._change_gradients(trained)
         for p, grad in set_aside.items():
             p.grad = grad
-        self._steps += 1
         return total
 
     def _change_gradients(self, parameters: list[nn.Parameter]) -> float | Tensor:
@@ -422,8 +463,7 @@ class Hooks:
             for p, grad in zip(parameters, gradients, strict=True):
                 if grad is not None:
                     p.grad = grad if p.grad is None else p.grad.add_(grad)
-        for hook in self._hooks.values():
-            hook.gradients(self._model)
+        change_gradients(self._hooks.values(), self._model, self._steps - 1)
         return total
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -449,6 +489,11 @@ class Hooks:
                 " several optimizers wraps each."
             )
         self._check_last_step(self._after_step.changed())
+        self._watch_gradients()
+        if self._new_gradients or optimizer in self._stepped:
+            self._stepped = []
+            self._new_gradients, self._new_step = False, True
+        self._stepped.append(optimizer)
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in stepping_optimizers(optimizer):
@@ -475,6 +520,7 @@ class Hooks:
                 names it.
         """
         # A step left open has not run what the hooks do after its backward pass.
+        self._end_without_backward()
         if self._in_step:
             raise ConfigError(
                 "the block ended inside a step: call rules.end_step() after each"

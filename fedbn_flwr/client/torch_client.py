@@ -213,7 +213,14 @@ class TorchClient(NumPyClient):
         hooks: dict[str, ClientHook] = {}
         if sent.hooks:
             loss = functools.partial(self.data.validation_loss, task=self.task)
-            about = HookContext(config, frozenset(local), reducer, loss, trained)
+            about = HookContext(
+                config,
+                frozenset(local),
+                reducer,
+                loss,
+                trained,
+                self.settings.num_steps(len(self.data.train)),
+            )
             hooks = make_hooks(sent.hooks, about)
         # The model begins as the server's, but for the entries that stay here.
         extras, prefix = load_received(

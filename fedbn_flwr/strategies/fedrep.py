@@ -17,7 +17,9 @@ A body may serve clients whose labels differ; a last layer cannot.
 
 Client $i$ receives the body $\phi$. Its first `head_steps` $= \tau_h$ steps train its head
 $h_i$ alone, the others $\phi_i$ alone. The server averages $\phi = \sum_i p_i \phi_i$.
-`personal` names the head, empty = the last layer. The body's statistics move in all steps.
+`personal` names the head, empty = the last layer. The body's statistics move in all steps,
+and HBN's $\alpha$ trains with the body. In a loop with several optimizers a step is a
+backward pass and what they do after it.
 With `head_steps=0 fine_tune=STEPS` it is FedBABU (arXiv:2106.06042).
 
 ## Differs from the paper
@@ -34,19 +36,20 @@ With $\tau_h = 0$ the body alone trains.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.methods.method import Ask, Facts, Method
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem
 from fedbn_flwr.server.methods.method_params import FedRepParams
 from fedbn_flwr.server.methods.travels import PERSONAL, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
+from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 __all__ = ["FedRep", "FedRepMethod", "HeadThenBody"]
 
@@ -54,34 +57,77 @@ HEAD_STEPS = Key("fedbn-flwr.head-steps", "int: tau_h", "server", "client")
 
 
 class HeadThenBody(ClientHook):
-    """Client half: the first steps train the head alone, the others the body."""
+    """Client half: the first steps train the head alone, the others the body.
 
-    def __init__(self, head: Collection[str], head_steps: int) -> None:
+    ``num_steps``: the steps of the round; 0 = not known.
+    """
+
+    stage = "choose"
+
+    def __init__(
+        self, head: Collection[str], head_steps: int, num_steps: int = 0
+    ) -> None:
         self._head, self._head_steps = head, head_steps
-        self._left = self._taken = 0
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._trained: set[str] = set()
+        self._taken = 0
+        self._refuse_too_many(num_steps)
+
+    def begin(self, model: nn.Module) -> None:
+        """Refuse a head without parameters."""
+        if not self._of_head(model):
+            named = ", ".join(sorted(self._head)[:3]) or "none"
+            raise ConfigError(
+                "fedrep trains a head of each client's own, and the model has no"
+                f" parameter among its personal entries ({named}). Let personal name"
+                " the layer that makes the outputs."
+            )
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count the steps of the head for this optimizer: each takes its own."""
-        self._left += self._head_steps
+        """Note the optimizer: HBN lets it train alpha, which belongs to the body."""
+        self._optimizers.append(optimizer)
 
     def gradients(self, model: nn.Module) -> None:
         """Drop the gradients of the part that does not train in this step."""
-        trains_head = self._left > 0
-        self._left -= 1
-        self._taken += 1
-        for name, parameter in model.named_parameters():
+        part = "head" if self.step < self._head_steps else "body"
+        self._taken = self.step + 1
+        head = self._of_head(model)
+        for parameter in {*model.parameters()}.union(
+            *map(parameters_of, self._optimizers)
+        ):
             # None, not 0: an optimizer leaves it as it is, without decay and momentum.
-            if (without_wrappers(name) in self._head) != trains_head:
+            if (parameter in head) != (part == "head"):
                 parameter.grad = None
+            elif parameter.grad is not None:
+                self._trained.add(part)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Refuse a round that has not trained the body."""
-        if self._taken and self._left >= 0:
+        """Refuse a round that has not trained the head, or not the body."""
+        self._refuse_too_many(self._taken)
+        if self._taken and self._head_steps and "head" not in self._trained:
             raise ConfigError(
-                f"head-steps={self._head_steps} leaves none of the local steps for the"
-                " body: use fewer, or more local steps"
+                f"head-steps={self._head_steps}: none of the first steps has trained the"
+                " head. In a loop with several optimizers, step that of the head first."
             )
         return {}
+
+    def _refuse_too_many(self, num_steps: int) -> None:
+        if num_steps and _too_many(self._head_steps, num_steps):
+            raise ConfigError(_too_many(self._head_steps, num_steps))
+
+    def _of_head(self, model: nn.Module) -> set[nn.Parameter]:
+        named = model.named_parameters()
+        return {p for name, p in named if without_wrappers(name) in self._head}
+
+
+def _too_many(head_steps: int, num_steps: int) -> str:
+    """Return that no step is left for the body; "" if one is."""
+    if head_steps < num_steps:
+        return ""
+    return (
+        f"head-steps={head_steps} leaves none of the {num_steps} local steps for the"
+        " body. Use fewer head-steps, or more local steps."
+    )
 
 
 class FedRepMethod(Method[FedRepParams]):
@@ -94,7 +140,7 @@ class FedRepMethod(Method[FedRepParams]):
     Params = FedRepParams
     client_hooks = {
         "head-then-body": lambda context: HeadThenBody(
-            context.personal, int(context.config[HEAD_STEPS])
+            context.personal, int(context.config[HEAD_STEPS]), context.num_steps
         )
     }
 
@@ -106,8 +152,24 @@ class FedRepMethod(Method[FedRepParams]):
         """Send tau_h."""
         return [Ask("head-then-body", {HEAD_STEPS: self.params.head_steps})]
 
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return PROBLEMS
+
 
 class FedRep(Strategy):
     """FedAvg of the body, after steps on each client's own head."""
 
     method = FedRepMethod
+
+
+# --- what may be wrong ----------------------------------------------------------------
+PROBLEMS = (
+    Problem(
+        "no-body-step",
+        "{found}",
+        when=lambda method, run: (
+            run.local_steps and _too_many(method.params.head_steps, run.local_steps)
+        ),
+    ),
+)

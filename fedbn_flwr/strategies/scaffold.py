@@ -107,6 +107,8 @@ class ControlVariates(ClientHook):
     """
 
     of_all_steps = "the variates are of all steps: load other weights after the block"
+    # It counts the steps of each parameter, after hooks that drop gradients.
+    stage = "correct"
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
         self._local = local

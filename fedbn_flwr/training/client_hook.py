@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ __all__ = [
     "Extras",
     "LossAndOutputs",
     "RetryStep",
+    "Stage",
     "around_step",
     "begun",
+    "change_gradients",
     "overrides",
 ]
 
@@ -30,6 +32,8 @@ __all__ = [
 LossAndOutputs = tuple[Tensor, Tensor]
 Entries = Mapping[str, Tensor]
 Extras = Mapping[str, Entries]
+Stage = Literal["choose", "change", "correct", "count"]
+"""The stages of ``ClientHook.gradients`` in a step, in order."""
 OWN_MODEL = "own-model"
 """Of ``ClientHook.kept_as``: what a hook keeps is the client's own model."""
 
@@ -58,14 +62,22 @@ class ClientHook:
             weights are loaded after one, e.g. those of the best epoch.
         kept_as: where what ``keep`` returns is stored; "" = under the name of its class.
             ``OWN_MODEL`` = it is the client's own model, and tests and exports use it.
+        stage: when ``gradients`` acts, whatever order the methods have. "choose" = it
+            drops the gradients of parameters that do not train in this step; "change" =
+            it changes those of the loss, as clipping does; "correct" = it adds to them;
+            "count" = it reads the gradients that the optimizer will apply.
         passes: what ``survey`` calls with the inputs of each batch; None = the model
             itself.
+        step: the number of the present step, from 0, in ``gradients``. Optimizers that
+            step after the same backward pass have the same number.
     """
 
     compares_with_start: ClassVar[bool] = False
     of_all_steps: ClassVar[str] = ""
     kept_as: ClassVar[str] = ""
+    stage: ClassVar[Stage] = "change"
     passes: Callable[[Any], Any] | None = None
+    step: int = 0
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the
@@ -107,7 +119,7 @@ class ClientHook:
 
     def gradients(self, model: nn.Module) -> None:
         """Change the gradients of a step, after their norm was clipped, before weight
-        decay and momentum.
+        decay and momentum; ``stage`` says in which order.
         """
 
     def synchronises(self, step: int) -> bool:
@@ -174,6 +186,15 @@ def around_step(
         for hook in hooks:
             stack.enter_context(hook.around(step, model, batch_size))
         yield
+
+
+def change_gradients(hooks: Iterable[ClientHook], model: nn.Module, step: int) -> None:
+    """Let the hooks change the gradients of a step, in the order of their stages."""
+    stages = get_args(Stage)
+    # Sorting keeps the order of hooks of the same stage.
+    for hook in sorted(hooks, key=lambda hook: stages.index(hook.stage)):
+        hook.step = step
+        hook.gradients(model)
 
 
 def overrides(hook: ClientHook, *names: str) -> bool:

@@ -30,6 +30,7 @@ from fedbn_flwr.training.client_hook import (
     RetryStep,
     around_step,
     begun,
+    change_gradients,
 )
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.model_state import Layout, load_state, named_compiler, unwrap
@@ -134,9 +135,10 @@ def train(
         with seeded(stream("dropout").initial_seed()), named_compiler(model):
             order = settings.batches(len(data), stream("batches"))
             batches = with_positions(data, order, augment)
-            for step, (positions, (inputs, targets)) in enumerate(batches):
+            for positions, (inputs, targets) in batches:
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                size = positions.shape[0]
+                # A batch that is left out is no step.
+                size, step = positions.shape[0], totals.steps
                 if size == 1 and singles.drop(step, inputs):
                     continue
                 loss, outputs = steps.take(step, inputs, targets, size)
@@ -190,8 +192,7 @@ class _Steps:
             if named is None:
                 raise
             raise named from error
-        for hook in self.hooks:
-            hook.gradients(self.bare)
+        change_gradients(self.hooks, self.bare, step)
         take_step(self.optimizer)
         return loss, outputs
 

@@ -98,6 +98,11 @@ class LocalTraining:
         """Return the number of examples in the first step's batch."""
         return min(self.batch_size or num_examples, num_examples)
 
+    def num_steps(self, num_examples: int) -> int:
+        """Return the number of steps in a round."""
+        in_pass = math.ceil(num_examples / max(self.first_batch(num_examples), 1))
+        return self.local_steps or self.local_epochs * in_pass
+
     def batches(
         self, num_examples: int, generator: torch.Generator
     ) -> Iterator[Tensor]:
@@ -113,8 +118,7 @@ class LocalTraining:
                 yield torch.randint(num_examples, (size,), generator=generator)
             return
         # Passes over the data, each in a new order, until all steps are taken.
-        steps_in_pass = math.ceil(num_examples / size)
-        left = self.local_steps or self.local_epochs * steps_in_pass
+        left = self.num_steps(num_examples)
         while left > 0:
             order = torch.randperm(num_examples, generator=generator)
             for batch in torch.split(order, size)[:left]:

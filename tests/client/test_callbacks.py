@@ -204,8 +204,12 @@ def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps
 class Around(ClientHook):
     """Notes how its step ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, synchronised: bool = False) -> None:
         self.ends: list[str] = []
+        self.synchronised = synchronised
+
+    def synchronises(self, step: int) -> bool:
+        return self.synchronised
 
     def around(self, step: int, model: nn.Module, batch_size: int) -> Any:
         return self
@@ -268,15 +272,24 @@ def test_a_step_that_raises_is_over() -> None:
         (["begin"], r"the block ended inside a step: call rules.end_step\(\)"),
     ],
 )
-def test_calls_out_of_order_are_refused(calls: list[str], why: str) -> None:
-    hook = Around()
-    rules = Hooks(network(), {"hook": hook})
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_calls_out_of_order_are_refused(
+    calls: list[str], why: str, synchronised: bool
+) -> None:
+    """A step that had a backward pass, or that other clients take part in, has an end."""
+    hook, net = Around(synchronised), network()
+    rules = Hooks(net, {"hook": hook})
+
+    def begin() -> None:
+        rules.begin_step(4)
+        if not synchronised:
+            net(torch.ones(4, 3072)).sum().backward()
 
     def train() -> None:
         with rules._block():
             for call in calls:
                 {
-                    "begin": lambda: rules.begin_step(4),
+                    "begin": begin,
                     "end": rules.end_step,
                     "block": rules.step(4).__enter__,
                 }[call]()
@@ -284,3 +297,26 @@ def test_calls_out_of_order_are_refused(calls: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         train()
     assert "open" not in hook.ends
+
+
+@pytest.mark.parametrize("hooks", [{}, {"hook": Around()}])
+def test_an_epoch_of_forward_passes_has_steps_of_its_own(
+    hooks: dict[str, Around], monkeypatch
+) -> None:
+    """As the last one of Lightning's StochasticWeightAveraging, for BatchNorm."""
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", LIGHTNING)
+    net, loader = network(), [(torch.randn(4, 3072), torch.arange(4) % 3)] * 2
+    module = SimpleNamespace(
+        training_step=lambda batch, _: F.cross_entropy(net(batch[0]), batch[1]),
+        configure_optimizers=lambda: torch.optim.SGD(net.parameters(), RATE),
+    )
+    rules = Hooks(net, hooks)
+    callback = callback_of_the_page("pytorch_lightning")(rules)
+    trainer = LightningsOrder([callback])
+    with rules._block():
+        trainer.fit(module, loader)
+        for index, batch in enumerate(loader):
+            callback.on_train_batch_start(trainer, module, batch, index)
+            module.training_step(batch, index)
+    for hook in hooks.values():
+        assert hook.ends == ["closed"] * 4

@@ -24,6 +24,7 @@ from fedbn_flwr.server.methods.options import ClipGradients
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
+from fedbn_flwr.strategies.fedrep import HeadThenBody
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
@@ -204,6 +205,79 @@ def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(
         own = [p for group in optimizer.param_groups for p in group["params"]]
         clip_gradients(own, 0.01, exclude=exclude_head(plain))
     assert torch.equal(weights(ours), weights(plain))
+
+
+HEAD = frozenset({"3.weight", "3.bias"})
+
+
+@pytest.mark.parametrize("head_steps", [1, 4, 5])
+@pytest.mark.parametrize("freezes", [False, True])
+def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
+    head_steps: int, freezes: bool, mlp, points
+) -> None:
+    """Five steps of the head, then five of the body; the loop may freeze the other."""
+    model, data = mlp(), points(12, 1)
+    head, body = [*model[3].parameters()], [*model[:2].parameters()]
+    parts = {torch.optim.SGD(part, RATE): part for part in (head, body)}
+    moved = []
+    rules = Hooks(model, {"hook": HeadThenBody(HEAD, head_steps)})
+    with rules._block():
+        for optimizer in parts:
+            rules.wrap(optimizer)
+        for optimizer, part in parts.items():
+            for _ in range(5):
+                for p in model.parameters():
+                    p.requires_grad_(not freezes or any(p is own for own in part))
+                before = weights(model)
+                model.zero_grad()
+                F.cross_entropy(model(data.inputs), data.targets).backward()
+                optimizer.step()
+                moved.append(not torch.equal(weights(model), before))
+    assert moved == [step < head_steps or step >= 5 for step in range(10)]
+
+
+def test_optimizers_that_share_a_backward_pass_share_its_phase(mlp, points) -> None:
+    data, ours, plain = points(12, 1), mlp(), mlp()
+    for _ in alternating(ours, data, HeadThenBody(HEAD, 2)):
+        pass
+    for number, optimizer in enumerate(alternating(plain, data, None)):
+        if (number < 4) != (plain[3].weight in parameters_of(optimizer)):
+            optimizer.zero_grad()
+    assert torch.equal(weights(ours), weights(plain))
+
+
+def test_a_loop_that_steps_the_body_first_is_refused(mlp, points) -> None:
+    model, data = mlp(), points(12, 1)
+
+    def train() -> None:
+        rules = Hooks(model, {"hook": HeadThenBody(HEAD, 2)})
+        with rules._block():
+            for part in (model[:2], model[3]):
+                optimizer = rules.wrap(torch.optim.SGD(part.parameters(), RATE))
+                for _ in range(2):
+                    F.cross_entropy(model(data.inputs), data.targets).backward()
+                    optimizer.step()
+
+    with pytest.raises(ConfigError, match="none of the first steps has trained"):
+        train()
+
+
+def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
+    mlp, points
+) -> None:
+    """The loop freezes one part while the other one trains."""
+    model, data = mlp(), points(12, 1)
+    hook = MomentumBuffers("local", frozenset())
+    rules = Hooks(model, {"hook": hook})
+    with rules._block():
+        for part in (model[3], model[:2]):
+            model.requires_grad_(False)
+            part.requires_grad_(True)
+            sgd = torch.optim.SGD(part.parameters(), RATE, momentum=0.9)
+            rules.wrap(sgd)
+            F.cross_entropy(model(data.inputs), data.targets).backward()
+            sgd.step()
+    assert hook.keep().keys() == dict(model.named_parameters()).keys()
 
 
 class AtItsStart(ClientHook):

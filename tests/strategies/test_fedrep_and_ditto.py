@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
-from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import (
     Ditto,
@@ -17,10 +19,12 @@ from fedbn_flwr.strategies import (
     FedBN,
     FedRep,
     FixBN,
+    RunSettings,
     Standalone,
     combined,
     ditto,
 )
+from fedbn_flwr.strategies.fedrep import FedRepMethod, HeadThenBody
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.user_loops import SIZES
 from tests.support.written_out import (
@@ -182,6 +186,9 @@ WRONG = {
         FedRep(head_steps=2), network, d[:2], rounds=1, local_steps=2
     ),
     "no such head": lambda f, d: f(FedRep(personal="head"), network, d, rounds=1),
+    "no parameter in the head": lambda f, d: f(
+        FedRep(personal="*running_mean"), network, d, rounds=1
+    ),
     "fixbn's statistics": lambda f, d: f(
         combined(FedRep, FixBN)(personal="*norm0"), network, d, rounds=1
     ),
@@ -192,3 +199,46 @@ WRONG = {
 def test_what_does_not_fit_is_refused(federate: Any, datasets: Any, run: Any) -> None:
     with pytest.raises(FedBNError):
         run(federate, datasets)
+
+
+class Untouched(Dataset[Any]):
+    """Examples that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("the training has begun")
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"local_steps": 2},
+        {"local_epochs": 1, "batch_size": 3},
+        {"local_epochs": 2, "batch_size": 0},
+    ],
+)
+def test_no_step_for_the_body_is_told_before_training_in_the_same_words(
+    federate: Any, points: Any, training: dict[str, int]
+) -> None:
+    """By the config's numbers, by a client before it trains, and after an own loop."""
+    run = RunSettings(1, local_steps=2)
+    (problem,) = FedRepMethod(FedRepMethod.Params(head_steps=2)).problems(run)
+    with pytest.raises(ConfigError) as refused:
+        federate(FedRep(head_steps=2), network, [Untouched()] * 2, rounds=1, **training)
+    assert problem.text in str(refused.value)
+
+    model, data = network(), points(4, 1, shape=(3, 16, 16))
+    rules = Hooks(model, {"hook": HeadThenBody({"classifier.weight"}, 2)})
+
+    def own_loop() -> None:
+        with rules._block():
+            sgd = rules.wrap(torch.optim.SGD(model.parameters(), RATE))
+            for _ in range(2):
+                model(data.inputs).sum().backward()
+                sgd.step()
+
+    with pytest.raises(ConfigError) as refused:
+        own_loop()
+    assert str(refused.value) == problem.text

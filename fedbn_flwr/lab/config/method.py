@@ -96,6 +96,9 @@ class RunMethod:
             sgd_momentum=config.sgd_momentum,
             tests=self.tests,
             optimizer=config.optimizer,
+            # Of epochs it is known where a batch has all examples.
+            local_steps=config.local_steps
+            or (0 if config.batch_size else config.local_epochs),
         )
 
     def problems(self, kind: str) -> list[Problem]:

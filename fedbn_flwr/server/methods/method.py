@@ -282,6 +282,8 @@ class RunSettings:
         parts: the split of the model's state; None = no model is known, and nothing is
             said of it.
         shapes: the shapes of the model's entries.
+        local_steps: the clients' steps in a round; 0 = not known, or not the same for
+            all.
     """
 
     num_rounds: int
@@ -291,6 +293,7 @@ class RunSettings:
     optimizer: str = ""
     parts: Parts | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    local_steps: int = 0
     at: ClassVar[str] = "run"
 
 
@@ -381,6 +384,8 @@ class HookContext:
             the client has none.
         train: trains a model as the client's, with ``hooks``; None in a loop of another
             project.
+        num_steps: the steps of the client's training; 0 = not known, as in a loop of
+            another project.
     """
 
     config: Mapping[str, Any]
@@ -388,6 +393,7 @@ class HookContext:
     replayed: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
     train: Callable[..., object] | None = None
+    num_steps: int = 0
 
     @property
     def reducer(self) -> Reducer:

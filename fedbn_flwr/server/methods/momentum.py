@@ -92,7 +92,8 @@ class MomentumBuffers(ClientHook):
         self._optimizers.append(optimizer)
         # With duplicates: a tied weight has each of its names.
         parameters = model.named_parameters(remove_duplicate=False)
-        self._parameters = {name: p for name, p in parameters if p.requires_grad}
+        # Of several optimizers: a parameter may be frozen while another one trains.
+        self._parameters |= {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
             if name in self._start:
                 # In the parameter's order of memory, as torch's own: else its fast

@@ -234,6 +234,18 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
         "momentum-without-sgd",
         "strategy",
     ),
+    *(
+        (
+            {"strategy": "fedrep", "head-steps": 5, **training},
+            "no-body-step",
+            "strategy",
+        )
+        for training in (
+            {"local-steps": 5},
+            {"local-steps": 2},
+            {"local-epochs": 5, "batch-size": 0},
+        )
+    ),
     ({"server-step": "fedprox"}, "unknown-name", "server-step"),
     ({"local-part": "fedadam"}, "unknown-name", "local-part"),
     ({"local_steps": 3}, "unknown-key", "local_steps"),
