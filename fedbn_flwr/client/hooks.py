@@ -376,7 +376,9 @@ class Hooks:
         for p in self._model.parameters():
             if p.requires_grad and p not in self._watched:
                 self._watched.add(p)
-                handle = p.register_post_accumulate_grad_hook(self._note_gradients)
+                handle = p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._note_gradients
+                )
                 self._exit.callback(handle.remove)
                 self._new_gradients |= p.grad is not None
 
