@@ -37,14 +37,18 @@ $w$ is FedAvg's, bit for bit; with $\lambda = 0$ $v_k$ is Standalone's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods.method import Ask, Facts, HookContext
+from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Problem
+from fedbn_flwr.server.methods.method_params import DittoParams
 from fedbn_flwr.server.methods.travels import Travels
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import (
+    LARGE_MU,
     PROXIMAL_MU,
-    FedProx,
     FedProxMethod,
     ProximalTerm,
 )
@@ -82,12 +86,13 @@ class PersonalModel(ClientHook):
         return self._own
 
 
-class DittoMethod(FedProxMethod):
+class DittoMethod(FedProxMethod[DittoParams]):
     """FedAvg beside a model of each client's own."""
 
     name = "ditto"
     summary_line = "FedAvg, and a model of each client's own that is held near it"
     source = "Li 2021, arXiv:2012.04221"
+    Params = DittoParams
     client_hooks = {
         "personal-model": lambda context: PersonalModel(
             float(context.config[PROXIMAL_MU]), context
@@ -102,8 +107,22 @@ class DittoMethod(FedProxMethod):
         """Send lambda."""
         return [Ask("personal-model", {PROXIMAL_MU: self.params.proximal_mu})]
 
+    def table(self) -> Sequence[Problem]:
+        """Return the end of this file."""
+        return (LARGE_MU, ALONE)
 
-class Ditto(FedProx):
+
+class Ditto(Strategy):
     """FedAvg beside a model of each client's own."""
 
     method = DittoMethod
+
+
+# --- what may be wrong ----------------------------------------------------------------
+ALONE = Problem(
+    "models-alone",
+    "{method.title}: with proximal-mu=0 the model of each client trains alone, as with"
+    " standalone. Use a proximal-mu above 0, such as 0.01.",
+    "warn",
+    when=lambda method, run: method.params.proximal_mu == 0,
+)

@@ -116,7 +116,7 @@ class FedProxMethod(Method[P, S]):
 
     def table(self) -> Sequence[Problem]:
         """Return the end of this file."""
-        return (LARGE_MU,)
+        return (LARGE_MU, NO_TERM)
 
 
 class FedProx(Strategy):
@@ -164,4 +164,11 @@ LARGE_MU = Problem(
     "remedy",
     at="diverged",
     when=lambda method, seen: method.params.proximal_mu > 0,
+)
+NO_TERM = Problem(
+    "no-proximal-term",
+    "{method.title}: with proximal-mu=0, the default in Flower, the clients train as"
+    " with fedavg. Use a proximal-mu above 0, such as 0.01.",
+    "warn",
+    when=lambda method, run: method.params.proximal_mu == 0,
 )

@@ -11,7 +11,7 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import STRATEGIES, RunSettings
 
 NAN, INFINITE = float("nan"), float("inf")
 OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
@@ -126,3 +126,22 @@ def test_settings_that_do_not_fit_together_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=names):
         Config.make(settings)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_setting_that_switches_a_method_off_is_warned_of(name: str) -> None:
+    """Also where it is Flower's default; those of a config switch nothing off."""
+    off = {"fedprox": "no-proximal-term", "fedavgm": "no-server-step"}
+    of_zero = {**off, "ditto": "models-alone"}
+
+    def warnings(**settings: Any) -> list[str]:
+        problems = STRATEGIES[name](**settings).methods.problems(RunSettings(20))
+        return [problem.code for problem in problems if problem.kind == "warn"]
+
+    assert warnings() == ([off[name]] if name in off else [])
+    if name not in of_zero:
+        return
+    field = "server_momentum" if name == "fedavgm" else "proximal_mu"
+    assert warnings(**{field: 0.0}) == [of_zero[name]]
+    fields = STRATEGIES[name].Params.model_fields
+    assert not warnings(**{field: fields[field].json_schema_extra["in_config"]})

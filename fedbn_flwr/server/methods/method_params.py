@@ -20,6 +20,7 @@ __all__ = [
     "AdaptiveParams",
     "At",
     "BNScaffoldParams",
+    "DittoParams",
     "FBNParams",
     "FedAdagradParams",
     "FedAvgMParams",
@@ -45,6 +46,12 @@ class FedProxParams(Params):
     proximal_mu: float = setting(
         0.0, "mu >= 0 of the proximal term", in_config=0.01, ge=0
     )
+
+
+class DittoParams(FedProxParams):
+    """Parameters of Ditto, which Flower does not have."""
+
+    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
 
 
 class FedBSParams(FedProxParams):
@@ -333,6 +340,6 @@ PARAMS: Mapping[str, type[Params]] = {
     "fedwon": FedWonParams,
     "standalone": Params,
     "fedrep": FedRepParams,
-    "ditto": FedProxParams,
+    "ditto": DittoParams,
 }
 """The settings of each method of the package, in the order of ``STRATEGIES``."""

@@ -23,7 +23,6 @@ def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) ->
     config = Config.make({**needs(name), "strategy": name})
     kept = {
         "fedprox": {"proximal_mu": 0.01},
-        "ditto": {"proximal_mu": 0.01},
         "fedavgm": {"server_momentum": 0.9},
     }
     made = STRATEGIES[name](**kept.get(name, {}))
