@@ -17,12 +17,12 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    default_collate,
 )
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches, map_inputs
 from fedbn_flwr.training.randomness import drawing_from
+from fedbn_flwr.training.reading import draws_nothing, name_of, reader
 
 __all__ = ["LoadedBatches", "batches_of", "first_batch", "num_examples"]
 
@@ -49,20 +49,20 @@ class LoadedBatches:
 
     def __init__(self, loader: Any, plain: Any = None) -> None:
         self._data = loader.dataset
-        self._collate = loader.collate_fn
-        self._plain = self._data if plain is None else plain
-        for data in (self._data, self._plain):
+        plain = self._data if plain is None else plain
+        for data in (self._data, plain):
             _refuse_without_positions(data)
-        if len(self._plain) != len(self._data):
+        if len(plain) != len(self._data):
             raise DataError(
-                f"the data set without random transforms has {len(self._plain)}"
+                f"the data set without random transforms has {len(plain)}"
                 f" examples, the one that is trained on {len(self._data)}: they must be"
                 " the same examples in the same order"
             )
         chosen = _chosen(loader)
         if chosen is not None:
-            self._data = Subset(self._data, chosen)
-            self._plain = Subset(self._plain, chosen)
+            self._data, plain = Subset(self._data, chosen), Subset(plain, chosen)
+        self._read = reader(self._data, loader.collate_fn)
+        self._read_plain = reader(plain, loader.collate_fn)
         self.batch_size: int = first_batch(loader) or len(self._data)
 
     def __len__(self) -> int:
@@ -80,37 +80,23 @@ class LoadedBatches:
         """
         # A batch of no example has the shapes of one.
         chosen = positions.tolist() or [0]
-        if generator is None:
-            batch = self._collated(self._plain, chosen)
+        read = self._read_plain if generator is None else self._read
+        if generator is None or draws_nothing(read):
+            batch = read(chosen)
         else:
             # Users' transforms draw from the default generators of torch, NumPy, Python.
             with drawing_from(generator):
-                batch = self._collated(self._data, chosen)
+                batch = read(chosen)
         inputs, targets = _pair(batch)
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(chosen),):
             raise DataError(
-                f"the collate_fn makes targets of shape {tuple(targets.shape)} of"
-                f" {len(chosen)} examples: it must keep each of them, in their order."
-                " Leave examples out of the data set instead."
+                f"{name_of(self._data)}: the collate_fn makes targets of shape"
+                f" {tuple(targets.shape)} of {len(chosen)} examples: it must keep each"
+                " of them, in their order. Leave examples out of the data set instead."
             )
         if not len(positions):
             return map_inputs(lambda part: part[:0], inputs), targets[:0]
         return inputs, targets
-
-    def _collated(self, data: Any, chosen: list[int]) -> Any:
-        """Return the examples as the loader puts them together."""
-        examples = [data[number] for number in chosen]
-        if self._collate is not default_collate:  # a user's own has its own errors
-            return self._collate(examples)
-        try:
-            return default_collate(examples)
-        except (RuntimeError, TypeError) as error:
-            raise DataError(
-                f"the examples of {type(data).__name__} cannot be stacked to a batch"
-                f" ({error}). Give a loader with a collate_fn that can: a TorchClient"
-                " takes fedbn_flwr.training.batches_of(DataLoader(data,"
-                " collate_fn=...)) as its data set."
-            ) from error
 
 
 def _refuse_without_positions(data: Any) -> None:
@@ -205,9 +191,10 @@ def _chosen(loader: Any) -> list[int] | None:
     if in_order and len(sampler) == _size(loader):
         return None
     raise DataError(
-        f"the loader's sampler, {type(sampler).__name__}, chooses examples in a way"
-        " that a pass in a fixed order cannot follow: choose a client's examples by"
-        " torch.utils.data.Subset, and give here a loader without it"
+        f"the sampler of the loader of {name_of(loader.dataset)},"
+        f" {type(sampler).__name__}, chooses examples in a way that a pass in a fixed"
+        " order cannot follow: choose a client's examples by torch.utils.data.Subset,"
+        " and give here a loader without it"
     )
 
 

@@ -1,0 +1,147 @@
+"""How the examples of a torch ``Dataset`` become a batch: by one index, by one call, or
+one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+
+from fedbn_flwr.errors import DataError
+
+__all__ = ["Read", "draws_nothing", "name_of", "reader"]
+
+Read = Callable[[Sequence[int]], Any]
+"""Returns the batch of the examples with these numbers."""
+
+
+def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
+    """Return the function that reads batches of a data set, as its ``DataLoader`` does.
+
+    Rows of tensors are taken by one index, because a stack of them has the same bits.
+    Other data sets are read by their ``__getitems__``, as in torch, else one example at
+    a time.
+
+    Args:
+        data: a data set with a length.
+        collate: makes a batch of a list of examples.
+    """
+    if collate is default_collate and _has_rows(data):
+        return functools.partial(_by_index, data)
+    read = functools.partial(_one_by_one, data)
+    if callable(getattr(data, "__getitems__", None)):
+        read = functools.partial(_together, data)
+    return functools.partial(_collated, data, read, collate)
+
+
+def draws_nothing(read: Read) -> bool:
+    """Return whether a reader runs no code of the user's, which may draw numbers."""
+    return getattr(read, "func", None) is _by_index
+
+
+def name_of(data: Any) -> str:
+    """Return the class of a data set; with the classes of the data sets inside it."""
+    inner = data.dataset if isinstance(data, Subset) else None
+    name = type(data).__name__
+    return name if inner is None else f"{name} of {name_of(inner)}"
+
+
+# --- rows of tensors ------------------------------------------------------------------
+def _has_rows(data: Any) -> bool:
+    """Return whether all examples are rows of tensors.
+
+    Only the classes of torch itself count: a subclass may read in another way.
+    """
+    if type(data) is Subset:
+        return _has_rows(data.dataset)
+    if type(data) is ConcatDataset:
+        return all(map(_has_rows, data.datasets))
+    return type(data) is TensorDataset and all(map(_is_plain, data.tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return type(tensor) is Tensor and strided
+
+
+def _by_index(data: Any, chosen: Sequence[int]) -> list[Tensor]:
+    with _stacking(data):
+        return _rows(data, chosen)
+
+
+def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
+    """Return the rows of each tensor, as ``default_collate`` would stack them."""
+    if type(data) is Subset:
+        return _rows(data.dataset, [data.indices[number] for number in chosen])
+    if type(data) is TensorDataset:
+        at = torch.tensor(chosen, device="cpu")
+        at += (at < 0) * len(data)  # a subset may count from the end
+        return [each.index_select(0, at.to(each.device)) for each in data.tensors]
+    # One index for each data set with chosen examples, then the order of the batch.
+    places: dict[int, list[int]] = {}
+    within = []
+    for place, number in enumerate(chosen):
+        number += len(data) if number < 0 else 0
+        part = bisect_right(data.cumulative_sizes, number)
+        within.append(number - data.cumulative_sizes[part - 1] if part else number)
+        places.setdefault(part, []).append(place)
+    parts = [
+        _rows(data.datasets[part], [within[place] for place in of_part])
+        for part, of_part in places.items()
+    ]
+    order = torch.tensor([*chain(*places.values())], device="cpu").argsort()
+    return [
+        torch.cat(rows).index_select(0, order.to(rows[0].device))
+        for rows in zip(*parts, strict=True)
+    ]
+
+
+# --- examples -------------------------------------------------------------------------
+def _one_by_one(data: Any, chosen: Sequence[int]) -> Any:
+    return [data[number] for number in chosen]
+
+
+def _together(data: Any, chosen: Sequence[int]) -> Any:
+    examples = data.__getitems__(chosen)
+    # A batch of another type is for a collate_fn that knows it.
+    if isinstance(examples, list) and len(examples) != len(chosen):
+        raise DataError(
+            f"__getitems__ of {name_of(data)} returns {len(examples)} examples for"
+            f" {len(chosen)} numbers. It must return one example for each number, in"
+            " their order. Correct it, or remove it: then the examples are read one at"
+            " a time."
+        )
+    return examples
+
+
+def _collated(
+    data: Any, read: Read, collate: Callable[[Any], Any], chosen: Sequence[int]
+) -> Any:
+    """Return the examples as the loader puts them together."""
+    examples = read(chosen)
+    if collate is not default_collate:  # a user's own has its own errors
+        return collate(examples)
+    with _stacking(data):
+        return default_collate(examples)
+
+
+@contextmanager
+def _stacking(data: Any) -> Iterator[None]:
+    """Raise the errors of a stack as a DataError."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the examples of {name_of(data)} cannot be stacked to a batch ({error})."
+            " Give a loader with a collate_fn that can: a TorchClient takes"
+            " fedbn_flwr.training.batches_of(DataLoader(data, collate_fn=...)) as its"
+            " data set."
+        ) from error
