@@ -81,7 +81,7 @@ def tensors() -> Iterator[Ways]:
                 optimizer.step()
 
     def indexed(own: TensorDataset) -> Iterator[tuple[Tensor, ...]]:
-        for at in torch.randperm(len(own)).split(BATCH):
+        for at in torch.split(torch.randperm(len(own)), BATCH):
             yield tuple(each[at] for each in own.tensors)
 
     yield {
@@ -96,7 +96,7 @@ def reading(loader: DataLoader[Any]) -> Ways:
     data, size = batches_of(loader), len(loader.dataset)  # type: ignore[arg-type]
 
     def ours() -> None:
-        order = torch.randperm(size).split(loader.batch_size or 1)
+        order = torch.split(torch.randperm(size), loader.batch_size or 1)
         for _ in with_positions(data, order, torch.Generator()):
             pass
 
@@ -135,7 +135,7 @@ def hugging_face() -> Iterator[Ways]:
         return inputs, torch.tensor([example["label"] for example in examples])
 
     data = table.with_transform(transform)
-    yield reading(DataLoader(data, BATCH, shuffle=True, collate_fn=pairs))  # type: ignore[arg-type]
+    yield reading(DataLoader(data, BATCH, shuffle=True, collate_fn=pairs))
 
 
 @contextmanager

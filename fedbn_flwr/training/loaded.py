@@ -191,10 +191,10 @@ def _chosen(loader: Any) -> list[int] | None:
     if in_order and len(sampler) == _size(loader):
         return None
     raise DataError(
-        f"the sampler of the loader of {name_of(loader.dataset)},"
-        f" {type(sampler).__name__}, chooses examples in a way that a pass in a fixed"
-        " order cannot follow: choose a client's examples by torch.utils.data.Subset,"
-        " and give here a loader without it"
+        f"{name_of(loader.dataset)}: the loader's sampler, {type(sampler).__name__},"
+        " chooses examples in a way that a pass in a fixed order cannot follow: choose"
+        " a client's examples by torch.utils.data.Subset, and give here a loader"
+        " without it"
     )
 
 
