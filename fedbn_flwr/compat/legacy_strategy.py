@@ -53,7 +53,12 @@ from fedbn_flwr.messages.numpy_client import (
     reply_to_evaluate,
     reply_to_fit,
 )
-from fedbn_flwr.messages.protocol import CLIENT_KEYS, LOSS
+from fedbn_flwr.messages.protocol import (
+    CLIENT_KEYS,
+    LOSS,
+    SERVER_ROUND,
+    merged_config,
+)
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
@@ -486,7 +491,8 @@ class _ManagerGrid(Grid):
         # The loop has no messages but fit, evaluate and this query.
         batch = list(messages)
         for message in batch:
-            if message.metadata.message_type != MessageType.QUERY or message.content:
+            own = merged_config(message).keys() - {SERVER_ROUND}
+            if message.metadata.message_type != MessageType.QUERY or own:
                 self._refuse_messages()
         proxies = self._ids.connected(self._manager)
 
@@ -494,7 +500,7 @@ class _ManagerGrid(Grid):
             silent = app_error(message, "no properties")
             try:
                 res = proxies[message.metadata.dst_node_id].get_properties(
-                    GetPropertiesIns({}), timeout, None
+                    GetPropertiesIns(merged_config(message)), timeout, None
                 )
             # it has gone, or Flower's proxy raises what the client raised
             except Exception:

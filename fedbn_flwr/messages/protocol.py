@@ -462,15 +462,14 @@ def message_seed(message: Message, context: Context) -> int:
     node = context.node_config.get(PARTITION_ID)
     if node is None:
         node = own_node_id(context)
-    purpose = message.metadata.message_type
+    purpose, server_round = message.metadata.message_type, config.get(SERVER_ROUND, 0)
     if purpose == EXCHANGE_QUERY:
         purpose = MessageType.TRAIN
+    # A node is asked who it is when it joins, in any round.
+    if purpose == MessageType.QUERY:
+        server_round = 0
     return derive_seed(
-        int(config.get(SEED, 0)),
-        "client",
-        purpose,
-        int(config.get(SERVER_ROUND, 0)),
-        str(node),
+        int(config.get(SEED, 0)), "client", purpose, int(server_round), str(node)
     )
 
 

@@ -56,8 +56,6 @@ __all__ = ["MaskedRound"]
 
 logger = logging.getLogger("flwr")
 
-# The record of a query.
-_QUERY = "config"
 _LACKS_MOD = (
     "its app does not answer the queries of masked sums. Make `masked_update` of"
     " fedbn_flwr.mods the app's first mod."
@@ -93,6 +91,7 @@ class MaskedRound:
         timeout: seconds to wait for the answers to a query.
         equal: whether all weights are 1; else a client's weight is its number of
             examples.
+        config_key: name of a message's config.
         present: the clients that have sent their shares: those that train.
         threshold: t; 0 before the keys.
         whole: whether all must have answered: exchanges of this round have told sums of
@@ -106,6 +105,7 @@ class MaskedRound:
     grid: Grid
     timeout: float
     equal: bool
+    config_key: str
     present: frozenset[int] = frozenset()
     threshold: int = 0
     whole: bool = False
@@ -370,7 +370,7 @@ class MaskedRound:
                 **without_empty(config),
             }
         )
-        content = RecordDict({_QUERY: record})
+        content = RecordDict({self.config_key: record})
         return Message(content, self.nodes[number].node_id, MessageType.QUERY)
 
 

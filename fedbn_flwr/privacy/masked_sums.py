@@ -58,14 +58,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASKED, NUM_EXAMPLES
-from fedbn_flwr.messages.records import state_sha256
+from fedbn_flwr.messages.records import of_kind, state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
@@ -200,7 +200,8 @@ class MaskedSums(Protection):
         if not messages:
             return []
         nodes = [node for node, _ in messages]
-        masks = MaskedRound(report, nodes, grid, timeout, equal=bool(self._dp))
+        key, *_ = of_kind(messages[0][1].content, ConfigRecord)
+        masks = MaskedRound(report, nodes, grid, timeout, bool(self._dp), key)
         self._masks = masks
         able = _able(masks, repeats=self._weights == self._known)
         if not masks.prepare(able, self.settings.masked_threshold):

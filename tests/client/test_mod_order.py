@@ -134,14 +134,16 @@ def reads(key: str) -> Any:
     return reading
 
 
-NAMED = "the mod 'reading' of the app raised KeyError: 'server-round'.* of type 'query'"
+NAMED = (
+    "the mod 'reading' of the app raised KeyError: 'fedbn-flwr.hooks'.* of type 'query'"
+)
 
 
 @pytest.mark.parametrize(
     ("mods", "named"),
     [
-        ([bn_mod, reads("server-round")], NAMED),
-        ([reads("server-round"), bn_mod], "server-round"),
+        ([bn_mod, reads("fedbn-flwr.hooks")], NAMED),
+        ([reads("fedbn-flwr.hooks"), bn_mod], "fedbn-flwr.hooks"),
     ],
 )
 def test_a_mod_that_raises_on_the_query_is_told_what_to_do(
@@ -160,7 +162,7 @@ def test_a_mod_of_a_client_app_that_raises_on_the_query_is_named(
             FedTAN(),
             mlp,
             datasets,
-            wrap=functools.partial(client_app, mods=[reads("server-round")]),
+            wrap=functools.partial(client_app, mods=[reads("fedbn-flwr.hooks")]),
         )
 
 

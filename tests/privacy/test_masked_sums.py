@@ -116,7 +116,10 @@ def test_a_masked_run_equals_the_plain_one(
 ) -> None:
     options: dict[str, Any] = {"rounds": 2, "local_steps": 2}
     plain = federate(method(), mlp, datasets, **options)
-    ours = federate(masked(method()), mlp, datasets, **options)
+    named = masked(method(configrecord_key="settings"))
+    ours = federate(named, mlp, datasets, **options)
+    rounds = [message.content["settings"]["server-round"] for message in ours.grid.sent]
+    assert rounds == sorted(rounds)
     assert 0 < furthest(plain.state, ours.state) < 1e-11
     for partition in range(4) if method is FedBN else ():
         assert (
@@ -394,7 +397,7 @@ def test_below_the_threshold_nothing_is_revealed(
     asked = [
         config["fedbn-flwr.mask-stage"]
         for config in ours.grid.config("query")
-        if "server-round" in config
+        if "fedbn-flwr.mask-stage" in config
     ]
     assert asked.count("reveal") == (10 if stage == "reveal" else 5), "in round 2 alone"
     assert made.reports[1].participants == [0, 1, 2, 3, 4]

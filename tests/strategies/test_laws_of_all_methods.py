@@ -32,7 +32,7 @@ from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
-from tests.support.federation import RecordingBarrierGrid, torch_clients
+from tests.support.federation import Outcome, RecordingBarrierGrid, torch_clients
 from tests.support.many_layers import two_layers
 
 SIZES = (6, 13, 9)
@@ -258,25 +258,47 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(
     whole.after(saved_after).assert_same(rest)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture
+def run_case(federate, points, wsconv_net) -> Callable[..., Outcome]:
+    """``run_case(case, strategy, ...)``: four rounds of a case's strategy."""
+
+    def run(case: str, strategy: FedAvg[Any], **options: Any) -> Outcome:
+        return federate(
+            strategy,
+            wsconv_net if case == "fedwon" else two_layers,
+            [points(size, i) for i, size in enumerate(SIZES)],
+            sgd_momentum=0.9 if case.startswith("momentum") else 0.0,
+            rounds=4,
+            **options,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("case", (*STRATEGIES, "recalibrate"))
+def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
+    """As Flower's own messages have it, which a mod may read; client 2 joins late."""
+    strategy = made(case)
+    strategy.configrecord_key = "settings"
+    run = run_case(case, strategy, hide={1: {2}, 2: {2}})
+    rounds = [m.content["settings"]["server-round"] for m in run.grid.sent]
+    assert rounds == sorted(rounds)
+    assert {*rounds} == {1, 2, 3, 4}
+    asked = [m for m in run.grid.sent if m.metadata.message_type == "query"]
+    assert [m.content["settings"]["server-round"] for m in asked] == [1, 1, 3]
+
+
+@pytest.mark.parametrize("case", (*STRATEGIES, "recalibrate"))
 def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
-    case: str, federate, points, wsconv_net
+    case: str, run_case
 ) -> None:
     """Whichever check ends it: a method may find that nothing has changed."""
 
     def spoil(content: RecordDict) -> None:
         content["metrics"]["num-examples"] = -1
 
-    run = federate(
-        made(case),
-        wsconv_net if case == "fedwon" else two_layers,
-        [points(size, i) for i, size in enumerate(SIZES)],
-        sgd_momentum=0.9 if case.startswith("momentum") else 0.0,
-        wrap=functools.partial(spoiling, spoil, who=range(3)),
-        rounds=4,
-        barrier=True,
-        fails=NothingTrainedError,
-    )
+    bad = functools.partial(spoiling, spoil, who=range(3))
+    run = run_case(case, made(case), wrap=bad, barrier=True, fails=NothingTrainedError)
     refused = sum(report.asked for report in run.strategy.reports)
     assert f"refused or lost: {refused} x 'num-examples' is -1" in str(run.error)
 

@@ -47,7 +47,12 @@ from fedbn_flwr.lab.setup import (
     make_strategy,
     on_device,
 )
-from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION, NodeProperties
+from fedbn_flwr.messages.protocol import (
+    SERVER_ROUND,
+    TEST_SETS,
+    VALIDATION,
+    NodeProperties,
+)
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms.feature import NormalisedLinear
 from fedbn_flwr.privacy.differential import ClientLevelDP
@@ -238,8 +243,9 @@ def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
     """
     # ask all, and go on with the first answer
     messages = []
+    content = RecordDict({"config": ConfigRecord({SERVER_ROUND: 0})})
     for node_id in grid.get_node_ids():
-        messages.append(Message(RecordDict(), node_id, MessageType.QUERY))
+        messages.append(Message(content, node_id, MessageType.QUERY))
     replies = grid.send_and_receive_until(
         messages,
         lambda replies: any(reply.has_content() for reply in replies),

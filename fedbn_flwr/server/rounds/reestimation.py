@@ -63,7 +63,7 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     """
     if not any(run.parts.moments()):
         return
-    present = run.nodes.present(grid, max(run.options.min_available_nodes, 1))
+    present = run.present(grid, max(run.options.min_available_nodes, 1))
     nodes = [node for node in present if node.num_examples != 0]
     known = run.known_statistics  # of the same weights
     same_data = run.measured == [node.label for node in nodes]

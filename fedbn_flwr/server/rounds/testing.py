@@ -60,7 +60,7 @@ def address_tests(
     if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
         return NOTHING
     least = options.min_evaluate_nodes
-    present = run.nodes.present(grid, max(options.min_available_nodes, least))
+    present = run.present(grid, max(options.min_available_nodes, least))
     able = [node for node in present if not node.unusable]
     count = max(share_of(options.fraction_evaluate, len(able)), least)
     nodes = run.nodes.sample(able, count, "evaluate", number)

@@ -57,7 +57,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     if options.fraction_train == 0.0:
         return []
     at_least = max(options.min_available_nodes, options.min_train_nodes)
-    able = _able_to_train(run, run.nodes.present(grid, at_least))
+    able = _able_to_train(run, run.present(grid, at_least))
     run.num_able = len(able)  # N of the papers: before the draw
     # Both count in a round that is not used, too.
     run.most_able = max(run.most_able, run.num_able)

@@ -32,7 +32,7 @@ from fedbn_flwr.errors import (
     split_code,
 )
 from fedbn_flwr.messages.packing import FORMAT
-from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
+from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.training.randomness import derive_seed, numpy_generator
@@ -74,6 +74,7 @@ class NodeRegistry:
         self._seed = seed
         self._timeout = timeout
         self._query_config = dict(query_config or {})
+        self._query = RecordDict()
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # who named ``_num_partitions``
         self._one_first = one_first
@@ -92,9 +93,21 @@ class NodeRegistry:
 
     # --- who is there -----------------------------------------------------------------
 
-    def present(self, grid: Grid, at_least: int) -> list[Node]:
+    def present(
+        self,
+        grid: Grid,
+        at_least: int,
+        server_round: int = 0,
+        config_key: str = "config",
+    ) -> list[Node]:
         """Wait for ``at_least`` connected nodes, query the new ones, and return all in
         the order of partition ids.
+
+        Args:
+            grid: the nodes.
+            at_least: the number of nodes to wait for.
+            server_round: the round, for the config of the query.
+            config_key: name of that config.
 
         Raises:
             EngineError: too few nodes are connected after the timeout.
@@ -108,6 +121,8 @@ class NodeRegistry:
         if node_ids == self._last_ids:
             return self._last_nodes
         self.silent = {}
+        config = {SERVER_ROUND: server_round, **self._query_config}
+        self._query = RecordDict({config_key: ConfigRecord(config)})
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         if new:
             self._join(grid, new)
@@ -329,11 +344,8 @@ class NodeRegistry:
         """Send the query to these nodes; return the replies that come in time."""
         if not node_ids:
             return ()
-        content = RecordDict()
-        if self._query_config:
-            content["config"] = ConfigRecord(self._query_config)
         messages = [
-            Message(content, node_id, MessageType.QUERY) for node_id in node_ids
+            Message(self._query, node_id, MessageType.QUERY) for node_id in node_ids
         ]
         return grid.send_and_receive(messages, timeout=self._timeout)
 

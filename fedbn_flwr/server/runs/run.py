@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import views
-from fedbn_flwr.server.methods.method import Facts, Reply
+from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.methods.travels import Travels
@@ -243,6 +243,11 @@ class Run:
         self.statistics_at_start = self.reestimated or self.known_statistics
         self.reestimated = {}
         self.reports.append(RoundReport(number, self.travels.phase))
+
+    def present(self, grid: Grid, at_least: int) -> list[Node]:
+        """Return the nodes that are there in this round, at least so many."""
+        number, key = self.report.server_round, self.options.config_key
+        return self.nodes.present(grid, at_least, number, key)
 
     def message_config(self, number: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
