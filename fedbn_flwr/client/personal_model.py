@@ -22,6 +22,7 @@ from fedbn_flwr.messages.records import tensors
 __all__ = [
     "ABSENT",
     "AVERAGED",
+    "FINE_TUNED",
     "KEPT_HASHES",
     "SiteState",
     "client_file",
@@ -41,6 +42,11 @@ out.
 AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
 """The metadata of ``model.safetensors`` for a part of the state that is the average of
 what the clients kept.
+"""
+
+FINE_TUNED = "fine-tune"
+"""The metadata of ``model.safetensors`` with the steps by which each client trains its
+model before a test.
 """
 
 KEPT_HASHES = "kept-sha256"
@@ -95,9 +101,9 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     """Return the state of a client's own model after a run: the shared entries, and
     those that this client kept.
 
-    It is the model that ``personal-own`` tested in the last round. A client without
-    entries of its own has the global model, if that is whole: where nothing stays with
-    the clients, or with ``eval-on=averaged-bn``.
+    It is the model that ``personal-own`` tested in the last round, after the steps of
+    ``fine-tune``. A client without entries of its own has the global model, if that is
+    whole: where nothing stays with the clients, or with ``eval-on=averaged-bn``.
 
     Args:
         run: the output folder of a run whose clients shared its disk
@@ -113,10 +119,17 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     file = client_file(folder, client)
     if file.is_file():
         return {**state, **read_state(file)[0]}
+    about = metadata(folder)
+    if FINE_TUNED in about:
+        raise StateError(
+            f"{run}: the model of client={client} after its {about[FINE_TUNED]} steps of"
+            f" fine-tune is not here ({_here(_clients(folder))}). A run whose data and"
+            " clients share the server's disk writes it at its end, also with --resume."
+        )
     # No file: it never had entries of its own, or they are on another disk. The hashes
     # in the model's metadata tell which.
     there = "export its model there, with `fedbn-flwr export --state-dir DIR`"
-    if str(client) in json.loads(metadata(folder).get(KEPT_HASHES, "{}")):
+    if str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
         raise StateError(
             f"{run}: what client={client} kept is not here ({_here(_clients(folder))})."
             f" It is on its node: {there}."

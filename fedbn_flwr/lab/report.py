@@ -312,7 +312,8 @@ def _sites(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         site = row["site"]
         if row.get("held-out"):
             site = f"{site} (never trained)"
-        rows.append((site, row["examples"], _shown(metric, row["value"])))
+        value = row.get("error") or _shown(metric, row["value"])
+        rows.append((site, row["examples"], value))
     return pd.DataFrame(rows, columns=["site", "test examples", _named(metric)])
 
 

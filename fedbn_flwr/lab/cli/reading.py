@@ -40,11 +40,13 @@ def report(
     with exit_codes():
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
+    from fedbn_flwr.lab.output.folder import extra
     from fedbn_flwr.lab.report import REPORT_FILE, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():
-        examine(folder)
+        with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
+            examine(folder)
         write_report(folder, out)
         say(f"report: {target.absolute()}")
 

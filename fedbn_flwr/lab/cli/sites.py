@@ -15,8 +15,11 @@ _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-
 
 
 def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
-    """Print a row for each site: its counts, the metric, and intervals if any."""
-    names = [name for name in ("examples", "groups", *_FIGURES) if name in rows[0]]
+    """Print a row for each site: its counts, the metric, and intervals and errors if
+    any.
+    """
+    columns = ("examples", "groups", *_FIGURES, "error")
+    names = [name for name in columns if any(name in row for row in rows)]
     table = Table("site", box=None)
     for name in names:
         table.add_column(metric if name == "value" else name)
@@ -27,13 +30,13 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
         site = row["site"]
         if row.get("held-out"):
             site += " (never trained)"
-        table.add_row(site, *(_shown(row[name]) for name in names))
+        table.add_row(site, *(_shown(row.get(name)) for name in names))
     say(table)
 
 
-def _shown(value: float | None) -> str:
+def _shown(value: float | str | None) -> str:
     if value is None:
         return "-"
-    if isinstance(value, int):
+    if isinstance(value, int | str):
         return str(value)
     return f"{value:.4f}"

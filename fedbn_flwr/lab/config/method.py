@@ -121,6 +121,13 @@ class RunMethod:
         return ("global",)
 
     @property
+    def tests_own_models(self) -> bool:
+        """Whether the main test is that of each client's own model."""
+        if self.centralized or not self.tests[0].startswith("personal"):
+            return False
+        return self.methods.own_models or self.params.fine_tune > 0
+
+    @property
     def reestimates(self) -> bool:
         """Whether BN statistics are re-estimated before tests."""
         if self.centralized:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.client.personal_model import (
     AVERAGED,
+    FINE_TUNED,
     client_file,
     global_state,
     metadata,
@@ -158,9 +159,21 @@ def _state(
         }
         fingerprint = parts.fingerprint(shapes)
         state, client = site_state(run, choice.state_dir, fingerprint, client)
-        return state, _what_of_client(config, parts, client, kept_here=True)
+        what = _what_of_client(config, parts, client, kept_here=True)
+        if FINE_TUNED in about:
+            what += (
+                f"; without the {about[FINE_TUNED]} steps of fine-tune before each of"
+                " its tests, which only its node makes"
+            )
+        return state, what
     if client is not None:
         state = _personal_state(run, config, client)
+        if FINE_TUNED in about:
+            steps = about[FINE_TUNED]
+            return (
+                state,
+                f"the own model of client {client}, after {steps} steps of fine-tune",
+            )
         kept_here = client_file(run, client).is_file()
         return state, _what_of_client(config, parts, client, kept_here)
     return global_state(run), _what_of_all(parts, about)

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, data_of, method_of
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.config import data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
@@ -49,12 +49,14 @@ class SiteTest:
         outputs: (N, ...); of a segmentation the confusion matrices of the examples.
         targets: (N, ...).
         groups: the positions of the examples of each group.
+        error: why the data cannot be read; then there are no outputs.
     """
 
     task: Task
     outputs: Tensor
     targets: Tensor
     groups: list[Indices]
+    error: str = ""
 
     def metric(self, groups: Indices) -> float:
         """Return the main metric of these groups together; one may be there twice."""
@@ -120,7 +122,10 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
         outputs.append(of_batch.cpu())
         targets.append(targets_of_batch.cpu())
 
-    evaluate(model, data, task=task, on_batch=keep)
+    try:
+        evaluate(model, data, task=task, on_batch=keep)
+    except DataError as error:
+        return SiteTest(task, torch.empty(0), torch.empty(0), [], str(error))
     if not outputs:
         return SiteTest(task, torch.empty(0), torch.empty(0), [])
     # Without patients each example is drawn by itself.
@@ -207,6 +212,8 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
     for name, site in tested.items():
         row = {"site": name, "examples": len(site.targets), "groups": len(site.groups)}
         row |= interval(site)._asdict()
+        if site.error:
+            row["error"] = site.error
         if against:
             if name not in others or not site.has_examples_of(others[name]):
                 raise ConfigError(
@@ -246,11 +253,6 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
             f"{run}: its main test, {test}, has BatchNorm statistics of the test"
             " inputs."
         )
-    # Which model a site has: its own one, or that of all.
-    own = False
-    if config.strategy != CENTRALIZED:
-        personal = test.startswith("personal") or method.shares_nothing
-        own = personal and method.methods.own_models
     task = data_of(config).test_task
     if metric:
         task = task.scored_by(metric)
@@ -263,7 +265,8 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
     data = partitioned_data(config, count_clients(config))
     tests = {}
     for client, name in enumerate(site_names(data)):
-        choice = Choice(client=client) if own else Choice()
+        # its own one, or that of all
+        choice = Choice(client=client) if method.tests_own_models else Choice()
         tests[name] = test_site(model_of(choice), data.test_view(client), task)
     for at, name in enumerate(data.held_out_names):
         tests[name] = test_site(model_of(Choice()), data.held_out_views(at)[1], task)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -35,9 +37,12 @@ __all__ = [
     "STATISTICS_FILE",
     "RunFolder",
     "changed_settings",
+    "extra",
     "lock_folder",
     "writing",
 ]
+
+logger = logging.getLogger("flwr")
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
 STATISTICS_FILE = "statistics.jsonl"  # see statistics_log
@@ -119,6 +124,27 @@ def writing(path: Path, then: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def extra(name: str, again: str) -> Iterator[None]:
+    """Log the failure of something that a run makes besides its results, and go on.
+
+    Args:
+        name: the name of the extra.
+        again: a sentence that says how to make it again.
+    """
+    try:
+        yield
+    # Pictures and data call code of other packages, which may raise anything.
+    except Exception as error:
+        logger.warning(
+            "%s failed: %s: %s. The results of the run do not need it. %s",
+            name,
+            type(error).__name__,
+            error,
+            again,
+        )
+
+
 class RunFolder:
     """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
@@ -151,6 +177,7 @@ class RunFolder:
                 self._cut_back(after)
                 # a run that goes on is not finished
                 (path / "summary.json").unlink(missing_ok=True)
+                shutil.rmtree(path / "clients", ignore_errors=True)
             content = yaml.safe_dump(settings, sort_keys=False)
             write_atomically(path / "config.yaml", content)
             self._tensorboard: TensorBoardLog | None = None
@@ -167,7 +194,8 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         if self._tensorboard:
-            self._tensorboard.close()
+            with self._tensorboard_extra():
+                self._tensorboard.close()
 
     @staticmethod
     def refuse_used(path: Path) -> None:
@@ -235,7 +263,7 @@ class RunFolder:
         """
         self.append("metrics.jsonl", _clean(line))
         if self._tensorboard:
-            with self._writing():
+            with self._tensorboard_extra():
                 self._tensorboard.add_round(line)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
@@ -275,17 +303,23 @@ class RunFolder:
     def finish(
         self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
     ) -> None:
-        """Write the model, with ``about`` as metadata, the curves and the summary."""
-        # Here, as a run that is refused does without matplotlib.
-        from fedbn_flwr.lab.output.curves import draw_curves
-
-        # The summary last: with it a run counts as finished.
+        """Write the model, with ``about`` as metadata, and the summary; then the curves."""
+        # The summary after the model: with it a run counts as finished.
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
+        self.save("summary.json", summary)
+        with extra(
+            "curves.png", f"For a page with curves: fedbn-flwr report {self.path}"
+        ):
+            # Here, as a run that is refused does without matplotlib.
+            from fedbn_flwr.lab.output.curves import draw_curves
+
             lines = read_metrics(self.path / "metrics.jsonl")
             write_atomically(self.path / "curves.png", draw_curves(lines, self._score))
-        self.save("summary.json", summary)
+
+    def _tensorboard_extra(self) -> AbstractContextManager[None]:
+        return extra("The file for TensorBoard", "metrics.jsonl has its numbers.")
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")

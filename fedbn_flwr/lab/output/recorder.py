@@ -17,11 +17,17 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.client.personal_model import ABSENT, KEPT_HASHES, why_absent
+from fedbn_flwr.client.personal_model import (
+    ABSENT,
+    FINE_TUNED,
+    KEPT_HASHES,
+    why_absent,
+)
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, extra
+from fedbn_flwr.lab.output.own_models import fine_tuned
 from fedbn_flwr.lab.output.run_tests import (
     GlobalTests,
     HeldOut,
@@ -261,7 +267,8 @@ class Recorder:
     def finish(
         self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Write model, curves and summary; return the summary.
+        """Write local states, model and summary; then what can be made again: fine-tuned
+        models, curves and the table of sites. Return the summary.
 
         With early stopping, ``state`` and the strategy are those of the best round.
         """
@@ -285,25 +292,26 @@ class Recorder:
         # told, not even the hash of what they keep.
         kept: Iterable[tuple[str, State]] = ()
         local: Mapping[str, str] = {}
+        tunes = 0
         if strategy and not strategy.protection.always_releases:
             local = strategy.run.kept.hashes
-            kept = kept_by_clients(self._config, strategy, state)
+            tunes = strategy.methods.params.fine_tune
+            kept = () if tunes else kept_by_clients(self._config, strategy, state)
         summary["sha256"] = state_sha256(state, local)
         summary["seed"] = self._config.seed
         summary["versions"] = versions()
-        sites = table_of_run(self._config, self._model, self._data, strategy, state)
-        if sites:
-            summary["sites"] = sites
 
         # The model, without the parts of which there is no global value.
         contents = summary["model"] = contents_of_model(strategy)
         clients = self._folder.save_clients(kept)
         absent = [part for part, text in contents.items() if text == ABSENT]
+        shared = state
         if strategy and absent:
-            summary["model-note"] = why_absent(absent, clients)
-            logger.info("%s", summary["model-note"])
             part_of = strategy.run.parts.part_of
-            state = {n: array for n, array in state.items() if part_of[n] not in absent}
+            shared = {
+                n: array for n, array in state.items() if part_of[n] not in absent
+            }
+            summary["model-note"] = why_absent(absent, clients)
 
         # What using the model elsewhere needs.
         about = {"format": "pt", **contents, "sha256": summary["sha256"]}
@@ -312,7 +320,30 @@ class Recorder:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
         if since and chosen >= since:
             about[DIVERGED_AT] = str(since)
-        self._folder.finish(state, about, summary)
+        if tunes:
+            about[FINE_TUNED] = str(tunes)
+        self._folder.finish(shared, about, summary)
+
+        # What can be made again, after all that cannot.
+        run = self._folder.path
+        if strategy and tunes:
+            again = f"Once it can be done: fedbn-flwr run --out {run} --resume"
+            tuned = fine_tuned(
+                self._config, self._model, self._data, strategy, state, chosen, again
+            )
+            with extra("The fine-tuning of clients", again):
+                clients = self._folder.save_clients(tuned)
+            if absent:
+                summary["model-note"] = why_absent(absent, clients)
+        with extra("The table of sites", f"To make it: fedbn-flwr evaluate {run}"):
+            sites = table_of_run(
+                self._config, self._model, self._data, strategy, state, run, clients
+            )
+            if sites:
+                summary["sites"] = sites
+        if "model-note" in summary:
+            logger.info("%s", summary["model-note"])
+        self._folder.save("summary.json", summary)
         return summary
 
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.client.personal_model import client_file, read_state
+from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.output.summary import kept_by_clients
 from fedbn_flwr.lab.partitioned.counts import client_names
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import on_device
@@ -23,6 +26,8 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
 
 __all__ = ["HELD_OUT", "site_names", "table_of_run"]
+
+logger = logging.getLogger("flwr")
 
 HELD_OUT = "held-out"
 """The key of a row whose site took no part in the training."""
@@ -46,8 +51,11 @@ def table_of_run(
     data: PartitionedData | None,
     strategy: Strategy | None,
     state: State,
+    run: Path,
+    clients: Collection[str],
 ) -> list[dict[str, Any]]:
-    """Return a row for each site of a finished run, with its main metric.
+    """Return a row for each site of a finished run, with its main metric, or with the
+    error of its data.
 
     There are none where it cannot be measured: where the data are not here, there are
     more than 50 clients, single clients are protected, clients' own models are not on
@@ -60,6 +68,8 @@ def table_of_run(
         data: the data of the run.
         strategy: None for the centralized reference.
         state: the final global state.
+        run: the run's folder.
+        clients: those whose own model is in the folder.
     """
     # Nothing to measure, nothing that may be told, or too much work.
     test = method_of(config).tests[0]
@@ -70,27 +80,32 @@ def table_of_run(
     if len(data.test) + len(data.held_out) > _MOST_SITES:
         return []
 
-    # A client's model: the global one, what completes it, and what the client keeps.
-    own: Mapping[str, State] = {}
+    # A client's model: the global one, what completes it, and the client's own entries.
+    own_models = method_of(config).tests_own_models
+    if own_models and not clients:
+        return []
     shared: State = completing_entries(strategy.run, test) if strategy else {}
-    if strategy and strategy.methods.own_models and test.startswith("personal"):
-        own = dict(kept_by_clients(config, strategy, state))
-        if not own:
-            return []
     on_device(model, config)
     task = data_of(config).test_task
     rows = []
 
     def add(name: str, view: Subset, held_out: bool) -> None:
-        value = evaluate(model, view, task=task).named()[task.score]
-        row: dict[str, Any] = {"site": name, "examples": len(view)}
-        row["value"] = value if math.isfinite(value) else None
+        row: dict[str, Any] = {"site": name, "examples": len(view), "value": None}
+        try:
+            value = evaluate(model, view, task=task).named()[task.score]
+            row["value"] = value if math.isfinite(value) else None
+        except FedBNError as error:
+            row["error"] = str(error)
+            logger.warning("site %s was not tested: %s", name, error)
         if held_out:
             row[HELD_OUT] = True
         rows.append(row)
 
     for client, name in enumerate(site_names(data)):
-        load_state(model, tensors({**state, **shared, **own.get(str(client), {})}))
+        entries = tensors({**state, **shared})
+        if own_models and str(client) in clients:
+            entries |= read_state(client_file(run, client))[0]
+        load_state(model, entries)
         add(name, data.test_view(client), held_out=False)
     if data.held_out:
         # with the average of the BN parts that clients keep

@@ -19,7 +19,12 @@ from fedbn_flwr.errors import DivergedError, NothingTrainedError, NotResumableEr
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE, RunFolder
+from fedbn_flwr.lab.output.folder import (
+    DIVERGED_AT,
+    STATISTICS_FILE,
+    RunFolder,
+    extra,
+)
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.statistics_log import StatisticsLog, rounds_with_statistics
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -107,7 +112,10 @@ class RunRecord(Recording):
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
         """Compare the statistics in the replies with the global ones."""
-        if server_round in self._with_statistics:
+        if server_round not in self._with_statistics:
+            return
+        name = f"Round {server_round} of {STATISTICS_FILE}"
+        with extra(name, "Only a new run can measure it."):
             self._line = self._statistics.line(server_round, replies, before, after)
 
     def end_round(

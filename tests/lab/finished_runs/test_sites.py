@@ -4,7 +4,9 @@ intervals the bootstrap's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ from scipy import stats
 from torch import nn
 from typer.testing import CliRunner
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr import personal_state
+from fedbn_flwr.client.personal_model import client_file
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
 from fedbn_flwr.lab.finished_runs.sites import (
     SiteTest,
     difference,
@@ -23,13 +28,74 @@ from fedbn_flwr.lab.finished_runs.sites import (
     sites_of_run,
     test_site,
 )
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.setup import make_model
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, SEGMENTATION
 
 
 def own(out: Path, metric: str) -> list[float]:
     tested = read_metrics(out / "metrics.jsonl")[-1]["clients"]
     return [tested[str(client)][f"own-{metric}"] for client in range(len(tested))]
+
+
+BEST = {"early-stopping": 1, "validation-share": 0.2, "num-server-rounds": 6}
+HALF = {"fraction-train": 0.34, "eval-on": "personal-own,averaged-bn"}
+FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
+    "FedBABU": {"strategy": "fedrep", "head-steps": 0},
+    "workers": {"strategy": "fedbn", "norm": "batch-renorm"},
+    "the best round": {"strategy": "fedbn", **BEST, "learning-rate": 0.3},
+    "a part of the clients": {"strategy": "silobn", **HALF},
+    **{name: {"strategy": name} for name in STRATEGIES},
+}
+
+
+@pytest.mark.parametrize("name", FINE_TUNED)
+def test_a_client_has_one_model_fine_tuned_or_not(
+    quick_config, needs, tmp_path: Path, monkeypatch, name: str
+) -> None:
+    """The model of its test is that of the table, ``evaluate``, ``--against``,
+    ``personal_state`` and ``export``; a run differs from itself by 0.
+    """
+    monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 20)
+    settings = {"eval-on": "personal-own", "partition": "iid", **FINE_TUNED[name]}
+    settings = {**needs(settings["strategy"]), **settings}
+    workers = 2 if name == "workers" else 0
+    for steps in (0, 3):
+        out = tmp_path / str(steps)
+        config = quick_config(**{**settings, "fine-tune": steps})
+        summary = run(config, out, workers=workers)
+        tested = read_metrics(out / "metrics.jsonl")[summary["final"]["round"] - 1]
+        wanted = [tested["clients"][str(i)]["own-accuracy"] for i in range(3)]
+        assert [row["value"] for row in summary["sites"]] == wanted
+        rows = sites_of_run(out, out)
+        assert [row["value"] for row in rows] == wanted
+        for row in rows:
+            ends = (row["difference-low"], row["difference-high"])
+            assert (row["difference"], *ends) == (0, 0, 0)
+        for client, value in enumerate(wanted):
+            view = partitioned_data(config, 3).test_view(client)
+            model = make_model(config)
+            model.load_state_dict(personal_state(out, client))
+            exported = load_model(out, Choice(client)).model
+            for one in (model, exported):
+                assert evaluate(one, view).accuracy == value
+
+
+def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
+    quick_config, tmp_path: Path
+) -> None:
+    """FedAvg: the global model is not the one that was tested."""
+    settings = {"fine-tune": 3, "eval-on": "personal-own"}
+    run(quick_config(**settings), tmp_path / "out")
+    client_file(tmp_path / "out", 1).unlink()
+    with pytest.raises(StateError, match="after its 3 steps of fine-tune is not here"):
+        personal_state(tmp_path / "out", 1)
+    resumed = quick_config(**settings, resume=True)
+    run(resumed, tmp_path / "out")
+    assert personal_state(tmp_path / "out", 1)
 
 
 def test_each_client_has_the_model_that_the_run_has_for_it(

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from safetensors import safe_open
+from safetensors.numpy import load_file
 from torch import nn
+from typer.testing import CliRunner
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output import recorder as recorder_module
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.recorder import Recorder
 from fedbn_flwr.lab.output.summary import commit_of
+from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.server.runs.report import RoundReport
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
@@ -111,6 +117,76 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     assert read_metrics(path) == [{"round": 1}]
     assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+HERE = "fedbn_flwr.lab.output"
+# by the name in the warning: what is called, in a run with these settings, and how the
+# command says to make it again
+EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
+    "The table of sites": (f"{HERE}.recorder.table_of_run", [], "fedbn-flwr evaluate"),
+    "site client 0": (f"{HERE}.site_tests.evaluate", [], "cut.png"),
+    "curves.png": (f"{HERE}.curves.draw_curves", [], "fedbn-flwr report"),
+    "Round 2 of statistics": (f"{HERE}.recording.StatisticsLog.line", [], "new run"),
+    "fine-tuning of client 2": (
+        f"{HERE}.own_models.TorchClient",
+        ["fine-tune=2"],
+        "--resume",
+    ),
+    "TensorBoard": (
+        f"{HERE}.folder.TensorBoardLog.add_round",
+        ["tensorboard=true"],
+        "metrics.jsonl",
+    ),
+    "for TensorBoard": (
+        f"{HERE}.folder.TensorBoardLog.close",
+        ["tensorboard=true"],
+        "metrics.jsonl",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_no_extra_can_take_the_results_of_a_run(
+    quick_run, tmp_path: Path, monkeypatch, caplog, name: str
+) -> None:
+    """Each in turn raises; the run ends well, and a warning says how to make it again."""
+    where, settings, again = EXTRAS[name]
+    whole, there = quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
+    if settings == ["tensorboard=true"]:
+        pytest.importorskip("tensorboard")
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise DataError("cut.png cannot be read")
+
+    monkeypatch.setattr(where.replace("output.recording", "runs.recording"), fails)
+    words = [word for one in settings for word in ("--set", one)]
+    here = tmp_path / "here"
+    command = ["run", str(there / "config.yaml"), *words, "--out", str(here)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    warnings = [record.getMessage() for record in caplog.records if record.levelno > 20]
+    assert any(name in text and again in text for text in warnings), warnings
+
+    summary = json.loads((here / "summary.json").read_text())
+    assert summary["sha256"] == whole["sha256"]
+    states = ["model.safetensors"]
+    if "fine-tune=2" not in settings:
+        states += [f"clients/client-{client}.safetensors" for client in range(3)]
+    for file in states:
+        same_state(load_file(here / file), load_file(there / file))
+    rows = summary.get("sites", [])
+    if name == "site client 0":
+        assert [row["error"] for row in rows] == ["cut.png cannot be read"] * 3
+        assert "cut.png cannot be read" in done.output
+        write_report(here)
+    elif "fine-tune=2" not in settings and name != "The table of sites":
+        assert rows == whole["sites"]
+
+
+def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 3])

@@ -1,0 +1,77 @@
+"""The clients' own models at the end of a run: what each keeps, and with ``fine-tune`` the
+model after its steps, as the run has tested it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.output.folder import extra
+from fedbn_flwr.lab.output.summary import kept_by_clients
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.setup import local_training, on_device
+from fedbn_flwr.machine import threads
+from fedbn_flwr.messages.protocol import ARRAY_NAMES
+from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.strategies import Strategy
+from fedbn_flwr.training.model_state import copied
+
+__all__ = ["fine_tuned"]
+
+
+def fine_tuned(
+    config: Config,
+    model: nn.Module,
+    data: PartitionedData | None,
+    strategy: Strategy,
+    state: State,
+    server_round: int,
+    again: str,
+) -> Iterator[tuple[str, State]]:
+    """Yield (client, entries) of each client's own model after the steps of
+    ``fine-tune``; none if the data or what clients keep are not on this disk.
+
+    The steps are those before the tests of the round: the same seeds, code and data.
+
+    Args:
+        config: the settings.
+        model: a copy is trained.
+        data: the data of the run.
+        strategy: it knows what the clients keep.
+        state: the global state after the round.
+        server_round: the round of the state.
+        again: how to make a model again that fails.
+    """
+    if data is None:
+        return
+    kept = dict(kept_by_clients(config, strategy, state))
+    elsewhere = set[str]()
+    if strategy.methods.own_models:
+        elsewhere = strategy.run.kept.hashes.keys() - kept
+    sent = strategy.run.message_config(server_round).write()
+    for client in range(len(data.train)):
+        if str(client) in elsewhere:
+            continue
+        entries = {**state, **kept.get(str(client), {})}
+        names = json.dumps(list(entries))
+        with extra(f"The fine-tuning of client {client}", again):
+            tuned = on_device(copied(model), config)
+            # The run's client, which is asked for no test: it only loads and trains.
+            trainee = TorchClient(
+                tuned,
+                data.train_view(client),
+                {},
+                local_training(config),
+                partition_id=client,
+                seed=config.seed,
+                task=data_of(config).test_task,
+            )
+            with threads(config.torch_threads):
+                trainee.evaluate([*entries.values()], {**sent, ARRAY_NAMES: names})
+            yield str(client), to_state(tuned.state_dict())
