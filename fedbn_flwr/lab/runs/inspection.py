@@ -205,7 +205,8 @@ class _Costs:
 
         # BN layers whose statistics move, and the bytes of these
         learning = method_of(config).parts(model, learning=True)
-        self._layers = len(list(learning.moments()))
+        tracking = [one for one in learning.layers if "running_mean" in one.entries]
+        self._layers = len(tracking)
         self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
 
     def _sends(self, name: str) -> bool:

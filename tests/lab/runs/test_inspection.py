@@ -4,28 +4,45 @@ model; the papers' sizes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
-from fedbn_flwr.messages.records import Traffic
-from fedbn_flwr.server.methods.travels import model_needs
+from fedbn_flwr.messages.records import Traffic, num_bytes
 from fedbn_flwr.strategies import STRATEGIES
-from tests.support.federation import torch_clients
+from tests.support.federation import (
+    Outcome,
+    RecordingGrid,
+    run_strategy,
+    torch_clients,
+)
+from tests.support.synchronised import TRANSPORTS
 
-GLOBAL_MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "global"}
-CLIENTS = 5  # of the papers' figures; where every strategy is tried, two do
+CLIENTS = 5
+"""Clients of the papers' figures."""
+SIZES = {
+    "batch-size": 2,
+    "local-steps": 2,
+    "local-epochs": 0,
+    "learning-rate": 0.001,
+    "sgd-momentum": 0.9,
+}
 
 
 class Noise:
@@ -45,105 +62,165 @@ class Noise:
         return self.images[positions], positions % 10
 
 
-def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
-    """Both phases of a method that has two, for ResNet-20 on three channels or a
-    smaller model on one.
+# What a draw may change; the first value is the default.
+AXES: Mapping[str, tuple[Any, ...]] = {
+    "model": ("lenet", "mlp"),
+    "norm": ("batch", "group", "batch-renorm"),
+    "local-part": ("", "fedbn", "silobn", "mtfl"),
+    "client-hooks": (
+        "",
+        *("ditto", "scaffold", "staticbn", "fixbn", "fbn", "hbn", "fedtan", "fedrep"),
+    ),
+    "server-step": ("", "fedadam", "fedavgm"),
+    "momentum-scope": ("none", "local", "global"),
+    "fedtan-exchanges": ("3L+1", "2L+1"),
+    "eval-on": (
+        "",
+        *("averaged-bn", "recalibrated", "global,recalibrated", "personal-own"),
+    ),
+    "recalibrate": (False, True),
+    "eval-every": (1, 2),
+    "personal": ("", "last-layer", "norm1", "norm2.weight", "conv2"),
+    "layers": ("", "norm1"),
+    "train-only": ("", "fc3,norm2,conv2"),
+    "frozen-bn": ("eval", "train"),
+    "fbn-measure": ("steps", "pass"),
+    "statistics-aggregation": ("mean", "trimmed-mean:0.2"),
+    "share-alpha": (False, True),
+    "feature-norm": ("", "sqrt-d"),
+    "masked-sums": (False, True),
+}
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a transport, and up to four settings that are not the default."""
+    keys = draw(st.lists(st.sampled_from(list(AXES)), max_size=4, unique=True))
+    own = {key: draw(st.sampled_from(AXES[key][1:])) for key in keys}
+    return {"transport": draw(st.sampled_from(TRANSPORTS)), **own}
+
+
+def config_of(strategy: str, own: Mapping[str, Any]) -> Config:
+    """Return the config of a short run, in both phases of a method that has two.
+
+    Settings without an effect are left out.
     """
-    size = {
-        "dataset": "cifar10" if model == "resnet20" else "mnist",
-        "model": model,
-        "norm": norm,
-    }
-    quick = {
-        "batch-size": 2,
-        "local-steps": 2,
-        "learning-rate": 0.001,
-        "num-server-rounds": rounds,
-    }
-    return Config.make_of_shared(
-        {**quick, "fedtan-rounds": 1}, {"strategy": strategy, **size}
-    )[0]
+    drawn = {**own}
+    transport = drawn.pop("transport", TRANSPORTS[0])
+    if strategy == "fedwon":
+        drawn["norm"] = "wsconv"
+    if "momentum-scope" not in drawn:
+        drawn["sgd-momentum"] = 0.0
+    # Clients of one process that have a barrier need no transport.
+    drawn["fedtan-transport"] = transport.replace("barrier", "messages")
+    phases = {"num-server-rounds": 3, "freeze-at": 2, "fedtan-rounds": 1}
+    chosen = {"strategy": strategy, "dataset": "mnist", "model": "lenet"}
+    chosen["model"] = drawn.pop("model", "lenet")
+    return Config.make_of_shared({**SIZES, **phases, **drawn}, chosen)[0]
 
 
-def predicted(found: Inspection) -> list[Traffic]:
-    """The traffic of each round; every round is tested."""
-    reestimation = found.reestimation.traffic if found.reestimation else Traffic()
+def predicted(found: Inspection, eval_every: int) -> list[Traffic]:
+    """Return the traffic of each round."""
     rounds: list[Traffic] = []
     for phase in found.phases:
-        rounds += [phase.traffic.plus(reestimation)] * (phase.rounds or 0)
+        rounds += [phase.traffic] * (phase.rounds or 0)
+    if found.reestimation:
+        for place in range(len(rounds)):
+            if (place + 1) % eval_every == 0 or place + 1 == len(rounds):
+                rounds[place] = rounds[place].plus(found.reestimation.traffic)
     return rounds
 
 
-def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
-    """The training traffic of the rounds of a real federation."""
-    data = Noise(*((3, 32) if config.model == "resnet20" else (1, 28)))
-    method = make_strategy(config, make_model(config), clients)
-    method.fraction_evaluate = 0.0
-    app = client_app(
-        torch_clients(
-            lambda: make_model(config), [data] * clients, local_training(config)
+def run_of(config: Config, clients: int, transport: str = "barrier") -> Outcome:
+    """Return a run of the config on random images."""
+    shape = (3, 32) if config.dataset == "cifar10" else (1, 28)
+    datasets = [Noise(*shape)] * clients
+    strategy = make_strategy(config, make_model(config), clients)
+    training = local_training(config)
+    app = client_app(torch_clients(lambda: make_model(config), datasets, training))
+    with ExitStack() as grids:
+        outcome = run_strategy(
+            grids,
+            strategy,
+            app,
+            make_model(config).state_dict(),
+            clients,
+            rounds=config.num_server_rounds,
+            barrier=transport == "barrier",
+            grid_options={"threads": clients},
         )
-    )
-    start, rounds = make_model(config).state_dict(), config.num_server_rounds
-    together = {"barrier": True, "grid_options": {"threads": clients}}
-    run_strategy(method, app, start, clients, rounds=rounds, **together)
-    assert all(report.participants == list(range(clients)) for report in method.reports)
-    return [report.train for report in method.reports]
+    for report in strategy.reports:
+        assert report.participants == list(range(clients))
+    return outcome
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
+def broadcasts(grid: RecordingGrid, message_type: str) -> dict[int, list[ArrayRecord]]:
+    """Return by round the records in the messages of a type, equal ones once."""
+    found: dict[int, dict[Any, ArrayRecord]] = {}
+    for message in grid.sent:
+        if message.metadata.message_type.startswith(message_type):
+            config = dict(*message.content.config_records.values())
+            of_round = found.setdefault(int(config.get("server-round", 0)), {})
+            for name, record in message.content.array_records.items():
+                content = [(key, array.data) for key, array in record.items()]
+                of_round[(message.metadata.message_type, name, *content)] = record
+    return {number: list(records.values()) for number, records in found.items()}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_predicted_traffic_equals_measured_traffic(
-    run_strategy, strategy: str, norm: str
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@example(own={"transport": "barrier"})
+@example(own={"norm": "group"})
+@example(own={"momentum-scope": "global", "transport": "messages"})
+@example(own={"recalibrate": True, "layers": "norm1"})
+@example(own={"train-only": "fc3,norm2,conv2", "frozen-bn": "train"})
+@example(own={"masked-sums": True, "transport": "messages"})
+@given(own=changes())
+def test_predicted_bytes_equal_counted_bytes_equal_those_of_the_messages(
+    strategy: str, own: dict[str, Any]
 ) -> None:
-    """Of LeNet, with two norm layers; test_run.py has the MLP."""
-    config = settings(
-        strategy, "lenet", "wsconv" if strategy == "fedwon" else norm, rounds=2
-    )
-    found = inspect_model(make_model(config), strategy, 2, config)
-    if any("a run is refused" in warning for warning in found.warnings):
-        assert norm == "group"
-        assert model_needs(method_of(config).methods.whole)
-        with pytest.raises(NormLayerError):
-            measured(run_strategy, config, 2)
+    """A draw that the package refuses says nothing. The ledger counts the messages, and
+    under masks the prediction leaves out.
+    """
+    try:
+        config = config_of(strategy, own)
+        found = inspect_model(make_model(config), strategy, 2, config)
+    except ConfigError:
         return
-    assert measured(run_strategy, config, 2) == predicted(found)
-    assert found.total().exchanges == sum(
-        traffic.exchanges for traffic in predicted(found)
-    )
+    transport = own.get("transport", TRANSPORTS[0])
+    if any("a run is refused" in warning for warning in found.warnings):
+        with pytest.raises(NormLayerError):
+            run_of(config, 2, transport)
+        return
+    outcome = run_of(config, 2, transport)
+    reports, grid = outcome.strategy.reports, outcome.grid
 
+    tests = [Traffic() for _ in reports]
+    for number, records in broadcasts(grid, "evaluate").items():
+        tests[number - 1].exchanges += 1
+        for record in records:
+            tests[number - 1].count_down(num_bytes(record))
+    counted = [report.train.plus(report.evaluate) for report in reports]
+    if not config.masked_sums:
+        without = [
+            all_of.plus(test, -1) for all_of, test in zip(counted, tests, strict=True)
+        ]
+        assert without == predicted(found, config.eval_every)
+        assert found.local == method_of(config).methods.local
 
-# the first two refuse it, the last has no MLP
-WITHOUT_MOMENTUM = ("scaffold", "bn-scaffold", "fedwon")
-FURTHER = [
-    *(
-        {"strategy": name, **GLOBAL_MOMENTUM}
-        for name in STRATEGIES
-        if name not in WITHOUT_MOMENTUM
-    ),
-    {"strategy": "fbn", "fbn-measure": "pass"},
-    {"strategy": "fbn", "statistics-aggregation": "trimmed-mean:0.2"},
-    {"strategy": "hbn", "share-alpha": True},
-    {"strategy": "fedavg", "feature-norm": "sqrt-d"},
-    {"strategy": "fixbn", "client-hooks": "scaffold"},
-    {"strategy": "fedbn", "client-hooks": "scaffold"},
-    {"strategy": "mtfl", "server-step": "fedadam", **GLOBAL_MOMENTUM},
-    {"strategy": "fedavgm", "client-hooks": "fedtan"},
-]
-
-
-@pytest.mark.parametrize(
-    "own", FURTHER, ids=lambda own: "+".join(map(str, own.values()))
-)
-def test_predicted_traffic_equals_measured_traffic_with_further_settings(
-    run_strategy, own: Mapping[str, Any]
-) -> None:
-    values = settings("fedavg", "mlp", "batch", rounds=3).to_mapping()
-    shared = {"freeze-at": 2, "fedtan-rounds": 1}
-    config, _ = Config.make_of_shared(shared, {**values, "local-epochs": 0, **own})
-    found = inspect_model(make_model(config), config.strategy, 2, config)
-    assert measured(run_strategy, config, 2) == predicted(found)
-    assert found.local == method_of(config).methods.local
+    # the messages; a step's exchanges at a barrier and by the channel are none
+    if found.synchronised and transport != "messages":
+        return
+    total = functools.reduce(Traffic.plus, counted)
+    down = [one for records in broadcasts(grid, "").values() for one in records]
+    up = [
+        record
+        for reply in grid.received
+        if reply.has_content()
+        for record in reply.content.array_records.values()
+    ]
+    assert total.down + total.counters_down == sum(sum(num_bytes(one)) for one in down)
+    assert total.up + total.counters_up == sum(sum(num_bytes(one)) for one in up)
 
 
 def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None:
@@ -163,7 +240,7 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
     [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)],
 )
 def test_resnet20_has_the_papers_sizes(
-    run_strategy, norm: str, floats: int, statistics: int, megabytes: float
+    norm: str, floats: int, statistics: int, megabytes: float
 ) -> None:
     """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round
     with 5 clients.
@@ -176,9 +253,9 @@ def test_resnet20_has_the_papers_sizes(
         part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part
     }
     assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
-    (traffic,) = measured(
-        run_strategy, settings("fedavg", "resnet20", norm, rounds=1), CLIENTS
-    )
+    size = {"dataset": "cifar10", "model": "resnet20", "norm": norm}
+    config = Config.make({**SIZES, **size, "sgd-momentum": 0.0, "num-server-rounds": 1})
+    (traffic,) = [report.train for report in run_of(config, CLIENTS).strategy.reports]
     assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
     assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
 
@@ -219,37 +296,6 @@ def test_warnings_name_what_a_method_would_not_do() -> None:
         for strategy in STRATEGIES
         if strategy != "fedwon"
     )
-
-
-@pytest.mark.parametrize("frozen_bn", ["eval", "train"])
-@pytest.mark.parametrize(
-    "strategy",
-    ["fedtan", "feddna", "scaffold", "bn-scaffold", "staticbn", "hbn", "fedavg"],
-)
-def test_predicted_traffic_with_frozen_layers(
-    run_strategy, strategy: str, frozen_bn: str
-) -> None:
-    """Layers after a frozen network have no exchange of gradients; variates are of
-    trained parameters only.
-    """
-    asked = {
-        "model": "lenet",
-        "dataset": "mnist",
-        "train-only": "fc3,norm2,conv2",
-        "frozen-bn": frozen_bn,
-    }
-    quick = {
-        "batch-size": 2,
-        "local-steps": 1,
-        "num-server-rounds": 2,
-        "learning-rate": 0.001,
-    }
-    momentum = GLOBAL_MOMENTUM if strategy == "fedavg" else {}
-    config = Config.make({"strategy": strategy, **asked, **quick, **momentum})
-    found = inspect_model(make_model(config), strategy, 2, config)
-    assert measured(run_strategy, config, 2) == predicted(found)
-    assert len(found.frozen) == 8
-    assert found.fixed == (("norm1",) if frozen_bn == "eval" else ())
 
 
 def test_a_layer_that_is_called_by_keyword_is_an_exchange() -> None:
