@@ -60,6 +60,7 @@ from fedbn_flwr.transport import Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step import Limits, StepResult
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from tests.support.federation import Outcome
+from tests.support.many_layers import EveryType
 
 SIZES = (6, 13, 9, 21, 8)
 
@@ -132,6 +133,7 @@ WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
     "hbn": (lambda: HBN(share_alpha=True, statistics_warm_up=0), 0.9),
     "bn-scaffold": (BNScaffold, 0.0),
     "feature-norm": (FedAvg, 0.0),
+    "entries of every type": (lambda: FedBN(momentum_scope="local"), 0.9),
 }
 
 
@@ -146,11 +148,10 @@ def test_workers_give_the_bits_of_one_process(
     make, momentum = WORKED[method]
 
     def net() -> nn.Module:
-        return (
-            use_feature_norm(mlp(dropout=0.4))[0]
-            if method == "feature-norm"
-            else mlp(dropout=0.4)
-        )
+        if method == "entries of every type":
+            return EveryType()
+        model = mlp(dropout=0.4)
+        return use_feature_norm(model)[0] if method == "feature-norm" else model
 
     def run(workers: int) -> Outcome:
         options = {"workers": workers, "seed": workers}

@@ -1,8 +1,8 @@
-"""What holds for every method and option: a run leaves nothing behind, and a checkpoint
-has all that a run needs.
+"""What holds for every method and option: a run leaves nothing behind, a checkpoint has
+all that a run needs, and no entry changes its dtype or shape on the way.
 
 Runs are compared by all that the server sends, by their models and reports, and by the
-strategy's state, to the bit.
+strategy's state, to the bit. Their model has entries of every type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import from_record, to_record, to_state, views
 from fedbn_flwr.server.runs.report import RoundReport
 from fedbn_flwr.server.runs.run import Run as ServersRun
 from fedbn_flwr.strategies import STRATEGIES, Facts, FedAvg, FixBN, Replies, combined
@@ -33,7 +33,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import Outcome, RecordingBarrierGrid, torch_clients
-from tests.support.many_layers import two_layers
+from tests.support.many_layers import EveryType, two_layers
 
 SIZES = (6, 13, 9)
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -152,9 +152,12 @@ class Federation:
             return None
 
         start = to_record(arrays or self._model().state_dict())
-        strategy.start(
+        result = strategy.start(
             self.grid, start, num_rounds=rounds, timeout=60, evaluate_fn=test
         )
+        returned = bits(from_record(result.arrays))
+        assert returned == history[-1]
+        self._assert_types([returned, history, bits(strategy.state_dict())])
         sent = [
             self._read(m)
             for m in self.grid.sent[first:]
@@ -163,6 +166,27 @@ class Federation:
         # A start knows only of the nodes that were lost since it began.
         reports = [replace(one, expected=0, missing=[]) for one in strategy.reports]
         return Run(sent, history, reports, bits(strategy.state_dict()))
+
+    def _assert_types(self, found: Any) -> None:
+        """Assert that each entry found here, in a message, or with a client has the
+        dtype and shape of the model's.
+        """
+        model = bits(to_state(self._model().state_dict()))
+        contents = [m.content for m in (*self.grid.sent, *self.grid.received)]
+        contents += [self.grid.inner.context(i).state for i in range(len(SIZES))]
+        # a broadcast is one record in several messages
+        records = {id(one): one for c in contents for one in c.array_records.values()}
+        left = [found, *(bits(views(record)) for record in records.values())]
+        while left:
+            value = left.pop()
+            if isinstance(value, list):
+                left += value
+            elif isinstance(value, dict):
+                left += value.values()
+                for name in value.keys() & model.keys():
+                    # a server step has lists of moments, in float64
+                    if isinstance(value[name], tuple):
+                        assert value[name][:2] == model[name][:2], name
 
     def _hidden(self) -> Collection[int]:
         return self._away.get(self._strategy.reports[-1].server_round, ())
@@ -188,6 +212,11 @@ class Federation:
         )
 
 
+def every_type() -> nn.Module:
+    """Return the model; always the same."""
+    return EveryType()
+
+
 Open = Callable[[str], Any]
 
 
@@ -198,7 +227,7 @@ def federation(points, wsconv_net) -> Open:
 
     @contextmanager
     def opened(case: str) -> Iterator[Federation]:
-        model = wsconv_net if case == "fedwon" else two_layers
+        model = wsconv_net if case == "fedwon" else every_type
         momentum = 0.9 if case.startswith("momentum") else 0.0
         training = LocalTraining(
             learning_rate=LearningRate(0.05),

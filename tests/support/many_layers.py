@@ -1,5 +1,5 @@
-"""Models of several BatchNorm layers: two in a row; called twice, never, by keyword,
-frozen, or at two paths.
+"""Models of several BatchNorm layers: two in a row, also with entries of every type;
+called twice, never, by keyword, frozen, or at two paths.
 """
 
 from __future__ import annotations
@@ -16,6 +16,47 @@ def two_layers() -> nn.Module:
         return nn.Sequential(
             *first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
         ).double()
+
+
+class EveryType(nn.Sequential):
+    """The same layers, the first one in float32, with a scale, a frozen number and
+    buffers of every type, which move in training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(*two_layers(), Moving())
+        for place in (0, 1):
+            self[place].float()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.tensor(1.0).half(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale * x.float()
+        for place, layer in enumerate(self):
+            x = layer(x if place < 2 else x.double())
+        return x
+
+
+class Moving(nn.Module):
+    """Returns its inputs. Its buffers, one of each type, grow in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype, shape in BUFFERS:
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"of_{name}", torch.zeros(shape, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for buffer in self.buffers():
+            if self.training:
+                buffer += torch.ones((), dtype=buffer.dtype)
+        return x
+
+
+BUFFERS = (
+    *((torch.bool, ()), (torch.uint8, (2,)), (torch.int16, ()), (torch.int32, (0, 3))),
+    *((torch.float16, (2,)), (torch.float64, ()), (torch.complex64, (2,))),
+)
 
 
 class Many(nn.Module):

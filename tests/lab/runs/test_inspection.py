@@ -159,7 +159,7 @@ def broadcasts(grid: RecordingGrid, message_type: str) -> dict[int, list[ArrayRe
     found: dict[int, dict[Any, ArrayRecord]] = {}
     for message in grid.sent:
         if message.metadata.message_type.startswith(message_type):
-            config = dict(*message.content.config_records.values())
+            config: dict[str, Any] = dict(*message.content.config_records.values())
             of_round = found.setdefault(int(config.get("server-round", 0)), {})
             for name, record in message.content.array_records.items():
                 content = [(key, array.data) for key, array in record.items()]
