@@ -155,9 +155,8 @@ class Federation:
         result = strategy.start(
             self.grid, start, num_rounds=rounds, timeout=60, evaluate_fn=test
         )
-        returned = bits(from_record(result.arrays))
-        assert returned == history[-1]
-        self._assert_types([returned, history, bits(strategy.state_dict())])
+        returned = from_record(result.arrays)
+        self._assert_types([history, *bits([returned, strategy.state_dict()])])
         sent = [
             self._read(m)
             for m in self.grid.sent[first:]

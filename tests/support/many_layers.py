@@ -24,9 +24,10 @@ class EveryType(nn.Sequential):
     """
 
     def __init__(self) -> None:
-        super().__init__(*two_layers(), Moving())
-        for place in (0, 1):
-            self[place].float()
+        super().__init__(*two_layers())
+        self[0].float()
+        self[1].float()
+        self[2] = Moving()
         self.scale = nn.Parameter(torch.ones(()))
         self.frozen = nn.Parameter(torch.tensor(1.0).half(), requires_grad=False)
 
@@ -38,7 +39,7 @@ class EveryType(nn.Sequential):
 
 
 class Moving(nn.Module):
-    """Returns its inputs. Its buffers, one of each type, grow in training."""
+    """A ReLU. Its buffers, one of each type, grow in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Moving(nn.Module):
         for buffer in self.buffers():
             if self.training:
                 buffer += torch.ones((), dtype=buffer.dtype)
-        return x
+        return x.relu()
 
 
 BUFFERS = (
