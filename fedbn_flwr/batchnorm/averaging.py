@@ -27,6 +27,7 @@ __all__ = [
     "average",
     "check_finite",
     "check_state",
+    "fits",
     "to_shares",
     "weighted_sum",
     "wide_type",
@@ -72,6 +73,12 @@ def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
 def wide_type(array: Array) -> type[np.complex128 | np.float64]:
     """Return the type in which the array's values are added."""
     return np.complex128 if array.dtype.kind == "c" else np.float64
+
+
+def fits(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Return whether the values are finite, also in a narrower type."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(array.astype(dtype)).all())
 
 
 def _add_up(
@@ -223,7 +230,8 @@ def average(
         parts: the split of the entries; entries that it does not know count as REST.
         variance: "mean" averages running variances (FedAvg of the papers). "pooled"
             adds the spread of the client means, var = sum p_i (var_i + (mean_i -
-            mean)^2), the variance of the mixture.
+            mean)^2), the variance of the mixture; not to a layer in which that is
+            above the largest number of its type.
         ahead: sums that were begun as the states came; used if they are of these states
             and weights.
 
@@ -286,7 +294,11 @@ def _with_spread(
             [(state[mean_name].astype(np.float64) - mean) ** 2 for state in states], p
         )
         result[mean_name] = mean.astype(first[mean_name].dtype)
-        result[var_name] = (averaged[var_name] + spread).astype(first[var_name].dtype)
+        dtype, variance = first[var_name].dtype, averaged[var_name]
+        # A square of a distance may be above the largest number of the type.
+        if fits(variance + spread, dtype):
+            variance = variance + spread
+        result[var_name] = variance.astype(dtype)
     return result
 
 

@@ -79,6 +79,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.averaging import fits
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import (
     Moments,
@@ -344,8 +345,9 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
             u, s = mixture(clients, counts, spread=True)
             mean = like[layer.entries["running_mean"]]
             dtype = np.promote_types(mean.dtype, np.float32)
-            entries[entry_name(layer.path, "mean")] = u.numpy().astype(dtype)
-            entries[entry_name(layer.path, "var")] = s.numpy().astype(dtype)
+            if fits(u.numpy(), dtype) and fits(s.numpy(), dtype):
+                entries[entry_name(layer.path, "mean")] = u.numpy().astype(dtype)
+                entries[entry_name(layer.path, "var")] = s.numpy().astype(dtype)
         return entries
 
 

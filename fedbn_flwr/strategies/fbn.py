@@ -321,7 +321,9 @@ class PooledStatisticsMethod(Method[P, S]):
     ) -> tuple[dict[str, Any], S]:
         """Move the statistics towards the pooled ones."""
         sent = _moments(facts, replies)
-        pooled = pooled_statistics(facts.parts, sent, replies.weights, self.pool)
+        pooled = pooled_statistics(
+            facts.parts, sent, replies.weights, self.pool, facts.before
+        )
         # S <- (1 - mu) S + mu (m, v); in the warm-up (m, v) replaces S.
         mu = self.params.statistics_momentum
         if self.phase(state, facts.number) == "warm-up":

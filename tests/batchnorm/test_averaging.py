@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,10 @@ from fedbn_flwr.batchnorm.averaging import (
     weighted_sum,
 )
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.reestimation import Moments, merge, pool
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
+from fedbn_flwr.server.methods.moments import pooled_statistics
+from fedbn_flwr.strategies.fbn import trimmed
 
 NAMES = [
     "w",
@@ -98,6 +102,49 @@ def test_against_exact_arithmetic(pooled: bool) -> None:
             str(got[name].dtype)
         ]
         np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=1e-14)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from([np.float16, np.float32]),
+    st.lists(
+        st.tuples(st.integers(1, 3), *[st.floats(-1, 1, width=16)] * 2), min_size=1
+    ),
+    st.integers(-8, 0),
+)
+def test_pooled_statistics_are_finite_or_left_out(
+    dtype: Any, drawn: list[tuple[int, float, float]], magnitude: int
+) -> None:
+    """And left out only if they are above the largest number of the type. ``drawn``:
+    count, mean and deviation of each client, as shares of that number.
+    """
+    largest = float(np.finfo(dtype).max)
+    scale = largest ** (1 + magnitude / 16)
+    counts = [count for count, _, _ in drawn]
+    means = [float(dtype(mean * scale)) for _, mean, _ in drawn]
+    variances = [float(dtype(abs(share) * scale)) for _, _, share in drawn]
+    centre = exact_mean(means, counts)
+    apart = [(Fraction(mean) - centre) ** 2 for mean in means]
+    exact = [one + Fraction(v) for one, v in zip(apart, variances, strict=True)]
+    biased = sum(n * v for n, v in zip(counts, exact, strict=True)) / sum(counts)
+    unbiased = biased * sum(counts) / max(1, sum(counts) - 1)
+
+    sent, states = [], []
+    for count, mean, variance in zip(counts, means, variances, strict=True):
+        moments = torch.tensor([[mean], [variance * count]], dtype=torch.float64)
+        sent.append({"bn": Moments(count, *moments)})
+        state = {"bn.running_mean": mean, "bn.running_var": variance}
+        states.append({name: np.full(1, x, dtype) for name, x in state.items()})
+    for way in (lambda some, _: merge(some), pool, lambda some, _: trimmed(some, 0.0)):
+        found = pooled_statistics(PARTS, sent, counts, way, states[0])
+        assert all(np.isfinite(values.astype(dtype)).all() for values in found.values())
+    # the counts are the weights of the first two ways
+    found = pooled_statistics(PARTS, sent, counts, pool, states[0])
+    assert sum(counts) == 1 or unbiased > 0.99 * largest or len(found) == 2
+    average_of = average(states, counts, PARTS, "pooled")["bn.running_var"]
+    assert np.isfinite(average_of).all()
+    if biased < 0.99 * largest:
+        np.testing.assert_allclose(average_of, float(biased), rtol=1e-3, atol=1e-7)
 
 
 def test_sums_of_half_precision_are_in_float64() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.averaging import Array, State, fits
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 
@@ -42,19 +42,22 @@ def pooled_statistics(
     sent: Sequence[Mapping[str, Moments]],
     weights: Sequence[float],
     pool: Pool,
+    like: State,
 ) -> dict[str, Array]:
     """Return the running statistics of all clients' data, by entry, in float64.
 
-    A layer with fewer than two values is left out, and so are counters, which count
-    training batches.
+    A layer is left out if it has fewer than two values, or statistics that are not
+    finite in the type of ``like``. So are counters, which count training batches.
     """
     entries: dict[str, Array] = {}
     for layer, moments, own_weights in by_layer(parts, sent, weights):
         total = pool(moments, own_weights)
-        # One value has no variance of torch's n / (n - 1).
-        if total.count > 1:
-            entries[layer.entries["running_mean"]] = total.mean.numpy()
-            entries[layer.entries["running_var"]] = total.variance.numpy()
+        mean, variance = layer.entries["running_mean"], layer.entries["running_var"]
+        own = {mean: total.mean.numpy(), variance: total.variance.numpy()}
+        # One value has no variance of torch's n / (n - 1): it is not finite. And in
+        # float16 the square of 256 is infinite.
+        if all(fits(values, like[name].dtype) for name, values in own.items()):
+            entries |= own
     return entries
 
 

@@ -108,7 +108,7 @@ def _ask(
     if len(moments) < run.methods.params.min_replies:
         moments = []
     statistics = pooled_statistics(
-        run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some)
+        run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some), before
     )
     if not statistics:
         logger.warning(
