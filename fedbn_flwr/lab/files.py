@@ -23,6 +23,7 @@ __all__ = [
     "read_metrics",
     "refuse_no_results",
     "refuse_no_run",
+    "site_label",
 ]
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
@@ -39,6 +40,12 @@ COUNTED = (
 """The keys of ``metrics.jsonl`` that a ledger sums; of tests with ``evaluation-``."""
 
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
+
+
+def site_label(row: Mapping[str, Any]) -> str:
+    """Return the name of a site in a table, with a mark if its model is not its own."""
+    mark = "never trained" if row.get("held-out") else row.get("note", "")
+    return f"{row['site']} ({mark})" if mark else str(row["site"])
 
 
 def refuse_no_run(run: Path) -> None:

@@ -33,6 +33,7 @@ from fedbn_flwr.lab.files import (
     read_json,
     read_metrics,
     refuse_no_results,
+    site_label,
 )
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
@@ -309,9 +310,7 @@ def _sites(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     metric = quantity_of(run.headline)
     rows = []
     for row in sites:
-        site = row["site"]
-        if row.get("held-out"):
-            site = f"{site} (never trained)"
+        site = site_label(row)
         value = row.get("error") or _shown(metric, row["value"])
         rows.append((site, row["examples"], value))
     return pd.DataFrame(rows, columns=["site", "test examples", _named(metric)])

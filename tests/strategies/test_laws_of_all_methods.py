@@ -303,7 +303,7 @@ def run_case(federate, points, wsconv_net) -> Callable[..., Outcome]:
     return run
 
 
-@pytest.mark.parametrize("case", (*STRATEGIES, "recalibrate"))
+@pytest.mark.parametrize("case", [*STRATEGIES, "recalibrate"])
 def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
     """As Flower's own messages have it, which a mod may read; client 2 joins late."""
     strategy = made(case)
@@ -316,7 +316,7 @@ def test_every_message_has_its_round_in_the_config(case: str, run_case) -> None:
     assert [m.content["settings"]["server-round"] for m in asked] == [1, 1, 3]
 
 
-@pytest.mark.parametrize("case", (*STRATEGIES, "recalibrate"))
+@pytest.mark.parametrize("case", [*STRATEGIES, "recalibrate"])
 def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
     case: str, run_case
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from fedbn_flwr.lab.cli.console import say
+from fedbn_flwr.lab.files import site_label
 
 __all__ = ["print_sites"]
 
@@ -27,10 +28,7 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:
-        site = row["site"]
-        if row.get("held-out"):
-            site += " (never trained)"
-        table.add_row(site, *(_shown(row.get(name)) for name in names))
+        table.add_row(site_label(row), *(_shown(row.get(name)) for name in names))
     say(table)
 
 

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.config import data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
 from fedbn_flwr.lab.output.site_tests import site_names
 from fedbn_flwr.lab.partitioned.counts import has_other_data
@@ -50,6 +51,7 @@ class SiteTest:
         targets: (N, ...).
         groups: the positions of the examples of each group.
         error: why the data cannot be read; then there are no outputs.
+        note: why the site has no model of its own; then there may be no outputs.
     """
 
     task: Task
@@ -57,6 +59,7 @@ class SiteTest:
     targets: Tensor
     groups: list[Indices]
     error: str = ""
+    note: str = ""
 
     def metric(self, groups: Indices) -> float:
         """Return the main metric of these groups together; one may be there twice."""
@@ -81,6 +84,11 @@ class SiteTest:
             )
             return float(correct) / float(counted)
         return self.task.measure(outputs, targets)[score]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What a row says of the site in words, by key."""
+        return {"error": self.error, "note": self.note}
 
     def has_examples_of(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same groups."""
@@ -212,16 +220,20 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
     for name, site in tested.items():
         row = {"site": name, "examples": len(site.targets), "groups": len(site.groups)}
         row |= interval(site)._asdict()
-        if site.error:
-            row["error"] = site.error
+        row |= {key: text for key, text in site.words.items() if text}
         if against:
-            if name not in others or not site.has_examples_of(others[name]):
+            other = others.get(name)
+            # A site without a model in one of the runs has no difference.
+            pair = [
+                one for one in (site, other) if one and (one.groups or not one.note)
+            ]
+            if other is None or (len(pair) == 2 and not site.has_examples_of(other)):
                 raise ConfigError(
                     f"{against} does not test the examples of {run}: its data, number"
                     " of clients or split (partition, seed, test-share) are others."
                     " Compare runs on one split."
                 )
-            found = difference(site, others[name])
+            found = difference(site, other) if len(pair) == 2 else Interval()
             row |= {
                 "difference": found.value,
                 "difference-low": found.low,
@@ -264,10 +276,22 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
 
     data = partitioned_data(config, count_clients(config))
     tests = {}
+    # The run knows why a site has no model of its own.
+    notes: dict[str, str] = {}
+    if (run / "summary.json").is_file():
+        for row in read_json(run / "summary.json").get("sites", ()):
+            notes[row["site"]] = row.get("note", "")
     for client, name in enumerate(site_names(data)):
         # its own one, or that of all
         choice = Choice(client=client) if method.tests_own_models else Choice()
-        tests[name] = test_site(model_of(choice), data.test_view(client), task)
+        note = notes.get(name, "")
+        try:
+            site = test_site(model_of(choice), data.test_view(client), task)
+        except StateError:
+            if not note:
+                raise
+            site = SiteTest(task, torch.empty(0), torch.empty(0), [])
+        tests[name] = replace(site, note=note)
     for at, name in enumerate(data.held_out_names):
         tests[name] = test_site(model_of(Choice()), data.held_out_views(at)[1], task)
     return tests

@@ -21,6 +21,8 @@ from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
+from fedbn_flwr.server.runs.failures import shortened
+from fedbn_flwr.server.runs.run import Run
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
@@ -89,8 +91,10 @@ def table_of_run(
     task = data_of(config).test_task
     rows = []
 
-    def add(name: str, view: Subset, held_out: bool) -> None:
+    def add(name: str, view: Subset, held_out: bool, note: str = "") -> None:
         row: dict[str, Any] = {"site": name, "examples": len(view), "value": None}
+        if note:
+            row["note"] = note
         try:
             value = evaluate(model, view, task=task).named()[task.score]
             row["value"] = value if math.isfinite(value) else None
@@ -102,11 +106,13 @@ def table_of_run(
         rows.append(row)
 
     for client, name in enumerate(site_names(data)):
-        entries = tensors({**state, **shared})
+        entries, note = tensors({**state, **shared}), ""
         if own_models and str(client) in clients:
             entries |= read_state(client_file(run, client))[0]
+        elif own_models and strategy:
+            note = _without_own_model(strategy.run, str(client))
         load_state(model, entries)
-        add(name, data.test_view(client), held_out=False)
+        add(name, data.test_view(client), held_out=False, note=note)
     if data.held_out:
         # with the average of the BN parts that clients keep
         load_state(model, tensors(state))
@@ -114,3 +120,15 @@ def table_of_run(
         add(name, data.held_out_views(at)[1], held_out=True)
     model.cpu()
     return rows
+
+
+def _without_own_model(run: Run, client: str) -> str:
+    """Return why a client is tested with the server's entries only."""
+    if client in run.kept.hashes:
+        return "what it kept is not on this disk; only the server's entries"
+    why = "no reply of it was used"
+    for report in run.reports:
+        for node_id, reason in report.rejected.items():
+            if run.nodes.node(node_id).label == client:
+                why = f"round {report.server_round}: {shortened(reason)}"
+    return f"no model of its own, only the server's entries; {why}"

@@ -40,6 +40,7 @@ __all__ = [
     "raise_if_ends",
     "raise_if_failed",
     "raise_if_nothing_trains",
+    "shortened",
     "training_losses",
     "with_refusals",
 ]
@@ -297,7 +298,7 @@ def account(reports: Sequence[RoundReport]) -> str:
     reasons: Counter[str] = Counter()
     for report in reports:
         for why in report.rejected.values():
-            reasons[_shortened(why)] += 1
+            reasons[shortened(why)] += 1
     text = (
         f"{asked} clients asked, {replied} replied, {reasons.total()} refused or lost"
     )
@@ -308,7 +309,7 @@ def account(reports: Sequence[RoundReport]) -> str:
     return f"{text}: {listed}{more}"
 
 
-def _shortened(reason: str) -> str:
+def shortened(reason: str) -> str:
     """Return a reason without its node; of a long one the end, as of a traceback."""
     reason = _NODE.sub("", reason)
     return reason if len(reason) <= _LONGEST else f"...{reason[-_LONGEST:]}"

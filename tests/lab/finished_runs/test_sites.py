@@ -16,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fedbn_flwr import personal_state
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
@@ -29,6 +30,7 @@ from fedbn_flwr.lab.finished_runs.sites import (
     test_site,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.strategies import STRATEGIES
@@ -217,3 +219,28 @@ def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
     one, other = sites
     assert not torch.equal(one.outputs, other.outputs)
     assert one.has_examples_of(other)
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "fedrep", "ditto", "standalone"])
+def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
+    strategy: str, quick_run, monkeypatch
+) -> None:
+    """Its model has the server's initial entries: the tables say so, and why."""
+    fit = TorchClient.fit
+
+    def disk_full(self: TorchClient, *arguments: Any) -> Any:
+        if self.partition_id == 1:
+            raise RuntimeError("disk full")
+        return fit(self, *arguments)
+
+    settings = {"strategy": strategy, "state-dir": "out"}
+    _, whole = quick_run(**settings)
+    monkeypatch.setattr(TorchClient, "fit", disk_full)
+    summary, out = quick_run(**settings)
+    for rows in (summary["sites"], sites_of_run(out), sites_of_run(out, whole)):
+        assert ["note" in row for row in rows] == [False, True, False]
+        assert rows[1]["note"].endswith("disk full'>")
+    assert sites_of_run(whole, out)[1]["difference"] is None
+    shown = CliRunner().invoke(app, ["evaluate", str(out)])
+    assert "no model of its own" in " ".join(shown.output.split())
+    assert "no model of its own" in write_report(out).read_text()
