@@ -189,11 +189,11 @@ class KeptState:
         # A context may see several starts of a strategy, as in a notebook: each begins
         # with the model that it is given.
         if self._start_id is not None and self._is_of_another_start():
-            self._replace(None)
+            self.replace(None)
         if expected is None:
             # A new process has an empty context, and its state folder is the memory.
             if self._files is not None and not self._has_any():
-                self._replace(self._files.newest())
+                self.replace(self._files.newest())
         else:
             self._go_on_from(expected)
         if used is None:
@@ -201,7 +201,7 @@ class KeptState:
         # The round before may have ended here and not at the server: an answer that was
         # lost or late, a round that was not accepted. The client must not be ahead.
         if used != self.sha256():
-            self._replace(self._before_last_round(used))
+            self.replace(self._before_last_round(used))
         # In a state folder the file before this round's is the way back.
         if self._files is None:
             self._set_aside()
@@ -224,7 +224,7 @@ class KeptState:
         if expected and content is None:
             raise _lost(expected, lacks)
         # Without a folder, too: a context may have what an earlier run kept.
-        self._replace(content)
+        self.replace(content)
 
     def _before_last_round(self, used: str) -> dict[str, Any] | None:
         """Return the kept state ``used``, from the state folder or as it was set aside;
@@ -383,7 +383,7 @@ class KeptState:
         self._state[key] = to_record(entries)
         self._describe(server_round, begun)
 
-    def _replace(self, content: Mapping[str, Any] | None) -> None:
+    def replace(self, content: Mapping[str, Any] | None) -> None:
         """Replace what is kept with the content of a file of the state folder; None =
         nothing.
         """

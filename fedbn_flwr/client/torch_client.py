@@ -25,7 +25,6 @@ from fedbn_flwr.client.kept import ClientStorage, KeptState
 from fedbn_flwr.client.model_cache import (
     BuildModel,
     CachedModel,
-    Received,
     entries_that_stay,
     load_received,
     model_cache,
@@ -268,6 +267,23 @@ class TorchClient(NumPyClient):
             task=self.task,
         )
 
+    def _fine_tune(
+        self,
+        cached: CachedModel,
+        config: Config,
+        kept: KeptState,
+        local: frozenset[str],
+    ) -> None:
+        """Train the model before its test as in the round, without what ties it to other
+        clients.
+        """
+        sent = TrainConfig.read(config)
+        hooks = make_hooks(sent.hooks, HookContext(config, local)).values()
+        for hook in hooks:
+            hook.receive({}, kept.hook_state(hook))
+        steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
+        self._training(sent, steps)(cached.model, hooks=list(hooks), surveys=False)
+
     def evaluate(
         self, parameters: list[Array], config: Config
     ) -> tuple[float, int, Config]:
@@ -288,12 +304,11 @@ class TorchClient(NumPyClient):
         metrics: Config = {}
         first: EvalResult | None = None
         with self._cached_model() as cached:
-            self._load(cached, parameters, config, sent, tested=True)
+            kept = self._open_kept(cached, config, sent)
+            local = entries_that_stay(cached, sent)
+            load_received(cached, parameters, config, sent, kept.tested(local))
             if sent.fine_tune and len(self.data.train):
-                steps = replace(
-                    self.settings, local_steps=sent.fine_tune, local_epochs=0
-                )
-                self._training(TrainConfig.read(config), steps)(cached.model)
+                self._fine_tune(cached, config, kept, frozenset(local))
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
@@ -324,7 +339,10 @@ class TorchClient(NumPyClient):
         """
         sent = MessageConfig.read(config)
         with self._cached_model() as cached:
-            prefix = self._load(cached, parameters, config, sent).prefix
+            own = self._open_kept(cached, config, sent).load(
+                entries_that_stay(cached, sent)
+            )
+            prefix = load_received(cached, parameters, config, sent, own).prefix
             moments = reestimate_statistics(
                 cached.plain,
                 self.data.train,
@@ -335,20 +353,6 @@ class TorchClient(NumPyClient):
             entries = to_state(encode_moments(moments, cached.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.data.train), {ARRAY_NAMES: names}
-
-    def _load(
-        self,
-        cached: CachedModel,
-        parameters: list[Array],
-        config: Config,
-        sent: MessageConfig,
-        tested: bool = False,
-    ) -> Received:
-        """Load the received and kept entries; ``tested``: also of a second model."""
-        kept = self._open_kept(cached, config, sent)
-        local = entries_that_stay(cached, sent)
-        own = kept.tested(local) if tested else kept.load(local)
-        return load_received(cached, parameters, config, sent, own)
 
     def _open_kept(
         self, cached: CachedModel, config: Config, sent: MessageConfig

@@ -379,7 +379,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         hook = "surveyed-statistics"
         if self.params.fbn_measure == "steps":
             hook = "global-statistics"
-        return [Ask(hook, {WARM_UP: warms_up})]
+        return [Ask(hook, {WARM_UP: warms_up}, tunes=True)]
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""

@@ -246,7 +246,7 @@ class FixBNMethod(Method[Any, Frozen]):
             affine = {FREEZE_AFFINE: self.params.freeze_affine}
             # The reply need not say that the hook was applied: its frozen entries are
             # compared with those that were sent.
-            return [Ask("freeze-bn", affine, shown=True)]
+            return [Ask("freeze-bn", affine, shown=True, tunes=True)]
         if state.frozen_after is None:
             return [Ask("report-drift")]
         return []

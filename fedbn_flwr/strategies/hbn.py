@@ -306,7 +306,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         warms_up = self.phase(state, facts.number) == "warm-up"
         config = {WARM_UP: warms_up, SHARE_ALPHA: self.params.share_alpha}
         sends = {ALPHA: state.alpha} if self.params.share_alpha else {}
-        return [Ask("hybrid-statistics", config, sends)]
+        return [Ask("hybrid-statistics", config, sends, tunes=True)]
 
     def aggregate(
         self, state: HBNState, facts: Facts, replies: Replies, model: dict[str, Any]

@@ -103,7 +103,7 @@ class StaticBNMethod(Method):
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients not to track statistics; those of the reply show it."""
-        return [Ask("untracked-statistics", shown=True)]
+        return [Ask("untracked-statistics", shown=True, tunes=True)]
 
 
 class StaticBN(Strategy):

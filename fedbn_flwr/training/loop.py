@@ -82,6 +82,7 @@ def train(
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     layout: Layout | None = None,
+    surveys: bool = True,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -97,6 +98,8 @@ def train(
         optimizer: an optimizer to continue with (the centralized reference keeps its
             momentum); None = a new one.
         layout: the known layout of the model without wrappers; None = it is found.
+        surveys: whether the hooks survey the data, for a server that gets their
+            moments.
 
     Raises:
         DataError: there is no data or no target that counts, every batch has one
@@ -116,7 +119,7 @@ def train(
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with begun(hooks, bare):
         # Statistics of the data are measured under the received weights: before a step.
-        for hook in hooks:
+        for hook in hooks if surveys else ():
             seed = stream("survey").initial_seed()
             hook.survey(bare, data, settings.batch_size, seed)
         # A hook may have given the model other parameters.

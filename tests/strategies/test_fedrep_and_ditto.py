@@ -14,18 +14,24 @@ from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
     Ditto,
     FedAvg,
     FedBN,
     FedRep,
+    FedTAN2,
     FixBN,
     RunSettings,
     Standalone,
+    StaticBN,
     combined,
     ditto,
 )
 from fedbn_flwr.strategies.fedrep import FedRepMethod, HeadThenBody
+from fedbn_flwr.training import LearningRate
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.freezing import layers_of
 from tests.support.user_loops import SIZES
 from tests.support.written_out import (
     State,
@@ -165,6 +171,61 @@ def test_a_client_trains_before_its_test_and_forgets_it(
         of_client = strategy.reports[-1].evaluations[str(i)]
         assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
         assert to_state(model.state_dict()).keys() == run.state.keys()
+
+
+TUNED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fedavg": (FedAvg, {}),
+    "fedbn": (FedBN, {}),
+    "agc": (FedAvg, {"agc": 0.01}),
+    "fixbn": (FixBN, {"freeze_at": 1}),
+    "fixbn of some layers": (FixBN, {"freeze_at": 1, "layers": "*norm0"}),
+    "fixbn with gamma": (FixBN, {"freeze_at": 1, "freeze_affine": True}),
+    "fixbn before T*": (FixBN, {"freeze_at": 9}),
+    "fedtan2": (FedTAN2, {"fedtan_rounds": 1}),
+    "fbn": (FBN, {"statistics_momentum": 0.0}),
+    "fbn by a pass": (FBN, {"statistics_momentum": 0.0, "fbn_measure": "pass"}),
+    "hbn": (HBN, {"statistics_momentum": 0.0}),
+    "ditto": (combined(Ditto, FixBN), {"freeze_at": 1, "proximal_mu": 0.0}),
+}
+
+
+@pytest.mark.parametrize("case", TUNED)
+def test_fine_tuning_trains_as_the_round_does(
+    federate: Any, datasets: Any, case: str
+) -> None:
+    """A client alone, whose batches are all its data: the test after three steps of
+    fine-tuning is that after one more round. BatchNorm's mode, alpha, clipping and the
+    rate are those of the round.
+    """
+    kind, settings = TUNED[case]
+    losses = []
+    for rounds, fine_tune in ((2, 3), (3, 0)):
+        strategy = kind(
+            min_train_nodes=1,
+            min_evaluate_nodes=1,
+            min_available_nodes=1,
+            fine_tune=fine_tune,
+            **settings,
+        )
+        rate = LearningRate(0.02, ("freeze",), (0.5,))
+        full = {"batch_size": 0, "local_steps": 3, "rate": rate}
+        federate(strategy, network, datasets[:1], rounds=rounds, **full)
+        losses.append(strategy.reports[-1].evaluations["0"]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_fine_tuning_with_staticbn_does_not_move_the_measured_statistics(
+    federate: Any, datasets: Any
+) -> None:
+    strategy, full = StaticBN(fine_tune=3), {"batch_size": 0, "local_steps": 3}
+    run = federate(strategy, network, datasets, rounds=1, rate=RATE, **full)
+    for i, data in enumerate(datasets):
+        model = loaded(network, run.state)
+        for layer in layers_of(model).values():
+            layer.momentum = 0.0
+        sgd(model, [(data.inputs, data.targets)] * 3, RATE)
+        tested = strategy.reports[-1].evaluations[str(i)]["loss"]
+        assert tested == pytest.approx(evaluate(model, data).loss, rel=1e-9)
 
 
 def test_the_own_model_is_found_by_what_its_hook_declares(

@@ -7,17 +7,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.client.kept import KeptState, own_entries
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.output.folder import extra
-from fedbn_flwr.lab.output.summary import kept_by_clients
+from fedbn_flwr.lab.output.summary import kept_contents
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import local_training, on_device
 from fedbn_flwr.machine import threads
-from fedbn_flwr.messages.protocol import ARRAY_NAMES
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, HOOKS
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.model_state import copied
@@ -50,16 +52,22 @@ def fine_tuned(
     """
     if data is None:
         return
-    kept = dict(kept_by_clients(config, strategy, state))
+    kept = dict(kept_contents(config, strategy, state))
+    sent = strategy.run.test_config(server_round)
     elsewhere = set[str]()
-    if strategy.methods.own_models:
+    # A hook may keep what the steps need, as HBN's alpha.
+    if strategy.methods.own_models or HOOKS in sent:
         elsewhere = strategy.run.kept.hashes.keys() - kept
-    sent = strategy.run.message_config(server_round).write()
+    shapes = {name: array.shape for name, array in state.items()}
     for client in range(len(data.train)):
         if str(client) in elsewhere:
             continue
-        entries = {**state, **kept.get(str(client), {})}
+        content = kept.get(str(client))
+        entries = {**state, **own_entries(content["kept"] if content else {})}
         names = json.dumps(list(entries))
+        context = Context(0, 0, {}, RecordDict(), {})
+        parts = strategy.run.parts
+        KeptState(context, parts, parts.fingerprint(shapes)).replace(content)
         with extra(f"The fine-tuning of client {client}", again):
             tuned = on_device(copied(model), config)
             # The run's client, which is asked for no test: it only loads and trains.
@@ -68,6 +76,7 @@ def fine_tuned(
                 data.train_view(client),
                 {},
                 local_training(config),
+                context=context,
                 partition_id=client,
                 seed=config.seed,
                 task=data_of(config).test_task,

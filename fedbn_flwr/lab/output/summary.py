@@ -43,6 +43,7 @@ __all__ = [
     "commit_of",
     "contents_of_model",
     "kept_by_clients",
+    "kept_contents",
     "versions",
 ]
 
@@ -75,6 +76,16 @@ def kept_by_clients(
     config: Config, strategy: Strategy, model: State
 ) -> Iterator[tuple[str, State]]:
     """Yield (client, entries) of each client whose part lies on this disk."""
+    for client, content in kept_contents(config, strategy, model):
+        own = own_entries(content["kept"])
+        if own:
+            yield client, own
+
+
+def kept_contents(
+    config: Config, strategy: Strategy, model: State
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (client, content of its file) of each client whose file is on this disk."""
     if strategy.continuity is None or not config.state_dir:
         return
     shapes = {name: array.shape for name, array in model.items()}
@@ -86,9 +97,8 @@ def kept_by_clients(
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = KeptFiles(root, strategy.continuity, int(client), fingerprint)
         content = folder.look_up(sha256)
-        own = own_entries(content["kept"]) if content else {}
-        if own:
-            yield client, own
+        if content:
+            yield client, content
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -362,12 +362,15 @@ class Ask(NamedTuple):
             each.
         shown: whether the reply need not name the hook as applied: it shows the effect,
             or a client may leave it out.
+        tunes: whether the hook acts in the training before a test (``fine_tune``), too:
+            it belongs to the client's own steps, and needs no record of the server's.
     """
 
     hook: str
     config: Mapping[Any, Any] = {}
     sends: Mapping[Any, State] = {}
     shown: bool = False
+    tunes: bool = False
 
 
 @dataclass(frozen=True)

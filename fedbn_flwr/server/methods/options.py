@@ -130,7 +130,7 @@ class AdaptiveClipping(Option):
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Send lambda."""
-        return [Ask("agc", {AGC: self.params.agc})]
+        return [Ask("agc", {AGC: self.params.agc}, tunes=True)]
 
 
 class AveragedBN(Option):

@@ -191,7 +191,11 @@ class Params(Settings):
     )
     fine_tune: int = setting(
         0,
-        "local steps of each client before its test; the run goes on without them",
+        "local steps of each client before its test; the run goes on without them."
+        " They train the whole model with BatchNorm, agc and learning rate as in the"
+        " round (with fixbn frozen after T*, with hbn mixed by the client's alpha),"
+        " with a new momentum, and without terms of other clients (fedprox, scaffold,"
+        " fedtan) or phases (fedrep). The own model of ditto has plain BatchNorm",
         "tests",
         ge=0,
     )

@@ -181,6 +181,17 @@ class Methods:
             asks += method.on_clients(state, facts)
         return asks
 
+    def tuning(self, states: States, facts: Facts) -> list[Ask]:
+        """Return the client hooks of the training before a test of a round.
+
+        No method changes the layers of a second model: options alone act on it.
+        """
+        asks: list[Ask] = []
+        for method in self._methods:
+            if method.role == "option" or not self.whole.second_model:
+                asks += method.on_clients(states[method.name], facts)
+        return [ask for ask in asks if ask.tunes]
+
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], States]:

@@ -64,7 +64,7 @@ def address_tests(
     able = [node for node in present if not node.unusable]
     count = max(share_of(options.fraction_evaluate, len(able)), least)
     nodes = run.nodes.sample(able, count, "evaluate", number)
-    entries = {**config, **run.message_config(number).write()}
+    entries = {**config, **run.test_config(number)}
     # A client without BN parts of its own is tested with the averaged ones, and with
     # the initial ones before these.
     model = completed(run, arrays)

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import SumAhead, average
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
-from fedbn_flwr.messages.protocol import NUM_EXAMPLES, TrainConfig
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.dispatch import NOTHING, Sent, address, raise_shared_error
@@ -173,17 +173,9 @@ def address_training(
     if not nodes:
         return NOTHING
     extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
-    own = TrainConfig(
-        **vars(run.message_config(facts.number)),
-        hooks=tuple(ask.hook for ask in asks),
-        extras=tuple(extras),
-        # Of statistics that are frozen in every round there is no freeze to wait for.
-        frozen=run.methods.freezes_bn and bool(facts.travels.frozen),
-    )
+    own = run.train_config(facts, asks, tuple(extras))
     # The user's entries first: ours and the methods' win.
-    entries = {**config, **own.write(), **run.protection.config()}
-    for ask in asks:
-        entries |= ask.config
+    entries = {**config, **own, **run.protection.config()}
     run.report.asked = len(nodes)
     return address(
         run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras

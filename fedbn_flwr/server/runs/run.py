@@ -14,9 +14,9 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State, check_state
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.messages.protocol import Continuity, MessageConfig
+from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
 from fedbn_flwr.messages.records import views
-from fedbn_flwr.server.methods.method import Facts, Node, Reply
+from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.methods.travels import Travels
@@ -261,6 +261,33 @@ class Run:
             start_id=self.start_id,
             seed=self.methods.params.seed,
         )
+
+    def train_config(
+        self, facts: Facts, asks: Sequence[Ask], extras: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Return the config entries of a message by which clients train, with those of
+        the hooks.
+        """
+        config = TrainConfig(
+            **vars(self.message_config(facts.number)),
+            hooks=tuple(ask.hook for ask in asks),
+            extras=extras,
+            # Of statistics that are frozen in every round there is no freeze to wait for.
+            frozen=self.methods.freezes_bn and bool(facts.travels.frozen),
+        )
+        entries = config.write()
+        for ask in asks:
+            entries |= ask.config
+        return entries
+
+    def test_config(self, number: int) -> dict[str, Any]:
+        """Return the config entries of a message that asks clients to test after a
+        round, and to train before as they did in it.
+        """
+        if not self.methods.params.fine_tune:
+            return self.message_config(number).write()
+        facts = self.facts(number, self.methods.phase(self.states, number))
+        return self.train_config(facts, self.methods.tuning(self.states, facts))
 
     def tests_after(self, number: int) -> bool:
         """Return whether clients test, and statistics are re-estimated, after this
