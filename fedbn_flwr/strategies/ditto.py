@@ -28,7 +28,8 @@ $w^t$ and stays with the client, whose tests (`eval-on=personal-own`) use it.
 Weights $p_i$; the authors' code (litian96/ditto) weighs the drawn clients alike. Its $v_k$
 starts as the first model of the run, here as that of the client's first round. Momentum,
 which the paper does not have, begins anew in each round. As there, both trainings of a
-round see the same batches.
+round see the same batches. `agc` clips in both; other methods, such as FixBN, change the
+training of $w$ alone.
 
 ## Law
 
@@ -44,6 +45,7 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Problem
 from fedbn_flwr.server.methods.method_params import DittoParams
+from fedbn_flwr.server.methods.options import AGC, ClipGradients
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import (
@@ -67,6 +69,8 @@ class PersonalModel(ClientHook):
         if context.train is None:
             raise ConfigError("ditto trains a second model: it needs a TorchClient")
         self._strength, self._train = strength, context.train
+        # An option acts in every step of a client, other methods in those of w alone.
+        self._clipping = float(context.config.get(AGC, 0.0))
         self._own: Entries = {}
 
     def receive(self, sent: Extras, kept: Entries) -> None:
@@ -78,7 +82,10 @@ class PersonalModel(ClientHook):
         personal = copied(model)
         if self._own:
             load_state(personal, self._own)
-        self._train(personal, hooks=[ProximalTerm(self._strength, model)])
+        hooks: list[ClientHook] = [ProximalTerm(self._strength, model)]
+        if self._clipping:
+            hooks.append(ClipGradients(self._clipping))
+        self._train(personal, hooks=hooks)
         self._own = personal.state_dict()
 
     def keep(self) -> Entries:

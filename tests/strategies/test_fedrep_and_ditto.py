@@ -185,7 +185,10 @@ TUNED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fbn": (FBN, {"statistics_momentum": 0.0}),
     "fbn by a pass": (FBN, {"statistics_momentum": 0.0, "fbn_measure": "pass"}),
     "hbn": (HBN, {"statistics_momentum": 0.0}),
-    "ditto": (combined(Ditto, FixBN), {"freeze_at": 1, "proximal_mu": 0.0}),
+    "ditto": (
+        combined(Ditto, FixBN),
+        {"freeze_at": 1, "proximal_mu": 0.0, "agc": 0.01},
+    ),
 }
 
 
