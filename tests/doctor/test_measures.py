@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 
@@ -16,6 +17,7 @@ from fedbn_flwr.doctor.clients import ClientData, read_clients
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.differences import (
     Groups,
+    _Analysis,
     class_counts,
     class_skew,
     degrees,
@@ -135,17 +137,46 @@ def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
     assert ids & {"label-skew", "feature-shift", "clients-differ"} == wanted
 
 
-def test_equal_clients_differ_by_chance_as_often_as_the_level_says() -> None:
+def test_p_values_of_equal_clients_are_uniform() -> None:
     """Correlated channels count only as many as are independent: else chance alone
-    would be certain.
+    would be certain. And the distances are those that chance is said to make.
     """
-    generator, small = _generator(), 0
+    generator = _generator()
     mix = torch.randn(3, 40, generator=generator)
-    owner = torch.arange(5).repeat_interleave(8)
+    sizes = torch.tensor([4, 6, 8, 10, 12])
+    owner = torch.arange(5).repeat_interleave(sizes)
+    by_layer, by_class, beyond = [], [], []
     for _ in range(200):
         rows = torch.randn(40, 6, 3, generator=generator) @ mix
-        small += shift(Groups({"a": _moments(rows)}, owner), {"a": 1e-5}).p_value < 0.05
-    assert 2 <= small <= 25
+        found = shift(Groups({"a": _moments(rows)}, owner), {"a": 1e-5})
+        classes = torch.randint(4, (400,), generator=generator)
+        skew = class_skew(class_counts(classes, owner.repeat(10)))
+        by_layer.append(found.p_value)
+        by_class.append(skew.p_value)
+        beyond.append([found.layers["a"] / found.by_chance["a"], skew.mean])
+        beyond[-1][1] /= skew.by_chance
+    for p_values in (by_layer, by_class):
+        assert stats.kstest(p_values, "uniform").pvalue > 0.01
+    for mean in torch.tensor(beyond).mean(0):
+        assert abs(mean - 1) < 0.06
+
+
+def test_p_values_are_those_of_the_textbook() -> None:
+    """One column by scipy's analysis of variance, and Pearson's test written out."""
+    generator, owner = _generator(), torch.arange(3).repeat_interleave(5)[1:]
+    for effect in (0.0, 0.5, 2.0):
+        column = torch.randn(14, 1, generator=generator).double()
+        column += effect * owner[:, None]
+        by_client = [column[owner == k, 0].numpy() for k in range(3)]
+        expected = stats.f_oneway(*by_client).pvalue
+        assert _Analysis.of(column, owner).p_value == pytest.approx(expected)
+
+        counts = torch.randint(5, 40, (3, 4), generator=generator).double()
+        counts[0, 0] += 30 * effect
+        expected_counts = counts.sum(1, keepdim=True) * counts.sum(0) / counts.sum()
+        pearson = ((counts - expected_counts) ** 2 / expected_counts).sum()
+        tail = stats.chi2.sf(float(pearson), 2 * 3)
+        assert class_skew(counts).p_value == pytest.approx(tail)
 
 
 # Training and test.
