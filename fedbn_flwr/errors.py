@@ -292,8 +292,8 @@ def _text_of_config_error(reason: str) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """Return the line that installs an extra of the package."""
-    return f'pip install "fedbn-flwr[{extra}]"'
+    """Return the line that installs an extra of the package, from a checkout."""
+    return f'pip install ".[{extra}]" in the checkout of fedbn-flwr'
 
 
 @contextmanager

@@ -19,6 +19,7 @@ package never imports it.
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 from fedbn_flwr.errors import MissingExtraError, install_extra
@@ -42,19 +43,26 @@ _NEEDS = (
 """What the extra ``lab`` installs, by the names of modules."""
 
 
-def _check_extra() -> None:
-    """Name the line to type where only the core is installed.
+class _Door:
+    """Finder that stops an import of the laboratory where only the core is installed.
 
-    Raises:
-        MissingExtraError: a package of the extra ``lab`` is absent.
+    ``make certs`` needs only ``cryptography``, so ``deployment`` is open.
     """
-    if find_spec("torch") is None:
-        return  # not even the core: `make certs` needs cryptography alone
-    if absent := [name for name in _NEEDS if find_spec(name) is None]:
-        raise MissingExtraError(
-            "the command line, data sets and studies of fedbn-flwr need packages that"
-            f" are not installed ({', '.join(absent)}): {install_extra('lab')}"
-        )
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        """Name the line to type.
+
+        Raises:
+            MissingExtraError: a package of the extra ``lab`` is absent.
+        """
+        is_ours = name.startswith(f"{__name__}.")
+        if is_ours and not name.startswith(f"{__name__}.deployment"):
+            raise MissingExtraError(
+                "the command line, data sets and studies of fedbn-flwr need packages"
+                f" that are not installed ({', '.join(_ABSENT)}): {install_extra('lab')}"
+            )
 
 
-_check_extra()
+if _ABSENT := [name for name in _NEEDS if find_spec(name) is None]:
+    sys.meta_path.insert(0, _Door)

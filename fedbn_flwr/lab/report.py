@@ -420,6 +420,8 @@ def _heat_map(lines: Sequence[Mapping[str, Any]]) -> str:
                 cells[line["round"]][path] = statistics.median(known)
     layers = list(dict.fromkeys(path for line in shown for path in line["layers"]))
     values = pd.DataFrame(cells, index=layers, dtype=float)
+    # A round without a tracked distance would be a white column.
+    values = values.dropna(axis="columns", how="all")
     largest = values.max().max()
     if pd.isna(largest):
         return _text("No layer tracked its statistics.")
@@ -433,8 +435,8 @@ def _heat_map(lines: Sequence[Mapping[str, Any]]) -> str:
         # as many names as there is room for
         rows = range(0, len(layers), _step(layers, 25))
         axes.set_yticks(rows, [layers[at] or "(model)" for at in rows], fontsize=7)
-        columns = range(0, len(shown), _step(shown, 6))
-        axes.set_xticks(columns, [str(shown[at]["round"]) for at in columns])
+        columns = range(0, values.shape[1], _step(values.columns, 6))
+        axes.set_xticks(columns, [str(values.columns[at]) for at in columns])
         axes.set_xlabel("round")
 
     height = max(2.6, 0.6 + 0.14 * min(len(layers), 25))
@@ -546,11 +548,11 @@ def _curves(
         log: whether the axis of values is logarithmic.
     """
     # Here, as a command that makes no picture does without matplotlib.
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogFormatter, MaxNLocator
 
     def draw(axes: Axes) -> None:
-        # Curves differ in dashes, too: not everybody sees colours. A single point has
-        # no line, and is drawn as one.
+        # Curves differ in dashes, too: not everybody sees colours. A short curve shows
+        # its points: a single one has no line.
         handles = []
         for at, (name, (rounds, values)) in enumerate(curves.items()):
             colour = _COLOURS[at % len(_COLOURS)]
@@ -560,7 +562,7 @@ def _curves(
                 color=colour,
                 linestyle=_DASHES[at % len(_DASHES)],
                 linewidth=1.4,
-                marker="o" if len(rounds) == 1 else "",
+                marker="o" if len(rounds) < 4 else "",
             )
             if bands and name in bands:
                 low, high = bands[name]
@@ -572,6 +574,8 @@ def _curves(
         if log:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
+            # Labels between the powers of ten, without mathtext, if there is room.
+            axes.yaxis.set_minor_formatter(LogFormatter())
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel(label)

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab import report
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.report import write_report
@@ -161,6 +162,21 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     assert len(text_of_svg) == len(pictures), (
         "text stays text: it can be read aloud and searched"
     )
+
+
+def test_pictures_of_short_runs_are_readable() -> None:
+    """Labels of a logarithmic axis are numbers; a round without distances, as the first
+    one with its tests alone, is no white column.
+    """
+    for values in ([60, 70], [0.6, 0.7], [1, 1000], [6]):
+        rounds = list(range(1, len(values) + 1))
+        text = report._curves({"a": (rounds, values)}, "L1", "", log=True)
+        assert "$" not in text
+    lines = [
+        {"round": at, "layers": {"bn": {"clients": {"l1": [value, value]}}}}
+        for at, value in ((1, 0.5), (7, None))
+    ]
+    assert ">7</text>" not in report._heat_map(lines)
 
 
 def test_a_page_fits_a_screen_of_400_pixels(folder: Path) -> None:

@@ -42,7 +42,9 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], score: str) -> bytes:
             rounds = [line["round"] for line in measured]
             values = [line[key] for line in measured]
             style = "--" if key.startswith("train") else "-"
-            axis.plot(rounds, values, style, label=key, linewidth=1.3)
+            # A single point has no line.
+            marker = "o" if len(rounds) < 4 else ""
+            axis.plot(rounds, values, style, label=key, linewidth=1.3, marker=marker)
         # where BatchNorm is frozen from
         if frozen:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")

@@ -10,6 +10,7 @@ import torch
 from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import is_own, own_sha256, partition_counts, partition_table
+from fedbn_flwr.lab.data.own.request import shown
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 
@@ -70,6 +71,7 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
     # A split of a registered data set refuses clients without examples.
     if not is_own(config.dataset):
         return warnings
+    warnings += _untrained_classes(split)
     without = []
     for name, train, test in zip(
         client_names(split), split.train, split.test, strict=True
@@ -112,6 +114,39 @@ def _unused_classes(split: PartitionedData) -> list[str]:
         f" {total[lacking].sum()} training examples are not used, and no model learns"
         " them. Use more clients, or a larger classes-per-client."
     ]
+
+
+def _untrained_classes(split: PartitionedData) -> list[str]:
+    """Return a line for each part with classes that no training example has."""
+    train, test = split.dataset.train, split.dataset.test
+    if not train.by_class:
+        return []
+    trained = np.unique(train.labels.cpu().numpy()[np.concatenate(split.train)])
+    tests = [*split.test, *(rows for _, rows in split.held_out)]
+    names = [*client_names(split), *split.held_out_names]
+    warnings = []
+    for part, samples, of_clients in (
+        ("validation", train, split.validation),
+        ("test", test, tests),
+    ):
+        # The classes of each client that nobody trains on.
+        labels = samples.labels.cpu().numpy()
+        found = {
+            name: np.setdiff1d(labels[rows], trained)
+            for name, rows in zip(names, of_clients, strict=False)
+        }
+        clients = [name for name, classes in found.items() if len(classes)]
+        if clients:
+            numbers = np.unique(np.concatenate(list(found.values()))).tolist()
+            known = dict(enumerate(split.dataset.label_names))
+            classes = [known.get(number, str(number)) for number in numbers]
+            warnings.append(
+                f"{part} examples of client {shown(clients)} have classes that no"
+                f" training example of any client has: {shown(classes)}. No model"
+                " learns them. Check that all clients and parts number their classes"
+                " alike."
+            )
+    return warnings
 
 
 def sha256_of_data(config: Config) -> str | None:

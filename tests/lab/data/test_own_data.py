@@ -309,7 +309,15 @@ BAD = {
     ),
     "no examples": (
         lambda p: _npz(p, x=np.zeros((0, 2)), y=np.zeros(0)),
-        r"x has shape \(0, 2\)",
+        r"x has shape \(0, 2\), without a row",
+    ),
+    "a class below 0": (
+        lambda p: _npz(p, x=np.zeros((4, 2)), y=np.array([0, -1, 1, -1])),
+        "y has the class -1 in 2 rows",
+    ),
+    "complex inputs": (
+        lambda p: _npz(p, x=np.full((3, 2), 1j), y=np.arange(3)),
+        "x has complex numbers .*two channels.*magnitude",
     ),
     "unequal lengths": (
         lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(4)),
@@ -506,6 +514,32 @@ def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
     settings, message = BAD[case]
     with pytest.raises((ConfigError, DataError), match=f"(?s){message}"):
         start(settings(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint16, np.int64, np.uint64])
+def test_a_column_of_whole_numbers_is_classes(tmp_path: Path, dtype: type) -> None:
+    y = (np.arange(6) % 2).astype(dtype)
+    tasks = []
+    for name, targets in (("row", y), ("column", y[:, None])):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((6, 2)), y=targets)
+        info = own_info(own("npz", tmp_path / f"{name}.npz"))
+        tasks.append((info.task.name, info.num_classes))
+    assert tasks == [("classification", 2)] * 2
+
+
+def test_odd_files_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A film is left out; transparency is ignored, in each mode that has it."""
+    write_images(tmp_path, {"cat": 3, "dog": 3})
+    Image.new("RGB", (6, 4)).save(tmp_path / "cat/film.gif")
+    palette = Image.new("RGB", (6, 4), "red").quantize(2)
+    palette.save(tmp_path / "dog/palette.png", transparency=b"\0\1")
+    info = own_info(own("folder", tmp_path))
+    load_dataset(info, channels=3, size=4)
+    assert "cat/film.gif" in caplog.text
+    assert "dog/palette.png" in caplog.text
+    assert not [each for each in recwarn if "alette" in str(each.message)]
 
 
 def start(settings: dict[str, object]) -> None:

@@ -59,6 +59,24 @@ def test_what_looks_wrong(tmp_path: Path, case: str) -> None:
     assert any(line.startswith(message) for line in found), found
 
 
+def test_classes_that_nobody_trains_on_are_named(tmp_path: Path) -> None:
+    """Client b codes the labels of its tests otherwise."""
+    client = np.repeat(["a", "b"], 20)
+    split = np.tile(np.arange(20) % 4 == 0, 2)
+    x, y = np.zeros((40, 2)), np.arange(40) // 4 % 2
+    settings = {"num-clients": 2}
+    of_run = split_of(tmp_path, settings, x=x, y=y, client=client, split=split)
+    assert data_warnings(*of_run) == []
+    coded = np.where(split & (client == "b"), y + 2, y)
+    of_run = split_of(tmp_path, settings, x=x, y=coded, client=client, split=split)
+    (warning,) = data_warnings(*of_run)
+    assert "test examples of client b have classes" in warning
+    assert ": 2, 3." in warning
+    apart = {"held-out-clients": "b"}
+    of_run = split_of(tmp_path, apart, x=x, y=coded, client=client, split=split)
+    assert "client b have" in data_warnings(*of_run)[0]
+
+
 def test_a_run_writes_and_logs_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

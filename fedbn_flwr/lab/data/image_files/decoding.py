@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["Bytes", "check_mode", "for_all", "pixels", "size_of"]
+__all__ = ["Bytes", "check_mode", "for_all", "is_transparent", "pixels", "size_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
@@ -53,6 +53,9 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
     try:
         with Image.open(path) as image:
             check_mode(image)
+            # Pillow warns of a transparent palette, without the name of the file.
+            if mode and image.mode == "P" and image.has_transparency_data:
+                image = image.convert("RGBA")
             values = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
     # What Pillow raises for damaged files, by their format.
     except (
@@ -77,6 +80,17 @@ def size_of(path: Path) -> tuple[int, int] | None:
             return image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
+
+
+def is_transparent(path: Path) -> bool:
+    """Return whether an image has transparent pixels, by its header."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.has_transparency_data
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return False
 
 
 def check_mode(image: Any) -> None:

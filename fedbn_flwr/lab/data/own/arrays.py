@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.own.records import Records
-from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.lab.data.own.request import (
+    COMPLEX,
+    OwnData,
+    chosen_task,
+    numbered,
+    shown,
+)
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import Task
@@ -98,7 +104,12 @@ def _load(request: OwnData) -> dict[str, Any]:
             raise request.problem(f"no array {name}; it has {', '.join(names)}.")
     x = arrays["x"]
     for name, array in arrays.items():
-        if array.ndim == 0 or not len(array) or len(array) != len(x):
+        if array.ndim and not len(array):
+            raise request.problem(
+                f"{name} has shape {array.shape}, without a row; one example or more"
+                " needed."
+            )
+        if array.ndim == 0 or len(array) != len(x):
             raise request.problem(
                 f"{name} has shape {array.shape}, x has {x.shape}; one row for each"
                 " example needed."
@@ -120,6 +131,8 @@ def _inputs(request: OwnData, x: Any) -> Tensor:
     channels_last = x.ndim == 4 and x.shape[3] in (1, 3)
     if as_bytes and channels_last:
         return torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2)))
+    if x.dtype.kind == "c":
+        raise request.problem(f"x has complex numbers ({x.dtype}). {COMPLEX}")
     other_channels = as_bytes and x.ndim == 4
     if x.dtype.kind not in "biuf" or x.ndim < 2 or other_channels:
         raise request.problem(
@@ -159,15 +172,18 @@ def _targets(request: OwnData, y: Any, inputs: Tensor) -> _Targets:
             f"y is {y.dtype} of shape {y.shape}; finite numbers (N,), (N, K) or (N, H,"
             " W) needed."
         )
-    if y.ndim == 3:
-        return _of_pixels(request, y, inputs)
-    if y.ndim == 2:
-        return _several(request, y)
     # Floats are targets of a regression, unless the config says that they are classes.
     if request.task:
         as_classes = request.task != "regression"
     else:
         as_classes = y.dtype.kind != "f"
+    # A table has its classes in a column.
+    if as_classes and y.shape[1:] == (1,) and request.task != "multi-label":
+        y = y[:, 0]
+    if y.ndim == 3:
+        return _of_pixels(request, y, inputs)
+    if y.ndim == 2:
+        return _several(request, y)
     if as_classes and (y == np.round(y)).all():
         return _classes(request, y.astype(np.int64))
     task = chosen_task(request, "regression", ("regression",))
@@ -181,7 +197,13 @@ def _classes(request: OwnData, y: Any) -> _Targets:
         count = request.num_classes or max(len(np.unique(y)), 2)
     # Classes all 0 are more often a column that was filled in wrongly than one class.
     stated = request.task or request.num_classes
-    if y.min() < 0 or y.max() >= count or (not stated and not y.any()):
+    if y.min() < 0:
+        raise request.problem(
+            f"y has the class {y.min()} in {(y < 0).sum()} rows; classes are 0 to"
+            f" {count - 1}. Remove the rows without a class, or number all classes from"
+            " 0 on."
+        )
+    if y.max() >= count or (not stated and not y.any()):
         raise request.problem(
             f"y has classes {y.min()} to {y.max()}; 0 to {count - 1} needed. If other"
             f" data have the absent ones, set num-classes={max(y.max() + 1, 2)}."

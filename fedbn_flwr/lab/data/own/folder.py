@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.lab.data.folders import SUFFIXES
-from fedbn_flwr.lab.data.image_files.decoding import for_all, size_of
+from fedbn_flwr.lab.data.image_files.decoding import for_all, is_transparent, size_of
 from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
 from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
@@ -98,6 +98,15 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
         DataError: none of these can be read.
     """
     some = paths[:: 1 + len(paths) // _MOST_HEADERS]
+    seen = for_all(len(some), lambda at: is_transparent(some[at]))
+    if transparent := [
+        str(path) for path, is_so in zip(some, seen, strict=True) if is_so
+    ]:
+        logger.warning(
+            "%d images have transparent pixels, whose stored colours are used: %s",
+            len(transparent),
+            shown(transparent),
+        )
     sizes = [size for size in for_all(len(some), lambda at: size_of(some[at])) if size]
     # A few are named when all are read.
     if not sizes:
@@ -111,7 +120,7 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
     A folder without images is one, too: its class is known. Hidden files and folders
     are left out.
     """
-    folders, others = {}, 0
+    folders, others = {}, list[str]()
     for name, below, files in os.walk(root, followlinks=True):
         # Changed in place: ``os.walk`` goes on into what is left in the list.
         below[:] = [step for step in below if not step.startswith(".")]
@@ -122,12 +131,16 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
             if Path(file).suffix.lower() in SUFFIXES:
                 images.append(file)
             else:
-                others += 1
+                others.append(str((Path(name) / file).relative_to(root)))
         if images or (not below and Path(name) != root):
             folders[Path(name)] = sorted(images)
     if others:
         logger.warning(
-            "folder %s: %d files are left out, as they are no image files", root, others
+            "folder %s: %d files are left out, as their names do not end in %s: %s",
+            root,
+            len(others),
+            ", ".join(SUFFIXES),
+            shown(sorted(others)),
         )
     return folders
 

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.data.own.read_inputs import ReadInputs
-from fedbn_flwr.lab.data.own.request import KINDS, OwnData, chosen_task
+from fedbn_flwr.lab.data.own.request import COMPLEX, KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DatasetInfo
 from fedbn_flwr.lab.data.samples import Samples, Shape
@@ -192,6 +192,8 @@ def _as_pair(data: Any, at: int) -> tuple[Tensor, Tensor]:
 def _as_tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         value = torch.from_numpy(np.array(value))
+    if value.is_complex():
+        raise TypeError(f"complex numbers ({value.dtype}). {COMPLEX}")
     # Libraries have tensors of their own kind (MONAI's MetaTensor), which do not stack.
     plain: Tensor = value.as_subclass(Tensor).detach()
     return plain

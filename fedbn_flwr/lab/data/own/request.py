@@ -15,6 +15,7 @@ from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.training.tasks import TASKS, Task
 
 __all__ = [
+    "COMPLEX",
     "FUNCTION",
     "FUNCTION_FORM",
     "KINDS",
@@ -40,6 +41,12 @@ FUNCTION_FORM = (
     "<module>:<function>, your own function of (site, part) that returns a torch"
     " Dataset"
 )
+
+COMPLEX = (
+    "The model takes real numbers: save the real and the imaginary part as two channels"
+    " (numpy.stack, torch.view_as_real), or the magnitude (numpy.abs)."
+)
+"""What a user does with complex inputs."""
 
 
 def is_own(dataset: str) -> bool:
