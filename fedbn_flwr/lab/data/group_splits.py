@@ -61,10 +61,15 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
     """Give each client all examples of one group; empty groups have no client."""
     members = _members("natural", request)
     if request.num_clients != len(members):
+        without = [
+            name for at, name in enumerate(request.group_names) if at not in members
+        ]
+        # A function is asked for as many sites as there are clients and held-out ones.
+        also = f" with held-out-clients={','.join(without)}" if without else ""
         raise ConfigError(
             f"partition 'natural' makes a client of each of the {len(members)} groups"
             f" with training examples ({_named(request, members)});"
-            f" num-clients={request.num_clients}. Use num-clients={len(members)}."
+            f" num-clients={request.num_clients}. Use num-clients={len(members)}{also}."
         )
     return list(members.values())
 

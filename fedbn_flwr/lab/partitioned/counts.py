@@ -12,7 +12,7 @@ from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import is_own, own_sha256, partition_counts, partition_table
 from fedbn_flwr.lab.data.own.request import shown
 from fedbn_flwr.lab.files import read_json
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
 
 __all__ = [
     "client_names",
@@ -34,7 +34,8 @@ def data_counts(split: PartitionedData) -> dict[str, int]:
     return {
         "training": sum(map(len, split.train)),
         "validation": sum(map(len, split.validation)),
-        "test": sum(map(len, split.test)),
+        # Tests of the server also use examples that no client has.
+        "test": len(split.test_view()),
     }
 
 
@@ -72,6 +73,14 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
     if not is_own(config.dataset):
         return warnings
     warnings += _untrained_classes(split)
+    if data_of(config).split_name == "natural":
+        for name, rows in sites_of_tests(split.dataset).items():
+            if name not in split.held_out_names and len(rows):
+                warnings.append(
+                    f"site {name} has {len(rows)} test examples and no training example:"
+                    " no client tests them. To test the site apart in every tested"
+                    f" round, set held-out-clients={name}"
+                )
     without = []
     for name, train, test in zip(
         client_names(split), split.train, split.test, strict=True

@@ -35,6 +35,7 @@ __all__ = [
     "load_data",
     "partitioned_data",
     "put_aside",
+    "sites_of_tests",
     "whole_data",
 ]
 
@@ -188,7 +189,7 @@ def count_clients(config: Config) -> int:
     # Any number will do: the split raises.
     if data.train.groups is None:
         return DEFAULT_CLIENTS
-    apart = _held_out(config.held_out_clients, split, data)
+    apart, _ = _held_out(config.held_out_clients, split, data)
     return max(1, len(torch.unique(data.train.groups)) - len(apart))
 
 
@@ -272,7 +273,7 @@ def _partitioned(
 ) -> PartitionedData:
     # The data are split over all clients, and then some are held out: these are clients
     # of the same kind.
-    apart = _held_out(keys.held_out_clients, keys.partition, data)
+    apart, of_tests = _held_out(keys.held_out_clients, keys.partition, data)
     train, test = split_dataset(
         data,
         keys.partition,
@@ -285,7 +286,8 @@ def _partitioned(
     )
     # A place of -1 is that of the last client.
     places = [at % len(train) for at in apart.values()]
-    held_out = tuple((train[at], test[at]) for at in places)
+    held_out = [(train[at], test[at]) for at in places]
+    held_out += [(np.empty(0, np.int64), rows) for rows in of_tests.values()]
     # The others have the numbers from 0 on, as if there had been no more.
     train = [part for at, part in enumerate(train) if at not in places]
     test = [part for at, part in enumerate(test) if at not in places]
@@ -298,8 +300,8 @@ def _partitioned(
         tuple(test),
         augment,
         validation,
-        held_out_names=tuple(apart),
-        held_out=held_out,
+        held_out_names=(*apart, *of_tests),
+        held_out=tuple(held_out),
     )
 
 
@@ -332,10 +334,26 @@ def _validated(
     return tuple(rests), tuple(validation)
 
 
-def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
-    """Return the names of the held-out clients, and their places among all clients.
+def sites_of_tests(data: Dataset) -> dict[str, Indices]:
+    """Return the test examples of each group without training examples, by name."""
+    groups, tests = data.train.groups, data.test.groups
+    if groups is None or tests is None:
+        return {}
+    trained, of_tests = set(torch.unique(groups).tolist()), tests.cpu().numpy()
+    return {
+        name: np.flatnonzero(of_tests == number)
+        for number, name in enumerate(data.group_names)
+        if number not in trained
+    }
 
-    A place of -1 is that of the last client.
+
+def _held_out(
+    text: str, partition: str, data: Dataset
+) -> tuple[dict[str, int], dict[str, Indices]]:
+    """Return the held-out clients and their places; sites of tests and their examples.
+
+    A place among all clients of -1 is that of the last client. A held-out site without
+    training examples is no client of the split.
 
     Raises:
         ConfigError: a name is unknown, or the split does not give each client a group,
@@ -345,6 +363,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     # in this form of Unicode; a file system may have another one.
     text = unicodedata.normalize("NFC", text).strip()
     natural, groups = partition == "natural", list[str]()
+    of_tests: dict[str, Indices] = {}
     if natural and data.train.groups is not None:
         for number in torch.unique(data.train.groups).tolist():
             groups.append(data.group_names[number])
@@ -358,7 +377,8 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
         held_out = {name: at - count for at, name in enumerate(last)}
     # Else names; one with a comma in it is a name as well.
     else:
-        wanted = [text] if text in groups else listed(text)
+        sites = sites_of_tests(data)
+        wanted = [text] if text in (*groups, *sites) else listed(text)
         for name in wanted:
             if not natural:
                 raise ConfigError(
@@ -366,15 +386,19 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
                     f" partition={partition} has not. Use partition=natural, or a"
                     " number of clients."
                 )
-            if name not in groups:
-                raise unknown_name("held-out client", name, groups)
-        held_out = {name: groups.index(name) for name in wanted}
+            if name not in groups and name not in sites:
+                raise unknown_name("held-out client", name, [*groups, *sites])
+        held_out = {name: groups.index(name) for name in wanted if name in groups}
+        # An empty site has nothing to test.
+        for name in wanted:
+            if name in sites and len(sites[name]):
+                of_tests[name] = sites[name]
     if held_out and len(held_out) == len(groups):
         raise ConfigError(
             f"held-out-clients={text!r} leaves none of the {len(groups)} clients to"
             " train."
         )
-    return held_out
+    return held_out, of_tests
 
 
 def put_aside(

@@ -335,7 +335,11 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no data set": (lambda site, part: 3, {}, "returned a int"),
     "a function that raises": (lambda site, part: {}[site], {}, "KeyError"),
     "bytes": (of(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), ONE), {}, "torch.uint8"),
-    "complex": (of(torch.full((4, 3), 1j), ONE), {}, "complex numbers.*magnitude"),
+    "complex": (
+        of(torch.full((4, 3), 1j), ONE),
+        {},
+        "complex numbers (torch.complex64)",
+    ),
     "NaN": (of(torch.full((4, 3), torch.nan), ONE), {}, "NaN"),
     "targets that are texts": (
         of(torch.zeros(4, 3), ["ill"] * 4),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
@@ -75,6 +75,32 @@ def test_classes_that_nobody_trains_on_are_named(tmp_path: Path) -> None:
     apart = {"held-out-clients": "b"}
     of_run = split_of(tmp_path, apart, x=x, y=coded, client=client, split=split)
     assert "client b have" in data_warnings(*of_run)[0]
+
+
+def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
+    client = np.repeat(["a", "b", "c"], 20)
+    split = (np.arange(60) % 4 == 0) | (client == "b")
+    arrays = {
+        "x": np.random.default_rng(0).normal(size=(60, 2)),
+        "y": np.arange(60) % 2,
+    }
+    of_run = split_of(tmp_path, client=client, split=split, **arrays)
+    (warning,) = data_warnings(*of_run)
+    assert warning.startswith("site b has 20 test examples and no training example")
+    assert data_counts(of_run[0])["test"] == 30
+    with pytest.raises(ConfigError, match="num-clients=2 with held-out-clients=b"):
+        split_of(tmp_path, {"num-clients": 3}, client=client, split=split, **arrays)
+    apart = {"held-out-clients": "b", "num-server-rounds": 1, "strategy": "fedbn"}
+    held, config = split_of(tmp_path, apart, client=client, split=split, **arrays)
+    assert data_warnings(held, config) == []
+    assert data_counts(held)["test"] == 10
+    run(config, tmp_path / "out", workers=0)
+    rows = json.loads((tmp_path / "out/summary.json").read_text())["sites"]
+    assert [(row["site"], row["examples"]) for row in rows] == [
+        ("a", 5),
+        ("c", 5),
+        ("b", 20),
+    ]
 
 
 def test_a_run_writes_and_logs_them(

@@ -54,9 +54,12 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
         with Image.open(path) as image:
             check_mode(image)
             # Pillow warns of a transparent palette, without the name of the file.
+            picture: Image.Image = image
             if mode and image.mode == "P" and image.has_transparency_data:
-                image = image.convert("RGBA")
-            values = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
+                picture = image.convert("RGBA")
+            values = np.array(
+                picture.convert(mode) if mode else picture, dtype=np.uint8
+            )
     # What Pillow raises for damaged files, by their format.
     except (
         OSError,
