@@ -95,7 +95,7 @@ def test_a_missing_package_names_its_extra(
         None,
     )
     with pytest.raises(
-        ConfigError, match=rf'pip install "fedbn-flwr\[{name.partition(":")[0]}\]"'
+        ConfigError, match=rf'pip install "\.\[{name.partition(":")[0]}\]"'
     ):
         build(name)
 
