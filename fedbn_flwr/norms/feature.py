@@ -20,9 +20,10 @@ $$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
 
 with ``feature-norm=sqrt-d``, or the same without the root with ``1``, in training and
 in evaluation. There is no parameter and no state, and nothing more is sent. The
-classifier is the last linear layer of the model, and a run logs its path. Refused are
-models without a linear layer, models whose last linear layer has another number of
-outputs than the model (register the classifier last), and segmentation.
+classifier is the layer that makes the model's outputs, or the last linear layer if a
+pass does not show it; a run logs its path. Refused are models without a linear
+classifier, models whose last linear layer has another number of outputs than the model
+(register the classifier last), and segmentation.
 
 ## Differs from the papers
 
@@ -50,7 +51,7 @@ attention.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.report import NormReport, Replacement
 from fedbn_flwr.norms.swap import describe
+from fedbn_flwr.training.head import head_of
 
 __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
 
@@ -87,7 +89,7 @@ class NormalisedLinear(nn.Linear):
 def use_feature_norm(
     model: nn.Module, scale: FeatureScale = "sqrt-d", num_classes: int = 0
 ) -> tuple[nn.Module, NormReport]:
-    """Normalise the features before the model's last linear layer, in place.
+    """Normalise the features before the model's linear classifier, in place.
 
     Args:
         model: changed in place.
@@ -102,17 +104,25 @@ def use_feature_norm(
         NormLayerError: the model has no linear classifier, or one that is changed
             already, or its last linear layer has another number of outputs.
     """
-    # The classifier is the last one that was registered.
-    path, head = "", None
-    for at, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            path, head = at, module
+    paths = [at for at, one in model.named_modules() if isinstance(one, nn.Linear)]
     name = type(model).__name__
-    if head is None:
+    if not paths:
         raise NormLayerError(
             "feature-norm normalises the features before a linear classifier, and"
             f" {name} has no linear layer. Use a model with one, or leave feature-norm"
             " out."
+        )
+    # The classifier makes the outputs; if no pass shows it, it is registered last.
+    found = head_of(model)
+    path = (found.paths if found.known else paths)[-1]
+    head: Any = model.get_submodule(path)
+    # Its class is changed: a subclass would lose what it does.
+    if type(head) is not nn.Linear:
+        raise NormLayerError(
+            f"feature-norm: the classifier of {name}, '{path}', is a"
+            f" {type(head).__name__} and no plain Linear, whose input alone can be"
+            " normalised. Use another norm than fixup, a model with a linear classifier,"
+            " or leave feature-norm out."
         )
     if num_classes and head.out_features != num_classes:
         raise NormLayerError(
@@ -120,13 +130,6 @@ def use_feature_norm(
             f" {head.out_features} outputs, and the model has {num_classes}: it is not"
             " the classifier. Register the classifier last, use a model with a linear"
             " classifier, or leave feature-norm out."
-        )
-    # Its class is changed: a subclass would lose what it does.
-    if type(head) is not nn.Linear:
-        raise NormLayerError(
-            f"feature-norm: the last linear layer of {name}, '{path}', is a"
-            f" {type(head).__name__}, which has a rule of its own for its input. Use"
-            " another norm than fixup, or leave feature-norm out."
         )
     old = describe(head)
     head.__class__ = NormalisedLinear

@@ -3,11 +3,8 @@
 They are found from the forward pass, without an input. Linear layers without a bias
 count, too. Between one of them and its norm the axes may be moved.
 
-The forward pass runs on ``torch.fx`` proxies, which only record the operations. Each
-convolution, each norm layer and each submodule with neither of them counts as one
-operation. Python runs only in the modules around them, so attention, dropout or
-stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is not used: it patches
-``nn.Module`` for the whole process while it runs, and clients train in threads.
+The forward pass runs on proxies, see ``training.recorded_pass``. Each convolution, each
+norm layer and each submodule with neither of them counts as one operation.
 
 If the forward of a module cannot run on proxies (it branches on values), each of its
 children is traced alone. Links between the children then follow from their order of
@@ -18,19 +15,17 @@ ignored.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from fedbn_flwr.training.model_state import copied
+from fedbn_flwr.training.recorded_pass import record, skeleton_of
 
 __all__ = ["Wiring", "num_outputs", "wiring"]
 
@@ -75,16 +70,11 @@ def _is_layer(module: nn.Module) -> bool:
 
 def wiring(model: nn.Module) -> Wiring:
     """Return the links between the layers of ``model``, which does not change."""
-    # Buffers are copied, parameters are not: a forward pass may change buffers and
-    # attributes of its modules.
-    skeleton = copied(model, model.parameters())
+    skeleton = skeleton_of(model)
     originals = dict(model.named_modules(remove_duplicate=False))
     original_of = {}
     for path, module in skeleton.named_modules(remove_duplicate=False):
         original_of[id(module)] = originals[path]
-        # Hooks may not work with proxies.
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
     result = Wiring()
     _follow(skeleton, result, original_of)
     # What the forward pass has shown wins over the order of registration.
@@ -98,7 +88,7 @@ def _follow(
 ) -> None:
     """Add the links in a module's forward pass, or else those in its children's."""
     try:
-        graph, layers = _record(module)
+        graph, layers = record(module, _is_layer)
     except Exception:
         # User code may raise anything when it gets a proxy.
         for child in module.children():
@@ -149,62 +139,6 @@ def _users(
             asks = user.args[1] in _QUESTIONS
         if not asks:
             yield user
-
-
-class _Recorder(fx.proxy.GraphAppendingTracer):
-    """Records operations; of their arguments it keeps only proxies and plain values."""
-
-    def create_arg(self, a: Any) -> Any:
-        """Return ``a`` with nodes for proxies, without tensors and other objects."""
-        if isinstance(a, fx.Proxy):
-            return a.node
-        if isinstance(a, dict):
-            return {str(key): self.create_arg(value) for key, value in a.items()}
-        if isinstance(a, tuple | list):
-            return tuple(self.create_arg(value) for value in a)
-        return a if isinstance(a, str | int | float) else None
-
-
-def _record(root: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the operations of a forward pass of ``root``, and its layers by name.
-
-    The layers keep the replaced forward, so afterwards ``root`` and its children are
-    only good for recording.
-    """
-    graph = fx.Graph()
-    recorder = _Recorder(graph)
-    layers = {}
-    for path, module in root.named_modules():
-        if _is_layer(module) or not any(map(_is_layer, module.modules())):
-            layers[path] = module
-            # An attribute of this object: its class, and with it every other model in
-            # the process, does not change.
-            module.forward = _noting(recorder, path)
-    inputs = []
-    for k in range(_num_inputs(root)):
-        inputs.append(fx.Proxy(graph.placeholder(f"input{k}"), recorder))
-    graph.output(recorder.create_arg(root(*inputs)))
-    return graph, layers
-
-
-def _noting(recorder: _Recorder, path: str) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> fx.Proxy:
-        return recorder.create_proxy("call_module", path, args, kwargs)
-
-    return forward
-
-
-def _num_inputs(module: nn.Module) -> int:
-    """Return how many inputs a forward pass needs; ``*args`` alone get one."""
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    needed = 0
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.kind in positional:
-            needed += parameter.default is inspect.Parameter.empty
-    return max(1, needed)
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, _BatchNorm]]:

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.head import head_of
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 
 __all__ = ["clip_gradients", "clip_in_steps", "exclude_head"]
@@ -106,49 +107,18 @@ def _unit_norms(values: Tensor) -> Tensor:
 
 
 def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of the model's last layer, the classifier, for
-    ``clip_gradients(exclude=...)``.
+    """Return the parameters of the classifier's last layer, for
+    ``clip_gradients(exclude=...)``: of the layers that make the model's outputs.
 
-    This is the linear or convolutional layer that is registered last, as in every model
-    of the registry; () without such a layer. A classifier may have several layers side
-    by side, whose outputs are added (torchvision's LR-ASPP): those that are registered
-    directly before it in the same module, with as many outputs, and do not feed each
-    other. timm leaves out the last two parameters: the same if there is one such layer,
-    with a weight and a bias.
+    They may be several, whose outputs are added (torchvision's LR-ASPP). If a pass does
+    not show them (``training.head``), it is the linear layer or convolution that is
+    registered last; () without such a layer. timm leaves out the last two parameters:
+    the same if there is one such layer, with a weight and a bias.
     """
-    layers = [
-        module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)
-    ]
-    head = layers[-1:]
-    # from the last layer back, as long as the layer before stands besides it
-    for layer in reversed(layers[:-1]):
-        if not _beside(model, layer, head[0]):
-            break
-        head.insert(0, layer)
-    return tuple(
-        parameter for layer in head for parameter in layer.parameters(recurse=False)
-    )
-
-
-def _beside(model: nn.Module, layer: nn.Module, last: nn.Module) -> bool:
-    """Return whether two layers have the same parent and as many outputs, and the
-    second cannot take the first's.
-    """
-    _, outputs = _size(layer)
-    inputs, wanted = _size(last)
-    if outputs != wanted or outputs == inputs:
-        return False
-    parents = []
-    for module in model.modules():
-        children = {id(child) for child in module.children()}
-        if {id(layer), id(last)} <= children:
-            parents.append(module)
-    # a Sequential calls them one after the other, whatever their sizes
-    chained = any(isinstance(parent, nn.Sequential) for parent in parents)
-    return bool(parents) and not chained
-
-
-def _size(layer: nn.Module) -> tuple[Any, Any]:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    return layer.in_channels, layer.out_channels
+    plain = unwrap(model)
+    paths, known = head_of(plain)
+    layers = [one for one in plain.modules() if isinstance(one, nn.Linear | _ConvNd)]
+    head: list[nn.Module] = [*layers[-1:]]
+    if known:
+        head = [plain.get_submodule(path) for path in paths]
+    return tuple(dict.fromkeys(p for layer in head for p in layer.parameters()))

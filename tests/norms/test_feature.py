@@ -128,7 +128,7 @@ def test_a_model_without_a_plain_classifier_is_refused_by_name() -> None:
     with pytest.raises(NormLayerError, match="SqueezeNet has no linear layer"):
         use_feature_norm(torchvision.models.squeezenet1_1(weights=None))
     with pytest.raises(
-        NormLayerError, match=r"the last linear layer of .*, 'fc', is a BiasedLinear"
+        NormLayerError, match=r"the classifier of .*, 'fc', is a BiasedLinear"
     ):
         build_model(
             "resnet20",
@@ -155,6 +155,13 @@ class HeadFirst(nn.Module):
         return out
 
 
+class Branching(HeadFirst):
+    """Its path depends on the values of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
 def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
     write_cityscapes, tmp_path, monkeypatch
 ) -> None:
@@ -162,18 +169,20 @@ def test_a_layer_that_is_not_the_classifier_is_refused_by_name(
     sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}
     with pytest.raises(
         NormLayerError,
-        match=(
-            r"'encoder\.block4\.1\.mlp\.fc2', the last .* has 256 outputs, and .*"
-            r" has 5:"
-        ),
+        match=(r"the classifier of Unet, 'segmentation_head\.0', is a Conv2d"),
     ):
         build_model("smp:Unet/mit_b0", **sizes)
-    monkeypatch.setitem(sys.modules, "users", types.SimpleNamespace(net=HeadFirst))
+    # It makes the outputs, wherever it is registered; if a pass does not show that, it
+    # must be the last.
+    users = types.SimpleNamespace(net=HeadFirst, branching=Branching)
+    monkeypatch.setitem(sys.modules, "users", users)
+    net: Any = build_model("users:net", **sizes)
+    assert type(net.head) is NormalisedLinear
     with pytest.raises(
         NormLayerError,
         match=r"'body\.1', the last .* 6 outputs, .*Register the classifier last",
     ):
-        build_model("users:net", **sizes)
+        build_model("users:branching", **sizes)
     folder = write_cityscapes(tmp_path, {"aachen": 2}, {"lindau": 1}, (32, 64))
     data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
     with pytest.raises(

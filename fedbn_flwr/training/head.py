@@ -1,0 +1,205 @@
+"""The head of a model: the layers that make its outputs. Torch only.
+
+A forward pass shows them: it is followed from the outputs back to the first layers on
+every path. A layer here is a module with a weight of two or more dimensions; BatchNorm
+after the classifier, a scale or a temperature are passed over.
+
+The pass is recorded (``recorded_pass``), which needs no inputs and takes milliseconds.
+If the model's code branches on values, it cannot be recorded: with inputs a real pass of
+a copy takes its place, in which autograd's graph is followed; without them the sizes of
+the linear layers and convolutions may show the head. If the model multiplies by a matrix
+outside any layer, the head is not known: the answer then has the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.model_state import copied, unwrap
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.recorded_pass import record, skeleton_of
+
+__all__ = ["Head", "head_in_shapes", "head_of"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Leaves of a layer's weight, also under the old weight_norm and spectral_norm.
+_WEIGHTS = ("weight", "weight_v", "weight_g", "weight_orig")
+
+
+class Head(NamedTuple):
+    """The layers that make a model's outputs.
+
+    Attributes:
+        paths: their paths, and of parameters outside layers the names; "" = the model
+            itself is the layer.
+        known: whether they are the head; if not, each may be.
+    """
+
+    paths: tuple[str, ...]
+    known: bool
+
+
+def head_of(model: nn.Module, inputs: Callable[[], Any] | None = None) -> Head:
+    """Return the head of a model.
+
+    Args:
+        model: it does not change; its wrappers are not in the paths.
+        inputs: returns the inputs of some examples; None = there are none.
+    """
+    plain = unwrap(model)
+    layers = dict(_layers(plain))
+    ends: set[str] = set()
+    # The user's code may raise anything, on proxies more than on tensors.
+    with suppress(Exception):
+        ends = _ends_of_record(plain)
+    with suppress(Exception):
+        if inputs and not ends:
+            ends = _ends_of_pass(plain, inputs)
+    if not ends:
+        shapes: dict[str, tuple[int, ...]] = {}
+        # Not of the weights: to read a parametrized one may change it.
+        for path, layer in layers.items():
+            if isinstance(layer, nn.Linear):
+                shapes[f"{path}.weight"] = layer.out_features, layer.in_features
+            elif isinstance(layer, _ConvNd):
+                shapes[f"{path}.weight"] = layer.out_channels, layer.in_channels, 1
+        return head_in_shapes(shapes)
+    outside = ends.difference(layers)
+    return Head((*filter(ends.__contains__, layers), *sorted(outside)), not outside)
+
+
+def head_in_shapes(shapes: Mapping[str, Any]) -> Head:
+    """Return the head by the shapes of a state's entries.
+
+    It is known if the last layer is the only one whose outputs no other layer can take:
+    after a linear layer it is one with as many inputs, after a convolution one with as
+    many or more. The order alone says too little.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, value in shapes.items():
+        shape = tuple(getattr(value, "shape", value) or ())
+        if len(shape) > 1:
+            path = _layer_path(name)
+            # weight_norm has a matrix of one column beside the weight.
+            sizes[path] = max(shape, sizes.get(path, ()))
+    free = []
+    for path, size in sizes.items():
+        taking = [
+            other[1]
+            for at, other in sizes.items()
+            if at != path and len(other) <= len(size)
+        ]
+        flattened = len(size) > 2 and size[0] <= max(taking, default=0)
+        if not flattened and size[0] not in taking:
+            free.append(path)
+    return Head(tuple(free or sizes), free == [*sizes][-1:] != [])
+
+
+def _layer_path(name: str) -> str:
+    path, parametrized, _ = f".{name}".partition(".parametrizations.")
+    if parametrized:
+        return path.removeprefix(".")
+    path, _, leaf = name.rpartition(".")
+    return path if leaf in _WEIGHTS else name
+
+
+def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers with a matrix and their paths; a shared one has each path."""
+    inner = {name: one for name, one in module._modules.items() if _has_matrix(one)}
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    # torch's own, such as attention, may use the weights of modules inside.
+    whole = of_torch and not isinstance(module, _CONTAINERS)
+    if _has_matrix(module) and (whole or not inner):
+        yield path, module
+        return
+    for name, one in inner.items():
+        if one is not None:
+            yield from _layers(one, f"{path}.{name}".removeprefix("."))
+
+
+def _has_matrix(module: nn.Module | None) -> bool:
+    parameters = [] if module is None else module.parameters()
+    return any(is_lazy(p) or p.dim() > 1 for p in parameters)
+
+
+def _ends_of_pass(model: nn.Module, inputs: Callable[[], Any]) -> set[str]:
+    """Return the ends of a pass of a copy in eval mode."""
+    trial = copied(model).eval().requires_grad_(True)
+    made: dict[Any, list[str]] = {}
+
+    def note(layer: nn.Module, _: Any, outputs: Any) -> None:
+        for node in _nodes(outputs):
+            made[node] = paths[layer]
+
+    paths: dict[nn.Module, list[str]] = {}
+    for path, layer in _layers(trial):
+        paths.setdefault(layer, []).append(path)
+    for layer in paths:
+        layer.register_forward_hook(note)
+    names: dict[Any, list[str]] = {}
+    for name, parameter in trial.named_parameters():
+        if parameter.dim() > 1:
+            names[parameter] = [name]
+    with torch.enable_grad(), seeded(0):
+        outputs = trial(inputs_for(trial)(inputs()))
+
+    def ends_at(node: Any) -> list[str]:
+        # A node of autograd that ends at a parameter has it.
+        return made.get(node) or names.get(getattr(node, "variable", None), [])
+
+    return _followed(
+        _nodes(outputs), ends_at, lambda node: (one for one, _ in node.next_functions)
+    )
+
+
+def _nodes(outputs: Any) -> list[Any]:
+    """Return autograd's nodes of the tensors in a module's outputs."""
+    leaves = tree_leaves(outputs)
+    return [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _ends_of_record(model: nn.Module) -> set[str]:
+    """Return the ends of a recorded pass."""
+    skeleton = skeleton_of(model)
+    paths: dict[nn.Module, list[str]] = {}
+    for path, layer in _layers(skeleton):
+        paths.setdefault(layer, []).append(path)
+    graph, modules = record(skeleton, paths.__contains__)
+
+    def ends_at(node: Any) -> list[str]:
+        if node.op == "get_attr":
+            return [str(node.target)]
+        layer = modules[node.target] if node.op == "call_module" else None
+        return [] if layer is None else paths.get(layer, [])
+
+    *_, last = graph.nodes
+    return _followed(last.all_input_nodes, ends_at, lambda node: node.all_input_nodes)
+
+
+def _followed(
+    starts: Iterable[Any],
+    ends_at: Callable[[Any], list[str]],
+    before: Callable[[Any], Iterable[Any]],
+) -> set[str]:
+    """Return where the paths back from some operations end."""
+    found: set[str] = set()
+    left, seen = list(starts), set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ends = ends_at(node)
+        found.update(ends)
+        if not ends:
+            left += before(node)
+    return found

@@ -1,0 +1,114 @@
+"""A forward pass that only records its operations. Torch only.
+
+It runs on ``torch.fx`` proxies, without an input. Each layer, and each submodule without
+a layer, counts as one operation. Python runs only in the modules around them, so
+attention, dropout or stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is
+not used: it patches ``nn.Module`` for the whole process while it runs, and clients train
+in threads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fedbn_flwr.training.model_state import copied
+
+__all__ = ["record", "skeleton_of"]
+
+
+class _Recorder(fx.proxy.GraphAppendingTracer):
+    """Records operations; of their arguments it keeps proxies, plain values and a node
+    for each matrix that trains.
+
+    Attributes:
+        names: the names of the parameters.
+    """
+
+    names: dict[Any, str]
+
+    def create_arg(self, a: Any) -> Any:
+        """Return ``a`` with nodes for proxies, without other objects."""
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if isinstance(a, dict):
+            return {str(key): self.create_arg(value) for key, value in a.items()}
+        if isinstance(a, tuple | list):
+            return tuple(self.create_arg(value) for value in a)
+        # A parameter that the module itself uses, or a tensor made from it.
+        if isinstance(a, Tensor) and a.dim() > 1:
+            trains = a.requires_grad or isinstance(a, nn.Parameter)
+            name = self.names.get(a, "weights outside layers")
+            return self.graph.get_attr(name) if trains else None
+        return a if isinstance(a, str | int | float) else None
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in eval mode for ``record``, without forward hooks,
+    which may not work with proxies.
+    """
+    # Buffers are copied, parameters are not: a forward pass may change buffers and
+    # attributes of its modules. Hooks, and replaced methods of modules that will be
+    # recorded as one operation, lead to objects that are not the model's.
+    shared: list[Any] = [*model.parameters()]
+    for module in model.modules():
+        shared += [module._forward_hooks, module._forward_pre_hooks]
+        if not module._modules:
+            shared += filter(callable, vars(module).values())
+    skeleton = copied(model, shared)
+    for module in skeleton.modules():
+        module.training = False
+        module._forward_hooks = OrderedDict()
+        module._forward_pre_hooks = OrderedDict()
+    return skeleton
+
+
+@torch.enable_grad()
+def record(
+    root: nn.Module, is_layer: Callable[[nn.Module], bool]
+) -> tuple[fx.Graph, dict[str, nn.Module]]:
+    """Return the operations of a forward pass of ``root``, and its layers by name.
+
+    The layers keep the replaced forward, so afterwards ``root`` and its children are
+    only good for recording. It raises what the model's code raises on proxies.
+    """
+    graph = fx.Graph()
+    recorder = _Recorder(graph)
+    recorder.names = {p: name for name, p in root.named_parameters()}
+    layers = {}
+    for path, module in root.named_modules():
+        if is_layer(module) or not any(map(is_layer, module.modules())):
+            layers[path] = module
+            # An attribute of this object: its class, and with it every other model in
+            # the process, does not change.
+            module.forward = _noting(recorder, path)
+    inputs = []
+    for k in range(_num_inputs(root)):
+        inputs.append(fx.Proxy(graph.placeholder(f"input{k}"), recorder))
+    graph.output(recorder.create_arg(root(*inputs)))
+    return graph, layers
+
+
+def _noting(recorder: _Recorder, path: str) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> fx.Proxy:
+        return recorder.create_proxy("call_module", path, args, kwargs)
+
+    return forward
+
+
+def _num_inputs(module: nn.Module) -> int:
+    """Return how many inputs a forward pass needs; ``*args`` alone get one."""
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    needed = 0
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind in positional:
+            needed += parameter.default is inspect.Parameter.empty
+    return max(1, needed)
