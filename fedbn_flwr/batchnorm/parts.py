@@ -8,31 +8,43 @@ three BN layers named ``downsample.1``, and in a ``Sequential`` every name is a 
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fedbn_flwr.batchnorm.outer_affine import outer_affine
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.freezing import (
     is_scripted_batchnorm,
     layers_of,
     refuse_scripted,
     stays_in_eval,
 )
+from fedbn_flwr.training.head import Head, head_in_shapes, head_of
 from fedbn_flwr.training.model_state import without_wrappers
 
 __all__ = [
+    "LAST_LAYER",
     "BatchNormLayer",
     "Layers",
     "Part",
@@ -40,11 +52,14 @@ __all__ = [
     "affine_elsewhere",
     "batchnorm_layers",
     "entry_name",
+    "equal_entries",
     "fixed_entries",
     "learning_parts",
     "name_layers",
     "name_once",
     "other_layers",
+    "refuse_other_head",
+    "refuse_tied",
     "split_state",
     "tied_entries",
 ]
@@ -70,6 +85,8 @@ _LEAF = {
 
 # Before the name of a class, in the place of a path.
 _TYPE = "type:"
+# Among patterns: the layers that make the outputs.
+LAST_LAYER = "last-layer"
 # Of torch.nn.utils.parametrize: before the leaf whose entries follow.
 _PARAMETRIZED = "parametrizations."
 
@@ -120,6 +137,10 @@ class Parts:
         personal: the entries that are PERSONAL, whatever layers they are of.
         types: the paths of the modules of each class, by the class's name; none by
             names.
+        tied: entries that are the same tensor as an earlier one, each with the name of
+            the first; none by names.
+        find_head: returns the layers that make the outputs; from a model it takes a
+            pass, once.
     """
 
     names: tuple[str, ...]
@@ -129,6 +150,10 @@ class Parts:
     averaged: tuple[BatchNormLayer, ...] = ()
     personal: tuple[str, ...] = ()
     types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
+    tied: Mapping[str, str] = field(default_factory=dict, compare=False)
+    find_head: Callable[[], Head] = field(
+        default=lambda: Head((), False), compare=False, repr=False
+    )
 
     @cached_property
     def whole(self) -> Parts:
@@ -165,12 +190,14 @@ class Parts:
 
         A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" stands
         for all below the modules of this class, or of one made from it, "last-layer"
-        for the module of the last entry.
+        for the layers that make the outputs (``training.head``).
 
         Raises:
-            ConfigError: a pattern has no entry.
+            ConfigError: a pattern has no entry, or the last layer is not known.
         """
         listed = _listed(patterns)
+        if LAST_LAYER in listed:
+            self._refuse_unknown_head()
         unknown = [one for one in listed if not self._entries_at(one)]
         if unknown:
             known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
@@ -188,9 +215,8 @@ class Parts:
 
     def _entries_at(self, pattern: str) -> list[str]:
         places = [pattern]
-        if pattern == "last-layer":
-            last = without_wrappers(self.names[-1])
-            places = [last.rpartition(".")[0] or last]
+        if pattern == LAST_LAYER:
+            places = [without_wrappers(path) or "*" for path in self.find_head().paths]
         if pattern.startswith(_TYPE):
             places = [*self.types.get(pattern.removeprefix(_TYPE), ())]
         return [
@@ -198,6 +224,21 @@ class Parts:
             for name in self.names
             if any(_is_at(without_wrappers(name), place) for place in places)
         ]
+
+    def _refuse_unknown_head(self) -> None:
+        paths, known = self.find_head()
+        if known:
+            return
+        shown = ", ".join(map(repr, paths[:8])) + (", ..." if len(paths) > 8 else "")
+        by = "the shapes of the entries do" if self.by_names else "the model does"
+        passed = ""
+        if self.by_names:
+            passed = ", or pass parts=split_state(model), which shows more"
+        raise ConfigError(
+            f"personal: {by} not show which layer makes the outputs ({LAST_LAYER}, also"
+            f" the head of fedrep). Candidates: {shown or 'none'}. Name the head, as in"
+            f" personal={paths[-1] if paths else 'classifier'!r}{passed}."
+        )
 
     def _where(self, chosen: Callable[[str], bool]) -> Parts:
         layers: list[BatchNormLayer] = []
@@ -327,25 +368,95 @@ def _is_running(leaf: str) -> bool:
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
     """Return the entries that are the same tensor as an earlier one, with its name."""
-    first: dict[int, str] = {}
-    tied = {}
     # keep_vars=True: the tensors themselves, not detached ones with ids of their own.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        earlier = first.setdefault(id(tensor), name)
+    state = model.state_dict(keep_vars=True)
+    return _repeated((name, id(tensor)) for name, tensor in state.items())
+
+
+def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
+    """Return the entries with the numbers of an earlier one, as tied weights have them.
+
+    Without a model nothing else shows a tie. Entries of one number, repeated or alone,
+    are left out: many begin with zeros or ones.
+    """
+    varied = {name: a for name, a in state.items() if (a != a.flat[:1]).any()}
+    return _repeated(
+        (name, (a.shape, hashlib.sha256(a.tobytes()).digest()))
+        for name, a in varied.items()
+    )
+
+
+def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
+    """Return the names whose value an earlier name has, with that name."""
+    first: dict[Hashable, str] = {}
+    repeated = {}
+    for name, value in values:
+        earlier = first.setdefault(value, name)
         if earlier != name:
-            tied[name] = earlier
-    return tied
+            repeated[name] = earlier
+    return repeated
+
+
+def refuse_tied(
+    tied: Mapping[str, str], local: Collection[str], unless: str = ""
+) -> None:
+    """Raise ConfigError if one of two names of a tensor stays with the client.
+
+    Args:
+        tied: see ``Parts.tied``.
+        local: the entries that stay.
+        unless: a further sentence of the message.
+    """
+    for pair in tied.items():
+        stays, shared = sorted(pair, key=lambda name: name not in local)
+        if stays in local and shared not in local:
+            raise ConfigError(
+                f"'{stays}' stays with the client, and another name of the same tensor,"
+                f" '{shared}', is shared: one would overwrite the other. Untie them in"
+                " the model, name both in personal, or use a strategy that shares both."
+                f"{unless}"
+            )
+
+
+def refuse_other_head(
+    model: nn.Module, head: Collection[str], inputs: Callable[[], Any] | None = None
+) -> None:
+    """Raise ConfigError if the model's head is not the one that a server without the
+    model has found.
+
+    Args:
+        model: the model.
+        head: the entries that the server found; none = it knows the model, or needs no
+            head.
+        inputs: see ``split_state``.
+    """
+    if not head:
+        return
+    parts = split_state(model, inputs=inputs)
+    paths, known = parts.find_head()
+    if not known or {*head} == {*parts.with_personal(LAST_LAYER).personal}:
+        return
+    raise ConfigError(
+        f"the strategy takes '{next(iter(head))}' for an entry of the head"
+        f" ({LAST_LAYER}, also the head of fedrep), by the shapes of the entries; the"
+        f" layer that makes the outputs is '{paths[0]}'. Give the strategy"
+        f" personal={','.join(paths)!r}, or parts=split_state(model)."
+    )
 
 
 def learning_parts(
-    model: nn.Module, layers: Layers = "", personal: str | Sequence[str] = ""
+    model: nn.Module,
+    layers: Layers = "",
+    personal: str | Sequence[str] = "",
+    inputs: Callable[[], Any] | None = None,
 ) -> Parts:
     """Return the split in which BatchNorm has only the entries that training changes.
 
-    The ``fixed_entries`` are in REST (see ``train_only``). ``layers`` and ``personal``
-    are those of ``split_state``.
+    The ``fixed_entries`` are in REST (see ``train_only``). The other arguments are
+    those of ``split_state``.
     """
-    parts, fixed = split_state(model, layers, personal), fixed_entries(model)
+    parts = split_state(model, layers, personal, inputs)
+    fixed = fixed_entries(model)
     return replace(
         parts,
         layers=tuple(_learning(parts.layers, fixed)),
@@ -368,6 +479,7 @@ def split_state(
     model_or_state_dict: nn.Module | Mapping[str, Any],
     layers: Layers = "",
     personal: str | Sequence[str] = "",
+    inputs: Callable[[], Any] | None = None,
 ) -> Parts:
     """Return the split of a model's state into AFFINE, STATISTICS, COUNTERS and REST.
 
@@ -386,7 +498,9 @@ def split_state(
     With ``layers`` a method acts on these BatchNorm layers alone: "layer1,layer2", or
     ``lambda path, module: module.num_features > 64``. The others are in REST.
 
-    With ``personal`` these entries are PERSONAL, see ``Parts.with_personal``.
+    With ``personal`` these entries are PERSONAL, see ``Parts.with_personal``. A model
+    that branches on values needs ``inputs`` for "last-layer": a function that returns
+    those of some examples.
 
     Raises:
         ConfigError: no layer is chosen, or ``layers`` is a function and there is no
@@ -396,6 +510,7 @@ def split_state(
     paths, modules = [], {}
     types: dict[str, list[str]] = {}
     others: list[str] = []
+    tied: dict[str, str] = {}
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
@@ -408,7 +523,10 @@ def split_state(
             for kind in type(module).__mro__ if path else ():
                 types.setdefault(kind.__name__, []).append(without_wrappers(path))
         others = other_layers(model_or_state_dict)
+        find_head = functools.partial(head_of, model_or_state_dict, inputs)
+        tied = tied_entries(model_or_state_dict)
     else:
+        find_head = functools.partial(head_in_shapes, model_or_state_dict)
         names = tuple(model_or_state_dict)
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -430,7 +548,15 @@ def split_state(
         # torch's have both.
         if by_names and not {"running_var", "num_batches_tracked"} <= present.keys():
             others.append(path)
-    parts = Parts(names, tuple(found), by_names, tuple(others), types=types)
+    parts = Parts(
+        names,
+        tuple(found),
+        by_names,
+        tuple(others),
+        types=types,
+        tied=tied,
+        find_head=functools.cache(find_head),
+    )
     parts = parts.with_personal(personal)
     if not callable(layers):
         return parts.only(layers)
@@ -455,22 +581,35 @@ def batchnorm_layers(
 
     Args:
         model: the model.
-        paths: they may have a wrapper's prefix, or lack that of ``model``.
+        paths: they may have a wrapper's prefix, or lack that of ``model``, which may
+            also be a user's module around the network.
         changed: what the caller does to the layers, in words; "" = nothing.
 
     Raises:
-        NormLayerError: TorchScript holds a layer, in which this has no effect.
+        NormLayerError: TorchScript holds a layer, in which this has no effect; or the
+            model has none of the paths, or has them in two places.
     """
     if changed:
         refuse_scripted(model, changed)
-    bare = {without_wrappers(path) for path in paths}
     # A layer that is used twice may be named by its second path.
-    found = [
-        layer
-        for path, layer in layers_of(model, every_path=True).items()
-        if not bare or without_wrappers(path) in bare
-    ]
-    return list(dict.fromkeys(found))
+    layers = layers_of(model, every_path=True)
+    at = {without_wrappers(path): layer for path, layer in layers.items()}
+    bare = [*dict.fromkeys(map(without_wrappers, paths))]
+    chosen = [path for path in at if path in bare or not bare]
+    if bare and not chosen:
+        ends = [
+            path.removesuffix(bare[0]) for path in at if path.endswith(f".{bare[0]}")
+        ]
+        around = [end for end in ends if at.keys() >= {end + path for path in bare}]
+        if len(around) != 1:
+            raise NormLayerError(
+                f"the strategy acts on the BatchNorm layers {', '.join(bare[:3])} of the"
+                f" server's model, and a {type(model).__name__} has these paths in"
+                f" {len(around)} places. Pass the network whose state dict is sent, and"
+                " no module around it."
+            )
+        chosen = [around[0] + path for path in bare]
+    return list(dict.fromkeys(at[path] for path in chosen))
 
 
 def _is_at(path: str, pattern: str) -> bool:

@@ -19,7 +19,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fedbn_flwr.batchnorm.parts import name_once
+from fedbn_flwr.batchnorm.parts import (
+    name_once,
+    refuse_other_head,
+    refuse_tied,
+    tied_entries,
+)
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
@@ -46,7 +51,12 @@ from fedbn_flwr.training.client_hook import (
 from fedbn_flwr.training.first_look import makes_no_entries
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches
-from fedbn_flwr.training.model_state import not_compiled, view_with_names
+from fedbn_flwr.training.model_state import (
+    not_compiled,
+    unwrap,
+    view_with_names,
+    without_wrappers,
+)
 from fedbn_flwr.training.optimizer_hooks import (
     before_steps,
     parameters_of,
@@ -145,6 +155,8 @@ def bn_rules(
             hook = hooks[hook_name]
             hook.receive(extras, kept.hook_state(hook))
     name_once(model)
+    refuse_tied(tied_entries(unwrap(model)), set(map(without_wrappers, local)))
+    refuse_other_head(model, sent.head)
     rules = Hooks(model, hooks)
     with rules._block():
         yield rules

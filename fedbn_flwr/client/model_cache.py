@@ -28,8 +28,9 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import (
     Parts,
     name_once,
+    refuse_other_head,
+    refuse_tied,
     split_state,
-    tied_entries,
 )
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
@@ -82,13 +83,13 @@ class CachedModel:
         fingerprint: that of the parts and the shapes, which kept entries must fit.
         buffers: buffers that are not in the state dict, as they were built: module,
             name, value.
-        tied: entries that are the same tensor as an earlier one, each with the name of
-            the first.
         by_copy: whether a state is loaded by copies of its entries; if not, by
             ``load_state_dict``.
         build: what has built the model; None = it was given.
         tried: whether a synchronised step was tried with it.
         looked_at: whether it had its first look.
+        head: the entries that it has as its head, once they were compared with those of
+            a server.
     """
 
     model: nn.Module
@@ -96,11 +97,11 @@ class CachedModel:
     parts: Parts
     fingerprint: str
     buffers: list[tuple[nn.Module, str, Tensor]]
-    tied: Mapping[str, str]
     by_copy: bool
     build: BuildModel | None = None
     tried: bool = False
     looked_at: bool = False
+    head: Collection[str] = ()
 
     @classmethod
     def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
@@ -120,7 +121,6 @@ class CachedModel:
             parts=parts,
             fingerprint=parts.fingerprint(shapes),
             buffers=buffers,
-            tied=tied_entries(plain),
             by_copy=loads_by_copy(plain),
             build=build,
         )
@@ -169,6 +169,12 @@ class CachedModel:
             if told:
                 logger.warning("the model %s", told)
         self.looked_at = True
+
+    def check_head(self, head: Collection[str], inputs: Callable[[], Any]) -> None:
+        """Compare the head with the server's, once (``refuse_other_head``)."""
+        if self.head != head:
+            refuse_other_head(self.plain, head, inputs)
+        self.head = head
 
     def refuse_made(self) -> None:
         """Raise ConfigError if the training has made entries, which nobody would get."""
@@ -308,16 +314,7 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
             " to leave a part of the layers, pass layers=, or parts=split_state(model,"
             " layers=...)."
         )
-    if not names:
-        return names
-    for first, second in cached.tied.items():
-        if (first in names) != (second in names):
-            stays, other = (first, second) if first in names else (second, first)
-            raise ConfigError(
-                f"'{stays}' stays with the client, and another name of the same"
-                f" tensor, '{other}', is shared: one would overwrite the other. Untie"
-                " them in the model, or use a strategy that shares both."
-            )
+    refuse_tied(cached.parts.tied, names)
     return names
 
 

@@ -200,6 +200,7 @@ class TorchClient(NumPyClient):
         if len(self.data.train):
             cached.look(self.data.two_inputs, self.task)
         sent = TrainConfig.read(config)
+        cached.check_head(sent.head, self.data.two_inputs)
         local = entries_that_stay(cached, sent)
         kept = self._open_kept(cached, config, sent)
         # In an exchange by messages the model came in an earlier message, and the log

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import (
     CENTRALIZED,
@@ -250,7 +250,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         # All nodes were there at the start (``serve`` counts them); a round does not
         # wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
-        parts=split_state(model),
+        parts=method.parts(model),
         # Nodes that split into another number would train on the examples of held-out
         # clients.
         num_partitions=config.num_clients if config.held_out_clients else 0,

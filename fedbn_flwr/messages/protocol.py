@@ -137,6 +137,11 @@ PERSONAL = Key.down(
     "str, JSON list: those of the entries that stay that the user has named; a client"
     " may have them in another shape",
 )
+HEAD = Key.down(
+    "fedbn-flwr.head",
+    "str, JSON list: those of the personal entries that a server without the model takes"
+    " for the head; a client that has the model compares",
+)
 FINE_TUNE = Key.down(
     "fedbn-flwr.fine-tune", "int: steps by which a client trains before its test"
 )
@@ -608,6 +613,8 @@ class MessageConfig:
         local_entries: names of the entries that stay with the client.
         layers: paths of the BatchNorm layers on which the method acts; () = all.
         personal: names of those local entries that the user has named.
+        head: names of those personal entries that the server, without the model, has
+            found to be the head, without a wrapper's prefix.
         fine_tune: steps by which the client trains before a test.
         local_sha256: hash of the state that the client must restore, "" for no state;
             None = the client decides.
@@ -622,6 +629,7 @@ class MessageConfig:
     local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
     layers: tuple[str, ...] = _entry(LAYERS, (), _from_json, _to_json)
     personal: tuple[str, ...] = _entry(PERSONAL, (), _from_json, _to_json)
+    head: tuple[str, ...] = _entry(HEAD, (), _from_json, _to_json)
     fine_tune: int = _entry(FINE_TUNE, 0, int)
     local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
     used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)

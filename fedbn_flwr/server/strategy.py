@@ -674,6 +674,7 @@ class Strategy(FlowerFedAvg):
         """Check the model and begin the run, once."""
         run = self.run
         run.options = self._options()
+        run.refuse_tied()
 
         # What does not fit; the model first, which no setting mends.
         settings = RunSettings(

@@ -17,7 +17,7 @@ A body may serve clients whose labels differ; a last layer cannot.
 
 Client $i$ receives the body $\phi$. Its first `head_steps` $= \tau_h$ steps train its head
 $h_i$ alone, the others $\phi_i$ alone. The server averages $\phi = \sum_i p_i \phi_i$.
-`personal` names the head, empty = the last layer. The body's statistics move in all steps,
+`personal` names the head, empty = the layer that makes the outputs. The body's statistics move in all steps,
 and HBN's $\alpha$ trains with the body. In a loop with several optimizers a step is a
 backward pass and what they do after it.
 With `head_steps=0 fine_tune=STEPS` it is FedBABU (arXiv:2106.06042).

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.batchnorm.parts import Parts, batchnorm_layers, split_state
+from fedbn_flwr.errors import ConfigError, NormLayerError, RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.server.methods.method import RunSettings
 from fedbn_flwr.strategies import (
@@ -186,6 +186,40 @@ def test_fixbn_freezes_the_layers_of_the_backbone_and_no_others(
         for state in run.history[2:]:
             assert state[entry].tobytes() == run.history[1][entry].tobytes(), entry
     averages_of_the_replies(run, list(network().state_dict()))
+
+
+class Around(nn.Module):
+    """A user's module around the network, as Lightning's."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [functools.partial(FixBN, freeze_at=1), StaticBN])
+def test_layers_are_found_in_a_module_around_the_network(
+    user_app: Any, run_app: Any, same_bits: Any, make: Callable[..., Any]
+) -> None:
+    def around(model: nn.Module, *rest: Any) -> float:
+        return hooked_loop(Around(model), *rest)
+
+    runs = [
+        run_app(
+            make(layers=FIRST_HALF["densenet"][0]),
+            user_app(loop, query=True, model=network),
+            model=network,
+            rounds=2,
+        )
+        for loop in (hooked_loop, around)
+    ]
+    same_bits(runs[1].state, runs[0].state)
+    # Two networks inside: which one is meant does not show.
+    two = nn.ModuleList([network(), network()])
+    with pytest.raises(NormLayerError):
+        batchnorm_layers(two, ["features.norm0"])
 
 
 def test_the_automatic_round_follows_the_chosen_layers_alone(

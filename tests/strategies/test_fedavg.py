@@ -205,6 +205,10 @@ def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
         ConfigError, match=r"^parts= does not know 7 of the arrays \(1.weight, ...\)"
     ):
         federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
+    # Without their buffers, by parameters() alone.
+    arrays = to_record(dict(mlp().named_parameters()))
+    with pytest.raises(ConfigError, match=r"^the arrays lack 3 entries"):
+        FedAvg(parts=split_state(mlp())).prepare(arrays, 1, 1)
 
 
 def test_without_parts_the_names_of_the_arrays_are_split(

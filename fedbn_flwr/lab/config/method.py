@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
+from fedbn_flwr.batchnorm.parts import (
+    Part,
+    Parts,
+    learning_parts,
+    refuse_tied,
+    split_state,
+)
+from fedbn_flwr.lab.config.data import data_of
 from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
 from fedbn_flwr.lab.config.reading import CENTRALIZED, number, read_decays, split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
@@ -84,7 +92,15 @@ class RunMethod:
         split = learning_parts if learning else split_state
         if self.centralized:
             return split(model)
-        return split(model, self.params.layers, self.params.personal)
+        # Two inputs, for a model whose pass needs them to show its head.
+        parts = split(
+            model,
+            self.params.layers,
+            self.params.personal,
+            lambda: torch.rand(2, *data_of(self.config).shape),
+        )
+        refuse_tied(parts.tied, parts.select(self.methods.local))
+        return parts
 
     @property
     def run_settings(self) -> RunSettings:

@@ -146,8 +146,9 @@ class Params(Settings):
     personal: str = setting(
         "",
         "comma list of paths and globs of entries (`classifier.*`), each with what is"
-        " below it, of classes (`type:LayerNorm`), or `last-layer`: they stay with the"
-        " client, beside the method's own part; empty = none, with fedrep `last-layer`",
+        " below it, of classes (`type:LayerNorm`), or `last-layer`, which makes the"
+        " outputs: they stay with the client, beside the method's own part; empty ="
+        " none, with fedrep `last-layer`",
     )
     variance: Literal["mean", "pooled"] = setting(
         "mean",

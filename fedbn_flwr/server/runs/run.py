@@ -12,7 +12,13 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State, check_state
-from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.batchnorm.parts import (
+    LAST_LAYER,
+    Parts,
+    equal_entries,
+    refuse_tied,
+    split_state,
+)
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
 from fedbn_flwr.messages.records import views
@@ -24,6 +30,7 @@ from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport.step import Transport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
@@ -173,6 +180,14 @@ class Run:
         return self.parts.select(self.methods.local)
 
     @property
+    def _head(self) -> tuple[str, ...]:
+        """The entries of the head, if only names and shapes have shown it."""
+        parts = self.parts
+        if not parts.by_names or LAST_LAYER not in self.methods.params.personal:
+            return ()
+        return tuple(map(without_wrappers, parts.with_personal(LAST_LAYER).personal))
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """The paths of the BatchNorm layers on which the methods act; () = all."""
         if not self.parts.averaged:
@@ -256,6 +271,7 @@ class Run:
             local_entries=self.local_entries,
             layers=self.layers,
             personal=self.parts.personal,
+            head=self._head,
             fine_tune=self.methods.params.fine_tune,
             continuity=self.continuity,
             start_id=self.start_id,
@@ -342,6 +358,27 @@ class Run:
                 f"parts= does not know {len(unknown)} of the arrays ({unknown[0]},"
                 " ...): it was made from another model"
             )
+        absent = [name for name in self.parts_or_none.names if name not in arrays]
+        if absent:
+            raise ConfigError(
+                f"the arrays lack {len(absent)} entries that parts= has ({absent[0]},"
+                " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
+                " buffers, such as running statistics"
+            )
+
+    def refuse_tied(self) -> None:
+        """Raise ConfigError if one of two names of a tensor stays with the clients."""
+        local = set(self.local_entries)
+        if not local or local.issuperset(self.before):
+            return
+        tied, unless = self.parts.tied, ""
+        if self.parts.by_names:
+            tied = equal_entries(self.before)
+            unless = (
+                " If they are two tensors that begin with the same numbers, pass"
+                " parts=split_state(model)."
+            )
+        refuse_tied(tied, local, unless)
 
     def check_initial(self) -> None:
         """Raise ConfigError if the initial state is not finite."""
