@@ -76,8 +76,8 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
     if Part.REST in absent:
         return f"{text} Nothing is shared, so there is no global model."
     return (
-        f"{text} A run with eval-on=averaged-bn saves the average of the clients'"
-        " entries."
+        f"{text} Without dp and masked-sums, a run with eval-on=averaged-bn saves the"
+        " average of the clients' entries."
     )
 
 

@@ -270,10 +270,14 @@ def test_a_hook_keeps_arrays_beside_a_head_of_another_shape_under_the_mod(
         close(found.local_state(i), wanted.local_state(i))
 
 
-def test_masked_sums_cover_what_is_shared(federate: Any, datasets: Any) -> None:
+def test_masked_sums_cover_what_is_shared(
+    federate: Any, datasets: Any, caplog: Any
+) -> None:
     strategy = FedBN(personal="classifier", fraction_evaluate=0.0)
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     run = federate(strategy, network, datasets, rounds=1)
+    # No advice that the masks refuse.
+    assert "averaged-bn" not in caplog.text
     plain = federate(
         FedBN(personal="classifier", fraction_evaluate=0.0),
         network,
@@ -322,6 +326,9 @@ def test_a_head_can_stay_beside_any_method_that_shares_batchnorm(method: Any) ->
     if method is FedTAN:
         strategy = method(personal="classifier.*")
     prepared(strategy)
+    # A layer that the method leaves to FedAvg may stay as a whole.
+    if method is FixBN:
+        prepared(method(layers="*.denseblock1", personal="features.norm0"))
     assert below(network(), "classifier.") <= set(strategy.run.local_entries)
 
 

@@ -101,14 +101,24 @@ class GlobalTests:
         # Entries that stay with the clients are never trained at the server.
         untrained = [name for name in tests if name.startswith("global")]
         if strategy and untrained and strategy.local:
+            advice = (
+                "eval-on=averaged-bn tests with the average of the clients' values."
+            )
+            # Results and entries of single clients are refused there.
+            if config.protected:
+                advice = (
+                    "After the run each site exports and tests its own model:"
+                    " `fedbn-flwr export RUN --state-dir DIR`, with the state-dir of its"
+                    " node."
+                )
             logger.warning(
                 "eval-on=%s tests the model of the server, and strategy %r keeps %s"
                 " with its clients: these entries have their initial values, which are"
-                " not trained. eval-on=averaged-bn tests with the average of the"
-                " clients' values.",
+                " not trained. %s",
                 ",".join(untrained),
                 strategy.name,
                 ", ".join(sorted(strategy.local)),
+                advice,
             )
 
     def try_batches(self) -> None:

@@ -465,7 +465,8 @@ def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]
 def _personal_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
     """Yield which personal entries a method needs in common."""
     common = in_common(together(declared(method)))
-    by_type = parts.whole.part_of
+    # Layers outside ``layers`` are none of the method's.
+    by_type = dataclasses.replace(parts, personal=()).part_of
     needed = [name for name in parts.personal if by_type[name] in common]
     if needed:
         named = ", ".join(dict.fromkeys(by_type[name] for name in needed))

@@ -186,18 +186,22 @@ def warn_of_initial_values(run: Run) -> None:
     stay = run.local_entries
     if SHARED_BN in run.methods.tests or not stay:
         return
-    # Where the clients keep all of the model, there is none to complete.
-    average = "eval_on='averaged-bn' puts the average of the clients' values there; "
-    if Part.REST in run.methods.local:
-        average = ""
+    advice = "evaluation on the clients tests each with its own."
+    # If the clients keep all of the model, there is none to complete.
+    if Part.REST not in run.methods.local:
+        average = "eval_on='averaged-bn' puts the average of the clients' values there;"
+        advice = f"{average} {advice}"
+    # A protection refuses this average, and asks no client for a test.
+    if not run.protection.publishes_metrics:
+        advice = "Each client can test its own model in its training function."
     logger.warning(
         "strategy %r keeps %d entries of the model with its clients (%r, ...): in"
         " evaluate_fn and in the final arrays they have their initial values, which are"
-        " not trained. %sevaluation on the clients tests each with its own.",
+        " not trained. %s",
         run.methods.name,
         len(stay),
         stay[0],
-        average,
+        advice,
     )
 
 
