@@ -74,7 +74,9 @@ def _keeps_files(config: Config) -> bool:
     """Return whether clients keep a part of the model, or must be able to resume."""
     if config.strategy == CENTRALIZED:
         return False
-    return config.checkpoint_every > 0 or method_of(config).methods.own_models
+    method = method_of(config)
+    keeps = method.methods.own_models or method.params.fine_tune > 0
+    return config.checkpoint_every > 0 or keeps
 
 
 def default_workers(checked: Checked) -> int:

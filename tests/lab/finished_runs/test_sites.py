@@ -35,7 +35,13 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.tasks import BINARY, SEGMENTATION
+from fedbn_flwr.training.tasks import (
+    BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    SEGMENTATION,
+)
 
 
 def own(out: Path, metric: str) -> list[float]:
@@ -50,6 +56,8 @@ FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
     "workers": {"strategy": "fedbn", "norm": "batch-renorm"},
     "the best round": {"strategy": "fedbn", **BEST, "learning-rate": 0.3},
     "a part of the clients": {"strategy": "silobn", **HALF},
+    "frozen": {"strategy": "fixbn", "freeze-at": 1},
+    "no checkpoints": {"strategy": "hbn", "checkpoint-every": 0},
     **{name: {"strategy": name} for name in STRATEGIES},
 }
 
@@ -186,6 +194,28 @@ def test_intervals_are_the_percentile_bootstrap_over_patients() -> None:
             (means,), np.mean, rng=np.random.default_rng(0), **settings
         ).confidence_interval
         assert found == pytest.approx((means.mean(), expected.low, expected.high))
+
+
+def test_a_site_differs_from_itself_by_0(monkeypatch) -> None:
+    """By the main metric of each task."""
+    monkeypatch.setattr("fedbn_flwr.lab.finished_runs.sites._RESAMPLES", 5)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(60, 1, generator=draw, dtype=torch.float64)
+    several = torch.randn(60, 4, generator=draw, dtype=torch.float64)
+    known = torch.randint(2, (60, 1), generator=draw).double()
+    pixels = torch.randint(9, (60, 4, 4), generator=draw)
+    inputs = {
+        BINARY: (rows, known[:, 0]),
+        BINARY.scored_by("auroc"): (rows, known[:, 0]),
+        MULTI_LABEL: (several, (several.roll(1) > 0).double()),
+        CLASSIFICATION: (several, torch.randint(4, (60,), generator=draw)),
+        REGRESSION: (rows, known),
+        SEGMENTATION: (pixels, pixels.sum(2)),
+    }
+    groups = [np.arange(first, first + 3) for first in range(0, 60, 3)]
+    for task, (outputs, targets) in inputs.items():
+        site = SiteTest(task, outputs, targets, groups)
+        assert difference(site, site) == (0, 0, 0), task.score
 
 
 def test_where_nothing_can_be_said_there_is_no_interval() -> None:
