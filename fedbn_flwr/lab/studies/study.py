@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -65,6 +66,7 @@ from pydantic import (
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
 from fedbn_flwr.lab.config.checks import text_of
+from fedbn_flwr.lab.config.reading import merged
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 
 __all__ = [
@@ -171,7 +173,13 @@ def trial_name(point: Mapping[str, Scalar]) -> str:
     return ",".join(f"{key}={value}" for key, value in point.items())
 
 
-StudySettings = dict[str, Scalar]
+def _under_new_names(settings: dict[str, Any]) -> dict[str, Any]:
+    return merged([settings])
+
+
+# Renamed when they are read: of two layers the later one wins, under any name.
+_RENAMED = AfterValidator(_under_new_names)
+StudySettings = Annotated[dict[str, Scalar], _RENAMED]
 
 
 class Tuning(BaseModel):
@@ -179,7 +187,11 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(min_length=1)
+    grid: Annotated[
+        dict[str, Annotated[list[Scalar], Field(min_length=1)]],
+        Field(min_length=1),
+        _RENAMED,
+    ]
     base: StudySettings = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
 
@@ -251,7 +263,7 @@ class Study(BaseModel):
         if overrides and isinstance(read, dict):
             base = read.get("base") or {}
             if isinstance(base, dict):
-                read["base"] = {**base, **read_overrides(overrides)}
+                read["base"] = merged([base, read_overrides(overrides)])
         try:
             return cls.model_validate(read)
         except ValidationError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.config.reading import merged
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.strategies import FedBS
 
@@ -73,7 +74,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         ConfigError: all problems, each with the name of the run.
     """
     study = Study.read(path, overrides)
-    problems = _problems_of(study, read_overrides(overrides))
+    problems = _problems_of(study, merged([read_overrides(overrides)]))
     lines = [f"study {path}: {problem}" for problem in problems]
     if lines:
         raise ConfigError("\n".join(lines))

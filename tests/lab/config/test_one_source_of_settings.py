@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 
 from fedbn_flwr.errors import ConfigError
@@ -101,6 +104,23 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     assert methods_with("seed", params) == [], (
         "those of every method are listed with none"
     )
+
+
+@pytest.mark.parametrize("old", [*itertools.product([False, True], repeat=2)])
+def test_of_two_layers_of_a_run_the_later_one_wins(
+    old: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """A file, ``--set`` and a run config, also under an old name of a key."""
+    names = ["fedtan-exchange" if one else "fedtan-transport" for one in old]
+    (tmp_path / "config.yaml").write_text(
+        f"{{strategy: fedtan, learning-rate: 0.3, {names[0]}: channel}}"
+    )
+    given = [f"{names[1]}=messages", "learning-rate=0.2"]
+    config = Config.load(tmp_path / "config.yaml", given)
+    assert (config.fedtan_transport, config.learning_rate) == ("messages", 0.2)
+    changed = {"fedtan-transport": "channel", "learning-rate": 0.1}
+    again = Config.make({**config.to_mapping(), **changed}, complete=True)
+    assert (again.fedtan_transport, again.learning_rate) == ("channel", 0.1)
 
 
 def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:

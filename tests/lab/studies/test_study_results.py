@@ -81,7 +81,10 @@ def test_differences_to_the_first_method_are_paired_by_seed_as_scipy_does() -> N
     rows += [row("Other", seed, 0.1, metric="test-mae") for seed in range(2)] + [
         row("Late", 9, 60.0)
     ]
+    # a method under another name differs from itself by 0
+    rows += [row("A again", seed, value) for seed, value in enumerate(values["A"])]
     found = paired_tests(rows)
+    assert found.pop(("all", "A again")) == (0, pytest.approx(math.nan, nan_ok=True))
     assert list(found) == [("all", "B"), ("all", "FedBN")]
     assert found["all", "B"] == pytest.approx(
         ((values["B"] - values["A"]).mean(), ttest_rel(values["B"], values["A"]).pvalue)

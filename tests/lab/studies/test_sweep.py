@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import statistics
@@ -13,8 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
+from fedbn_flwr.lab.config import RENAMED
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies import sweep as module
@@ -152,6 +155,51 @@ def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
         "seed-0",
     )
     assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
+
+
+LAYERS = ("base", "--set", "splits", "methods", "overrides", "tune.base", "tune.grid")
+TWO_NAMES = next(iter(RENAMED.items()))
+VALUES = ("channel", "messages")
+
+
+@pytest.mark.parametrize("names", list(itertools.product(TWO_NAMES, repeat=2)))
+@pytest.mark.parametrize("pair", list(itertools.combinations(LAYERS, 2)))
+def test_of_two_layers_of_a_study_the_later_one_wins(
+    tmp_path: Path, pair: tuple[str, str], names: tuple[str, str]
+) -> None:
+    """Also if one of them has the old name of the key, and after ``tune`` has chosen."""
+    of_layer = {layer: dict[str, str]() for layer in LAYERS}
+    for layer, name, value in zip(pair, names, VALUES, strict=True):
+        of_layer[layer][name] = value
+    grid = {key: [value] for key, value in of_layer["tune.grid"].items()}
+    text = {
+        "name": "layers",
+        "base": {"strategy": "fedtan", "validation-share": 0.2, **of_layer["base"]},
+        "splits": {"s": of_layer["splits"]},
+        "methods": {"m": of_layer["methods"]},
+        "overrides": {"m/s": of_layer["overrides"]},
+        "seeds": [7],
+        "tune": {
+            "grid": {"learning-rate": [0.1], **grid},
+            "base": of_layer["tune.base"],
+            "seeds": [9],
+        },
+    }
+    given = [f"{key}={value}" for key, value in of_layer["--set"].items()]
+    study = Study.read(written(tmp_path, yaml.safe_dump(text)), [*given, "seed=5"])
+    trials = [*study.trials()]
+    found = [cell.config for cell in trials]
+    assert [one.fedtan_transport for one in found] == [VALUES[1]]
+    assert [one.seed for one in found] == [9]
+    assert study.tune
+    chosen = study.with_chosen({"m/s": study.tune.points()[0]})
+    for later in (study, chosen):
+        (cell,) = later.cells()
+        assert cell.config.seed == 7
+        if later is chosen or not any(layer.startswith("tune") for layer in pair):
+            in_runs = [layer for layer in pair if layer != "tune.base"]
+            wanted = VALUES[pair.index(in_runs[-1])]
+            assert cell.config.fedtan_transport == wanted
 
 
 def test_overrides_replace_the_base(tmp_path: Path) -> None:
