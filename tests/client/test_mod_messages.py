@@ -151,8 +151,11 @@ def test_an_app_without_a_query_handler_is_asked_nothing(
     with caplog.at_level("WARNING", "flwr"):
         asked = queries(kind(fraction_evaluate=0.5), app, [app] if simulated else None)
     assert asked == []
-    of_the_model = f"strategy '{kind.name}' keeps"
-    assert not [text for text in caplog.messages if not text.startswith(of_the_model)]
+    # of the model, and of Flower's default of mu
+    known = tuple(
+        f"strategy '{kind.name}'{said}" for said in (" keeps", ": with proxi")
+    )
+    assert not [text for text in caplog.messages if not text.startswith(known)]
 
 
 def test_a_draw_among_nodes_that_cannot_say_who_they_are_is_told(
