@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.strategies import FedTAN
+from fedbn_flwr.training.loop import _Totals
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import (
     Barrier,
@@ -564,6 +566,54 @@ def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_
     (report,) = made.reports
     assert report.rejected == {}
     assert report.participants == [0, 1, 2, 3]
+
+
+# The limit of a phase, and what a client begins late in it.
+PHASES: Mapping[str, tuple[str, Any, str]] = {
+    "exchanges": ("fedtan_timeout", TorchClient, "_fit"),
+    "training": ("timeout", _Totals, "add"),
+    "tests": ("timeout", TorchClient, "evaluate"),
+    "statistics": ("timeout", TorchClient, "statistics"),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_only_the_limit_of_a_phase_ends_it(
+    federate, model, phase: str, transport: str, monkeypatch
+) -> None:
+    """A client is later than all other limits of the run."""
+    own_limit, kind, name = PHASES[phase]
+    limits = {"fedtan_timeout": 0.4, "timeout": 0.4, own_limit: 60.0}
+    plain, calls = getattr(kind, name), list[int]()
+
+    def late(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            with interrupted():  # the other client computes meanwhile
+                time.sleep(0.7)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(kind, name, late)
+    tests = {"fraction_evaluate": 1.0, "eval_on": "recalibrated,global"}
+    made = synchronised(
+        FedTAN, transport, fedtan_timeout=limits["fedtan_timeout"], **tests
+    )
+    federate(
+        made,
+        lambda: copy.deepcopy(model),
+        client_data((5,), SIZES[:2]),
+        rounds=1,
+        local_steps=2,
+        timeout=limits["timeout"],
+        barrier=transport == "barrier",
+        grid_options={"threads": 2},
+    )
+    (report,) = made.reports
+    assert len(calls) >= 2
+    assert report.rejected == {}
+    assert report.participants == [0, 1]
+    assert len(report.evaluations) == 2
 
 
 @pytest.mark.parametrize("steps", [1, 4])
