@@ -112,6 +112,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_a_doctor_that_fails_takes_no_report(
+    folder: Path, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    def fails(folder: Path) -> None:
+        raise RuntimeError("no layer")
+
+    monkeypatch.setattr("fedbn_flwr.lab.doctor.examine", fails)
+    page = tmp_path / "page.html"
+    shown = CliRunner().invoke(app, ["report", str(folder), "--out", str(page)])
+    assert shown.exit_code == 0, shown.output
+    assert page.is_file()
+    assert "The doctor failed: RuntimeError: no layer" in caplog.text
+
+
 def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     folder: Path,
 ) -> None:
