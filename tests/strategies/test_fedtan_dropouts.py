@@ -584,14 +584,14 @@ def test_only_the_limit_of_a_phase_ends_it(
 ) -> None:
     """A client is later than all other limits of the run."""
     own_limit, kind, name = PHASES[phase]
-    limits = {"fedtan_timeout": 0.4, "timeout": 0.4, own_limit: 60.0}
+    limits = {"fedtan_timeout": 0.6, "timeout": 0.6, own_limit: 60.0}
     plain, calls = getattr(kind, name), list[int]()
 
     def late(*args: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             with interrupted():  # the other client computes meanwhile
-                time.sleep(0.7)
+                time.sleep(0.9)
         return plain(*args, **options)
 
     monkeypatch.setattr(kind, name, late)
