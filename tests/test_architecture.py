@@ -281,7 +281,7 @@ def test_no_module_begins_with_an_empty_container_that_a_run_fills() -> None:
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for statement in ast.parse(path.read_text()).body:
-            annotated = isinstance(statement, ast.AnnAssign) and statement.value
-            if annotated and EMPTY.fullmatch(ast.unparse(annotated)):
-                found.add(ast.unparse(statement.target))
+            if isinstance(statement, ast.AnnAssign) and statement.value:
+                empty = EMPTY.fullmatch(ast.unparse(statement.value))
+                found |= {ast.unparse(statement.target)} if empty else set()
     assert found - {"__all__"} == FILLED_BY_RUNS.keys()
