@@ -1,0 +1,201 @@
+"""The cases of the reference: a value on each axis, and which of them are lawful.
+
+The first choice of each axis is the default. A failing draw shrinks towards the
+defaults, and ``repr`` shows only the values that differ from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.reference.networks import NETWORKS
+
+LOCAL = ("fedbn", "silobn", "mtfl")
+STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad")
+ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs")
+STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One federation."""
+
+    methods: tuple[str, ...] = ()
+    model: str = "mlp"
+    dtype: str = "float64"
+    sizes: tuple[int, ...] = (6, 9, 5)
+    rounds: int = 2
+    # clients
+    fraction: float = 1.0
+    hidden: tuple[tuple[int, int], ...] = ()
+    faults: tuple[tuple[int, int, str], ...] = ()
+    min_replies: int = 1
+    # training
+    batch_size: int = 0
+    steps: int = 2
+    sampling: str = "with-replacement"
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay: str = ""
+    # options and settings of methods
+    personal: str = ""
+    layers: bool = False
+    momentum_scope: str = "none"
+    agc: float = 0.0
+    variance: str = "mean"
+    recalibrate: bool = False
+    eval_on: str = ""
+    fine_tune: int = 0
+    head_steps: int = 1
+    freeze_affine: bool = False
+    fbn_measure: str = "steps"
+    exchanges: str = "3L+1"
+    # ways to run
+    way: str = "torch-client"
+    engine: str = "process"
+    transport: str = "messages"
+    again: str = ""
+    seed: int = 3
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"Case({', '.join(shown)})"
+
+    def has(self, *names: str) -> bool:
+        return bool({*names} & {*self.methods})
+
+    @property
+    def synchronised(self) -> bool:
+        return self.has("fedtan", "fedtan2", "feddna")
+
+
+def refusal(case: Case) -> str:
+    """Return why the package must refuse the case before the first round; "" = it runs."""
+    local = {name for name in LOCAL if case.has(name)}
+    personal = bool(case.personal) or case.has("fedrep")
+    measures = case.has("staticbn") or case.recalibrate
+    if case.model == "no-norm" and case.has(*LOCAL, *STATISTICS, "feddna", "bn-scaffold"):
+        return "the model has no BatchNorm"
+    if case.model == "no-norm" and case.recalibrate:
+        return "the model has no BatchNorm"
+    if case.model == "no-norm" and case.layers:
+        return "the model has no such layer"
+    if measures and (local & {"fedbn", "mtfl"} or personal or case.has("standalone")):
+        return "no global weights to measure under"
+    if case.eval_on == "averaged-bn" and not (local or personal):
+        return "no entries stay with the clients"
+    if case.fine_tune and case.eval_on == "averaged-bn":
+        return "fine-tuning is for tests of the clients"
+    if case.layers and case.model == "no-affine" and "mtfl" in local:
+        return "the layer has no gamma and beta"
+    if case.layers and case.model == "no-statistics" and case.has(
+        "silobn", "fixbn", "staticbn"
+    ):
+        return "the layer has no statistics"
+    if case.has("fedrep") and case.steps and case.steps <= case.head_steps:
+        return "no step is left for the body"
+    if case.fine_tune and case.way != "torch-client":
+        return "fine-tuning needs a TorchClient"
+    return ""
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """Draw a case; only the choices that make sense together."""
+
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    def some(value: Any, *more: Any) -> Any:
+        """A default that is drawn in half of the cases."""
+        return one(value, *more) if draw(st.booleans()) else value
+
+    if one(False, False, False, True):
+        methods = [one(*ALONE)]
+    else:
+        local, step = some("", *LOCAL), some("", *STEPS)
+        statistics, prox = some("", *STATISTICS), some("", "fedprox")
+        scaffold, second = some("", "scaffold"), some("", "fedrep", "ditto")
+        methods = [local, step, statistics, prox, scaffold, second]
+    values: dict[str, Any] = {"methods": lawful([m for m in methods if m])}
+    has = {*values["methods"]}
+    values["model"] = some("mlp", *NETWORKS)
+    values["dtype"] = one("float64", "float64", "float64", "float32")
+    values["sizes"] = one((6, 9, 5), (8, 3, 7, 5), (6, 1, 7), (4, 6))
+    values["rounds"] = one(2, 3, 4)
+    clients = range(len(values["sizes"]))
+    rounds = range(1, values["rounds"] + 1)
+    values["fraction"] = some(1.0, 0.5, 0.7)
+    if draw(st.booleans()):
+        pairs = st.tuples(st.sampled_from(rounds), st.sampled_from(clients))
+        hidden = tuple(sorted(draw(st.sets(pairs, max_size=2))))
+        # somebody is there in each round
+        if all(sum(r == t for r, _ in hidden) < len(clients) - 1 for t in rounds):
+            values["hidden"] = hidden
+        r, i, kind = one(*rounds), one(*clients), one("raise", "nan")
+        values["faults"] = some((), ((r, i, kind),))
+        values["min_replies"] = some(1, 2, 3)
+    values["batch_size"], values["steps"] = one(0, 3, 4), one(2, 1, 3, 0)
+    values["sampling"] = some("with-replacement", "without-replacement")
+    values["optimizer"] = "sgd"
+    if not has & {"scaffold", "bn-scaffold"}:
+        values["optimizer"] = some("sgd", "adam", "adamw")
+        if values["optimizer"] == "sgd":
+            values["momentum"] = some(0.0, 0.9)
+            if values["momentum"]:
+                values["momentum_scope"] = some("none", "local", "global")
+    values["weight_decay"] = some(0.0, 0.01)
+    freezes = bool(has & {"fixbn", "fedtan2"})
+    values["decay"] = some("", "round", *(["freeze"] if freezes else []))
+    if not has & {"standalone", "fedrep"}:
+        values["personal"] = some("", "head", "first", "last-layer")
+    if has & {"fedbn", "silobn", "mtfl", "fixbn", "staticbn"}:
+        if not has & {"fbn", "hbn", "fedtan", "fedtan2"}:
+            values["layers"] = some(False, True)
+    values["agc"] = some(0.0, 0.05)
+    if not has & {"fedbn", "silobn", "staticbn", "fbn", "hbn", "standalone"}:
+        values["variance"] = some("mean", "pooled")
+    if not has & {"staticbn"}:
+        values["recalibrate"] = some(False, True)
+    values["eval_on"] = some("", "averaged-bn")
+    values["fine_tune"] = some(0, 2)
+    if "fedrep" in has:
+        values["head_steps"] = one(1, 0, 2)
+    if "fixbn" in has:
+        values["freeze_affine"] = some(False, True)
+    if "fbn" in has:
+        values["fbn_measure"] = some("steps", "pass")
+    if has & {"fedtan", "fedtan2", "feddna"}:
+        values["exchanges"] = some("3L+1", "2L+1")
+        values["transport"] = some("messages", "barrier")
+    values["again"] = some("", "second-run", "resume")
+    return Case(**values)
+
+
+def lawful(methods: list[str]) -> tuple[str, ...]:
+    """Leave out methods that cannot be combined with those before them."""
+    chosen: list[str] = []
+    for name in methods:
+        others = {*chosen}
+        statistics = others & {*STATISTICS}
+        if name in STATISTICS and others & {"fedbn", "silobn"}:
+            continue
+        if name in ("fedtan", "fedtan2", "staticbn") and others & {"mtfl"}:
+            continue
+        if name == "scaffold" and (
+            others & {*STEPS} or statistics & {"fedtan", "fedtan2"}
+        ):
+            continue
+        if name == "fedrep" and "staticbn" in others:
+            continue
+        chosen.append(name)
+    return tuple(chosen)

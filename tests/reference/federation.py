@@ -1,0 +1,585 @@
+"""A federation in plain torch: one round after another, one client after another.
+
+It imports nothing of the package. Each method is a class of ``methods`` with at most
+six places; here is what all of them share: who takes part, the batches of a client, a
+local step, the average, and the tests. Random streams are written out again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tests.reference.networks import Network, network
+
+State = dict[str, Tensor]
+SEED = 7  # of the clients
+RATE = 0.05
+
+
+def cloned(state: Mapping[str, Tensor]) -> State:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def stream(seed: int, purpose: str, *keys: int) -> int:
+    """The seed of a named random stream."""
+    name = "/".join(map(str, [seed, purpose, *keys]))
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """p_i."""
+    return [w / sum(weights) for w in weights]
+
+
+def total(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
+    """sum_i w_i x_i in float64, in the dtype of x."""
+    summed = sum(w * x.double() for w, x in zip(weights, values, strict=True))
+    return summed.to(values[0].dtype)
+
+
+def moments_of(h: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Count, mean and biased variance of a layer's input, by channel, in float64."""
+    flat = h.detach().double().transpose(0, 1).flatten(1)
+    return flat.shape[1], flat.mean(1), flat.var(1, correction=0)
+
+
+def union(parts: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[int, Tensor, Tensor]:
+    """The moments of all values together."""
+    count = sum(n for n, _, _ in parts)
+    return (count, *mixture([n / count for n, _, _ in parts], parts))
+
+
+def mixture(p: Sequence[float], parts: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """sum p_i m_i and sum p_i (v_i + (m_i - m)^2)."""
+    mean = sum(w * m for w, (_, m, _) in zip(p, parts, strict=True))
+    var = sum(w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(p, parts, strict=True))
+    return mean, var
+
+
+def channels(statistic: Tensor, like: Tensor) -> Tensor:
+    return statistic.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def normalised(layer: Any, h: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """BatchNorm of a layer with these statistics."""
+    y = (h - channels(mean, h)) / (channels(var, h) + layer.eps).sqrt()
+    if layer.weight is None:
+        return y
+    return y * channels(layer.weight, h) + channels(layer.bias, h)
+
+
+@dataclass
+class Client:
+    """A client, and what it has in a round."""
+
+    number: int
+    inputs: Tensor
+    targets: Tensor
+    own: State = field(default_factory=dict)  # entries that stay, after its first round
+    kept: dict[str, Any] = field(default_factory=dict)  # by method, what else it keeps
+    begun: bool = False
+    # in a round
+    net: Network = None  # type: ignore[assignment]
+    start: State = field(default_factory=dict)
+    end: State = field(default_factory=dict)
+    p: float = 0.0
+    sends: dict[str, Any] = field(default_factory=dict)
+    losses: list[tuple[float, int]] = field(default_factory=list)
+    optimizer: Any = None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses before each step, over the examples."""
+        return sum(x * n for x, n in self.losses) / sum(n for _, n in self.losses)
+
+
+class AllRefuse(Exception):
+    """Every client that was asked refuses the settings, and none has trained."""
+
+
+class Lost(Exception):
+    """A batch of one example for which a layer has one value per channel."""
+
+
+class Federation:
+    """A run of some methods; ``rounds`` changes ``state`` and the clients."""
+
+    def __init__(
+        self, case: Any, data: Sequence[tuple[Tensor, Tensor]], methods_of: Any
+    ) -> None:
+        self.case = case
+        self.dtype = getattr(torch, case.dtype)
+        net = self.make()
+        self.state = cloned(net.state_dict())
+        self.clients = [Client(i, x, y) for i, (x, y) in enumerate(data)]
+        self.names(net)
+        self.methods = methods_of(self)
+        self.local: set[str] = set()
+        for method in self.methods:
+            self.local |= method.local()
+        self.t = 0
+        self.latest: dict[int, tuple[State, int]] = {}  # what clients shared last
+        self.used = False
+        self.anybody = False  # whether a client has trained
+
+    def make(self) -> Network:
+        net = network(self.case.model, self.dtype)
+        self.in_eval = {name for name, m in net.named_modules() if not m.training}
+        return net
+
+    def train_mode(self, net: Network) -> None:
+        """Train mode, except for layers that the network is built with in eval mode."""
+        net.train()
+        for name, module in net.named_modules():
+            if name in self.in_eval:
+                module.eval()
+
+    def names(self, net: Network) -> None:
+        """Split the entries of the state by the types of layers."""
+        self.layers = {
+            path: layer
+            for path, layer in net.named_modules()
+            if isinstance(layer, _BatchNorm)
+        }
+        chosen = list(self.layers)[:1] if self.case.layers else list(self.layers)
+        kinds: dict[str, set[str]] = {"affine": set(), "running": set(), "num": set()}
+        self.all_tracked: set[str] = set()
+        for path, layer in self.layers.items():
+            for leaf in layer.state_dict():
+                kind = leaf.partition("_")[0]
+                kind = kind if kind in kinds else "affine"
+                if kind != "affine":
+                    self.all_tracked.add(f"{path}.{leaf}")
+                if path in chosen:
+                    kinds[kind].add(f"{path}.{leaf}")
+        self.chosen = set(chosen)
+        self.affine, self.statistics = kinds["affine"], kinds["running"]
+        self.counters = kinds["num"]
+        self.head = {n for n in self.state if n.startswith("head.")}
+        # A tied weight has its first name.
+        first: dict[int, str] = {}
+        self.first_name: dict[str, str] = {}
+        for name, p in net.named_parameters(remove_duplicate=False):
+            self.first_name[name] = first.setdefault(id(p), name)
+
+    def tracks(self, path: str, layer: Any) -> bool:
+        """Whether a layer's running statistics move in training."""
+        return layer.running_mean is not None and path not in self.in_eval
+
+    # --- who takes part -----------------------------------------------------------------
+
+    def present(self, t: int) -> list[Client]:
+        hidden = {i for r, i in self.case.hidden if r == t}
+        return [client for client in self.clients if client.number not in hidden]
+
+    def drawn(self, t: int) -> list[Client]:
+        able = self.present(t)
+        count = max(math.floor(self.case.fraction * len(able) + 1e-9), 1)
+        if count >= len(able):
+            return able
+        seed = stream(self.case.seed, "sample-train", t)
+        chosen = np.random.default_rng(seed).choice(len(able), count, replace=False)
+        return [able[i] for i in sorted(chosen)]
+
+    def batches(self, client: Client, t: int, steps: int, epochs: int) -> Iterator[Any]:
+        """The batches of a client's round."""
+        n, size = len(client), self.case.batch_size or len(client)
+        generator = torch.Generator().manual_seed(
+            stream(SEED, "batches", t, client.number)
+        )
+        order: list[Tensor] = []
+        for _ in range(steps or epochs * math.ceil(n / size)):
+            if size >= n:
+                rows = torch.arange(n)
+            elif steps and self.case.sampling == "with-replacement":
+                rows = torch.randint(n, (size,), generator=generator)
+            else:
+                if not order:
+                    order = [*torch.randperm(n, generator=generator).split(size)]
+                rows = order.pop(0)
+            yield client.inputs[rows], client.targets[rows]
+
+    def rate(self, t: int) -> float:
+        """eta(t)."""
+        decayed = self.case.decay == "round" and t > 1
+        if self.case.decay == "freeze":
+            decayed = any(method.frozen(t) for method in self.methods)
+        return RATE * (0.5 if decayed else 1)
+
+    def optimizer(self, net: nn.Module, t: int) -> torch.optim.Optimizer:
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        decay = self.case.weight_decay
+        if self.case.optimizer == "adam":
+            return torch.optim.Adam(trainable, self.rate(t), weight_decay=decay)
+        if self.case.optimizer == "adamw":
+            return torch.optim.AdamW(trainable, self.rate(t), weight_decay=decay)
+        momentum = self.case.momentum
+        return torch.optim.SGD(trainable, self.rate(t), momentum, weight_decay=decay)
+
+    # --- a client's round ---------------------------------------------------------------
+
+    def forward(
+        self, client: Client, x: Tensor, methods: Sequence[Any], notes: bool = True
+    ) -> Tensor:
+        """The outputs; a method may compute BatchNorm calls, and note their inputs."""
+        calls = client.net.calls(x)
+        try:
+            layer, h = next(calls)
+            while True:
+                path = self.path(client.net, layer)
+                for method in methods if notes else ():
+                    method.sees(client, path, h)
+                layer, h = calls.send(self.normalise(client, path, layer, h, methods))
+        except StopIteration as end:
+            return end.value
+
+    @staticmethod
+    def path(net: Network, layer: nn.Module) -> str:
+        return next(path for path, module in net.named_modules() if module is layer)
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor, methods: Sequence[Any]
+    ) -> Tensor:
+        if layer.training and h.numel() == h.shape[1]:
+            if not any(method.takes_one_value(path) for method in methods):
+                raise Lost
+        for method in methods:
+            out = method.normalise(client, path, layer, h)
+            if out is not None:
+                return out
+        return layer(h)
+
+    def drops(self, client: Client, x: Tensor, methods: Sequence[Any]) -> bool:
+        """Whether a batch of one example is dropped: a layer would see one value."""
+        if len(x) > 1:
+            return False
+        before = cloned(client.net.state_dict())
+        try:
+            self.forward(client, x, methods, notes=False)
+        except Lost:
+            return True
+        finally:
+            client.net.load_state_dict(before)
+        return False
+
+    def take_step(
+        self, client: Client, x: Tensor, y: Tensor, methods: Sequence[Any]
+    ) -> None:
+        """An ordinary local step."""
+        loss = F.cross_entropy(self.forward(client, x, methods), y)
+        objective = loss + sum(method.penalty(client) for method in methods)
+        found = self.gradients(client, objective, methods)
+        self.descend(client, found, loss, len(x), methods)
+
+    def gradients(
+        self, client: Client, objective: Tensor, methods: Sequence[Any], p: float = 1.0
+    ) -> dict[Any, Any]:
+        """The gradients by name, and by parameter for those of a method; over p."""
+        named = {n: q for n, q in client.net.named_parameters() if q.requires_grad}
+        further = [q for method in methods for q in method.trains(client)]
+        found = torch.autograd.grad(
+            objective, [*named.values(), *further], allow_unused=True, retain_graph=True
+        )
+        keys = [*named, *further]
+        return {
+            key: None if g is None else g / p
+            for key, g in zip(keys, found, strict=True)
+        }
+
+    def descend(
+        self,
+        client: Client,
+        found: dict[Any, Any],
+        loss: Tensor,
+        size: int,
+        methods: Sequence[Any],
+    ) -> None:
+        """Let the methods change the gradients, and take the step."""
+        gradients = {n: g for n, g in found.items() if isinstance(n, str)}
+        for method in methods:
+            method.gradient(client, gradients)
+        named = dict(client.net.named_parameters())
+        for name, g in gradients.items():
+            named[name].grad = g
+        for key, g in found.items():
+            if not isinstance(key, str):
+                key.grad = g
+        client.optimizer.step()
+        client.losses.append((float(loss.detach()), size))
+
+    def common_step(self, clients: Sequence[Client], batches: Sequence[Any]) -> None:
+        """The step in which all clients are one batch: one graph over all of them."""
+        (method,) = (method for method in self.methods if method.in_common(self.t))
+        passes = [c.net.calls(x) for c, (x, _) in zip(clients, batches, strict=True)]
+        waiting = [next(one, None) for one in passes]
+        outputs: list[Tensor | None] = [None] * len(clients)
+        while any(out is None for out in outputs):
+            layers = [layer for layer, _ in waiting]
+            inputs = [h for _, h in waiting]
+            sent = method.normalise_all(clients, layers, inputs)
+            for i, (one, h) in enumerate(zip(passes, sent, strict=True)):
+                try:
+                    waiting[i] = one.send(h)
+                except StopIteration as end:
+                    outputs[i] = end.value
+        losses = [
+            F.cross_entropy(out, y)
+            for out, (_, y) in zip(outputs, batches, strict=True)
+        ]
+        penalties = [sum(m.penalty(client) for m in self.methods) for client in clients]
+        terms = [loss + more for loss, more in zip(losses, penalties, strict=True)]
+        joint = sum(c.p * term for c, term in zip(clients, terms, strict=True))
+        # A client's share of the gradient of sum p_i F_i is p_i times its own.
+        found = []
+        for client, term in zip(clients, terms, strict=True):
+            whole = method.backward == "global"
+            target, p = (joint, client.p) if whole else (term, 1.0)
+            found.append(self.gradients(client, target, self.methods, p))
+        for client, one, loss, (x, _) in zip(
+            clients, found, losses, batches, strict=True
+        ):
+            self.descend(client, one, loss, len(x), self.methods)
+
+    # --- a round ------------------------------------------------------------------------
+
+    def start(self, client: Client) -> None:
+        """The model that a client trains: the global one with the client's entries."""
+        client.net, client.losses, client.sends = self.make(), [], {}
+        client.start = cloned({**self.state, **client.own})
+        client.net.load_state_dict(client.start)
+        self.train_mode(client.net)
+        for method in self.methods:
+            method.begin(client)
+        client.optimizer = self.optimizer(client.net, self.t)
+        for method in self.methods:
+            method.with_optimizer(client)
+
+    def train(self, clients: Sequence[Client]) -> list[Client]:
+        """Train the clients; return those that took a step."""
+        case = self.case
+        batches = {c.number: self.batches(c, self.t, case.steps, 1) for c in clients}
+        if any(method.in_common(self.t) for method in self.methods):
+            self.common_step(clients, [next(batches[c.number]) for c in clients])
+        for client in clients:
+            for x, y in batches[client.number]:
+                if not self.drops(client, x, self.methods):
+                    self.take_step(client, x, y, self.methods)
+        usable = [client for client in clients if client.losses]
+        return [c for c in usable if not any(m.incomplete(c) for m in self.methods)]
+
+    def round(self) -> None:
+        """One round."""
+        self.t += 1
+        case, t = self.case, self.t
+        faults = {i: kind for r, i, kind in case.faults if r == t}
+        asked = [c for c in self.drawn(t) if faults.get(c.number) != "raise"]
+        for method in self.methods:
+            method.opens(t)
+        begun = []
+        for client in asked:
+            try:
+                self.start(client)
+                begun.append(client)
+            except Lost:
+                continue
+        for client in begun:
+            client.p = len(client) / sum(len(c) for c in begun)
+        # A step in common needs the clients whose replies the round needs.
+        joint = any(method.in_common(t) for method in self.methods)
+        least = case.min_replies if joint else 1
+        trained = self.train(begun) if len(begun) >= least else []
+        refusing = [c for c in begun if any(m.incomplete(c) for m in self.methods)]
+        if refusing and len(refusing) == len(self.drawn(t)) and not self.anybody:
+            raise AllRefuse
+        self.anybody |= bool(trained)
+        undone = {c.number: (c.own, c.kept, c.begun) for c in trained}
+        for client in trained:
+            client.end = cloned(client.net.state_dict())
+            client.own = {name: client.end[name] for name in self.local}
+            client.kept, client.begun = dict(client.kept), True
+            for method in self.methods:
+                method.end(client)
+        usable = [c for c in trained if faults.get(c.number) != "nan"]
+        self.used = len(usable) >= case.min_replies
+        if any(method.undo for method in self.methods):
+            for client in trained:
+                if client not in usable or not self.used:
+                    client.own, client.kept, client.begun = undone[client.number]
+        if self.used or not any(method.undo for method in self.methods):
+            for client in usable:
+                self.latest[client.number] = (client.own, len(client))
+        if self.used:
+            self.aggregate(usable)
+
+    def aggregate(self, usable: Sequence[Client]) -> None:
+        """The new global model."""
+        before, weights = self.state, [float(len(c)) for c in usable]
+        for method in self.methods:
+            weights = method.weights(usable) or weights
+        p = shares(weights)
+        shared = [name for name in self.state if name not in self.local]
+        ends = [{name: c.end[name] for name in shared} for c in usable]
+        model = {**before, **self.average(p, ends)}
+        fixed = set().union(*(method.fixed(self.t) for method in self.methods))
+        for name in fixed - self.local:
+            model[name] = before[name]
+        for method in self.methods:
+            method.server(usable, p, before, model, fixed | self.local)
+        self.state = {name: model[name] for name in before}
+
+    def average(self, p: Sequence[float], states: Sequence[State]) -> State:
+        """sum p_i x_i; the maximum of integers; pooled variances if the case has them."""
+        averaged: State = {}
+        for name, value in states[0].items():
+            values = [state[name] for state in states]
+            if not value.is_floating_point():
+                averaged[name] = torch.stack(values).amax(0)
+                continue
+            averaged[name] = total(p, values)
+            if self.case.variance == "pooled" and name in self.all_tracked:
+                mean = name.replace("running_var", "running_mean")
+                if name.endswith("running_var") and mean in states[0]:
+                    means = [state[mean].double() for state in states]
+                    centre = sum(w * m for w, m in zip(p, means, strict=True))
+                    spread = [
+                        v.double() + (m - centre) ** 2
+                        for v, m in zip(values, means, strict=True)
+                    ]
+                    averaged[name] = total(p, spread).to(value.dtype)
+        return averaged
+
+    # --- the tests ----------------------------------------------------------------------
+
+    def tested(self) -> State:
+        """The global model as it is tested after this round."""
+        model = dict(self.state)
+        if self.case.eval_on == "averaged-bn" and self.latest:
+            latest = [self.latest[i] for i in sorted(self.latest)]
+            states, counts = zip(*latest, strict=True)
+            model |= self.average(shares(counts), states)
+        if self.case.recalibrate or any(m.reestimates for m in self.methods):
+            model |= self.measured()
+        return model
+
+    def survey(self, client: Client, net: Network, paths: set[str]) -> dict[str, Any]:
+        """The moments of layers' inputs in one pass, each batch with its own statistics."""
+        size = max(self.case.batch_size, 2) if self.case.batch_size else len(client)
+        parts = [*torch.arange(len(client)).split(size)]
+        # A last example that is alone joins the batch before it, if there is one.
+        if len(parts[-1]) == 1 and self.alone_fails(net, client.inputs[parts[-1]], paths):
+            single = parts.pop()
+            parts = [*parts[:-1], torch.cat([parts[-1], single])] if parts else []
+        found: dict[str, list[Any]] = {}
+        by_layer = {layer: path for path, layer in net.named_modules()}
+        for rows in parts:
+            self.pass_of(net, client.inputs[rows], paths, found, by_layer)
+        return {path: union(moments) for path, moments in found.items()}
+
+    def alone_fails(self, net: Network, x: Tensor, paths: set[str]) -> bool:
+        by_layer = {layer: path for path, layer in net.named_modules()}
+        try:
+            self.pass_of(net, x, paths, {}, by_layer)
+        except Lost:
+            return True
+        return False
+
+    def pass_of(
+        self, net: Network, x: Tensor, paths: set[str], found: Any, by_layer: Any
+    ) -> None:
+        with torch.no_grad():
+            calls = net.calls(x)
+            try:
+                layer, h = next(calls)
+                while True:
+                    path = by_layer[layer]
+                    tracked = layer.running_mean is not None
+                    if path in paths or (layer.training and not tracked):
+                        if h.numel() == h.shape[1]:
+                            raise Lost
+                        moments = moments_of(h)
+                        if tracked:
+                            found.setdefault(path, []).append(moments)
+                        _, mean, var = moments
+                        out = normalised(layer, h, mean.to(h.dtype), var.to(h.dtype))
+                    else:
+                        mean, var = layer.running_mean, layer.running_var
+                        out = normalised(layer, h, mean, var)
+                    layer, h = calls.send(out)
+            except StopIteration:
+                return
+
+    def measured(self) -> State:
+        """The statistics of all clients' data under the global weights."""
+        paths = {p for p in self.chosen if self.tracks(p, self.layers[p])}
+        sent = []
+        for client in self.present(self.t):
+            net = self.make()
+            net.load_state_dict(self.state)
+            self.train_mode(net)
+            try:
+                sent.append(self.survey(client, net, paths))
+            except Lost:
+                continue
+        if len(sent) < self.case.min_replies:
+            return {}
+        return self.pooled(sent, lambda parts: union(parts))
+
+    def pooled(self, sent: Sequence[Mapping[str, Any]], pool: Any) -> State:
+        """Running statistics by entry, with torch's n / (n - 1)."""
+        model: State = {}
+        for path in self.layers:
+            parts = [moments[path] for moments in sent if path in moments]
+            if not parts:
+                continue
+            count, mean, var = pool(parts)
+            if count > 1:
+                like = self.state[f"{path}.running_mean"]
+                model[f"{path}.running_mean"] = mean.to(like.dtype)
+                unbiased = var * count / (count - 1)
+                model[f"{path}.running_var"] = unbiased.to(like.dtype)
+        return model
+
+    def own_model(self, client: Client, tested: State) -> State:
+        """The model with which a client tests."""
+        model = {**tested, **client.own}
+        for method in self.methods:
+            model |= method.tested(client)
+        return model
+
+    def test(self, client: Client, tested: State) -> float | None:
+        """The loss of a client's own model on its data; None if it cannot fine-tune."""
+        net = self.make()
+        net.load_state_dict(self.own_model(client, tested))
+        if self.case.fine_tune and not self.fine_tune(client, net):
+            return None
+        net.eval()
+        try:
+            with torch.no_grad():
+                return float(F.cross_entropy(net(client.inputs), client.targets))
+        except ValueError:  # one example, and a layer without running statistics
+            return None
+
+    def fine_tune(self, client: Client, net: Network) -> bool:
+        """Some local steps by the client's loss alone, on the batches of the round."""
+        self.train_mode(net)
+        for method in self.methods:
+            method.fine_tunes(net)
+        tuned = Client(client.number, client.inputs, client.targets)
+        tuned.net, tuned.optimizer = net, self.optimizer(net, self.t)
+        for x, y in self.batches(client, self.t, self.case.fine_tune, 0):
+            if not self.drops(tuned, x, []):
+                self.take_step(tuned, x, y, [])
+        return bool(tuned.losses)

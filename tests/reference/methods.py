@@ -1,0 +1,745 @@
+"""The methods of the reference, each in the symbols of its paper.
+
+A method has at most six places: how a BatchNorm layer normalises, the gradient, what
+the client keeps, what it sends, the server's step, and what is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.reference.federation import (
+    Client,
+    Federation,
+    Lost,
+    State,
+    channels,
+    cloned,
+    mixture,
+    moments_of,
+    normalised,
+    shares,
+    total,
+    union,
+)
+
+T_STAR = 1  # after this round FixBN and FedTAN-II freeze
+MU, SHARE = 0.3, 0.3  # FedProx and Ditto; the share of a round's statistics
+SERVER_RATE, MOMENTUM = 0.7, 0.8
+ETA, TAU, BETA_1, BETA_2 = 0.07, 2e-3, 0.85, 0.95
+RHO = 0.2  # BN-SCAFFOLD's floor
+EPS, PATIENCE = 10.0, 1  # FedBS: the losses always agree, so phase 2 begins in round 2
+
+
+class Method:
+    """FedAvg: every place does nothing."""
+
+    undo: ClassVar[bool] = False  # a round that is not used is undone at the client
+    reestimates: ClassVar[bool] = False
+    backward: ClassVar[str] = "global"
+
+    def __init__(self, fed: Federation) -> None:
+        self.fed = fed
+
+    def local(self) -> set[str]:
+        return set()
+
+    def opens(self, t: int) -> None: ...
+
+    def frozen(self, t: int) -> bool:
+        return False
+
+    def fixed(self, t: int) -> set[str]:
+        return set()
+
+    def in_common(self, t: int) -> bool:
+        return False
+
+    def begin(self, client: Client) -> None: ...
+
+    def with_optimizer(self, client: Client) -> None: ...
+
+    def sees(self, client: Client, path: str, h: Tensor) -> None: ...
+
+    def takes_one_value(self, path: str) -> bool:
+        return False
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor
+    ) -> Tensor | None:
+        return None
+
+    def incomplete(self, client: Client) -> bool:
+        return False
+
+    def penalty(self, client: Client) -> Any:
+        return 0.0
+
+    def trains(self, client: Client) -> list[nn.Parameter]:
+        return []
+
+    def gradient(self, client: Client, g: dict[str, Any]) -> None: ...
+
+    def end(self, client: Client) -> None: ...
+
+    def weights(self, replies: Sequence[Client]) -> list[float] | None:
+        return None
+
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None: ...
+
+    def tested(self, client: Client) -> State:
+        return {}
+
+    def fine_tunes(self, net: Any) -> None: ...
+
+# --- what stays with the clients --------------------------------------------------------
+class FedBN(Method):
+    def local(self) -> set[str]:
+        return self.fed.affine | self.fed.statistics | self.fed.counters
+
+
+class SiloBN(Method):
+    def local(self) -> set[str]:
+        return self.fed.statistics | self.fed.counters
+
+
+class MTFL(Method):
+    def local(self) -> set[str]:
+        return self.fed.affine
+
+
+class Standalone(Method):
+    def local(self) -> set[str]:
+        return {*self.fed.state}
+
+
+class Personal(Method):
+    """Entries that the user names."""
+
+    def local(self) -> set[str]:
+        where = self.fed.case.personal
+        if where in ("head", "last-layer"):
+            return self.fed.head
+        return {name for name in self.fed.state if name.startswith(f"{where}.")}
+
+
+# --- local steps ------------------------------------------------------------------------
+class FedProx(Method):
+    """+ mu / 2 |w - w_global|^2."""
+
+    def penalty(self, client: Client) -> Any:
+        named = client.net.named_parameters()
+        return MU / 2 * sum(((q - client.start[n]) ** 2).sum() for n, q in named)
+
+
+class AGC(Method):
+    """Gradients of at most lambda |W|, unit by unit, except the classifier's."""
+
+    def gradient(self, client: Client, g: dict[str, Any]) -> None:
+        weights = dict(client.net.named_parameters())
+        for name, gradient in g.items():
+            if gradient is None or name in self.fed.head:
+                continue
+            w = weights[name].detach()
+            rows = zip(gradient, w, strict=True) if w.dim() > 1 else [(gradient, w)]
+            for one, unit in rows:
+                allowed = self.fed.case.agc * max(float(unit.norm()), 1e-3)
+                if float(one.norm()) > allowed:
+                    one *= allowed / one.norm()
+
+
+class FedRep(Method):
+    """The first tau_h steps train the head, the others the body."""
+
+    def local(self) -> set[str]:
+        return set() if self.fed.case.personal else self.fed.head
+
+    def begin(self, client: Client) -> None:
+        client.sends["steps"] = 0
+
+    def gradient(self, client: Client, g: dict[str, Any]) -> None:
+        heads = client.sends["steps"] < self.fed.case.head_steps
+        client.sends["steps"] += 1
+        for name in g:
+            if (name in self.fed.local_head) != heads:
+                g[name] = None
+
+    def incomplete(self, client: Client) -> bool:
+        return 0 < client.sends["steps"] <= self.fed.case.head_steps
+
+
+class Scaffold(Method):
+    """g - c_i + c; c_i+ = c_i - c + (x - y) / (K eta)."""
+
+    undo = True
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.c: State = {}
+        self.n = 0
+        self.seen: set[int] = set()
+
+    def opens(self, t: int) -> None:
+        self.n = max(self.n_now(), len(self.fed.present(t)))
+
+    def n_now(self) -> int:
+        return getattr(self, "largest", 0)
+
+    def begin(self, client: Client) -> None:
+        self.largest = self.n
+        client.sends["eta"] = {}
+
+    def of(self, c: State, name: str, like: Tensor) -> Tensor:
+        return c.get(name, torch.zeros_like(like))
+
+    def gradient(self, client: Client, g: dict[str, Any]) -> None:
+        c_i, eta = client.kept.get("scaffold", {}), client.sends["eta"]
+        rate = client.optimizer.param_groups[0]["lr"]
+        for name, gradient in g.items():
+            if gradient is None or name in self.fed.local:
+                continue
+            more = self.of(self.c, name, gradient) - self.of(c_i, name, gradient)
+            g[name] = gradient + more
+            eta[name] = eta.get(name, 0.0) + rate
+
+    def end(self, client: Client) -> None:
+        c_i, changes = client.kept.get("scaffold", {}), {}
+        for name, q in client.net.named_parameters():
+            if not q.requires_grad or name in self.fed.local:
+                continue
+            went = (client.start[name] - client.end[name]).detach()
+            eta = client.sends["eta"].get(name, 0.0)
+            changes[name] = torch.zeros_like(went)
+            if eta:
+                changes[name] = went / eta - self.of(self.c, name, went)
+        client.sends["dc"] = changes
+        client.kept["scaffold"] = {
+            name: self.of(c_i, name, dc) + dc for name, dc in changes.items()
+        }
+
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None:
+        self.seen |= {client.number for client in replies}
+        grown = max(self.n, len(self.seen))
+        scaled = getattr(self, "scaled_to", grown)
+        self.scaled_to = grown
+        equal = [1 / len(replies)] * len(replies)
+        for name, first in self.fed.first_name.items():
+            if not any(first in client.sends["dc"] for client in replies):
+                continue
+            ways = [c.end[name].double() - before[name].double() for c in replies]
+            step = SERVER_RATE * total(equal, ways)
+            model[name] = (before[name].double() + step).to(before[name].dtype)
+        for name in dict.fromkeys(n for c in replies for n in c.sends["dc"]):
+            zero = torch.zeros_like(before[name])
+            dc = [c.sends["dc"].get(name, zero) for c in replies]
+            old = self.c.get(name, zero) * scaled / grown
+            self.c[name] = old + len(replies) / grown * total(equal, dc)
+
+
+# --- the server's step ------------------------------------------------------------------
+class ServerStep(Method):
+    """x + step of Delta; running statistics and integers are averaged."""
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.m: State = {}
+        self.v: State = {}
+
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None:
+        for name, x in before.items():
+            if name in fixed | self.fed.all_tracked or not x.is_floating_point():
+                continue
+            wide = x.double()
+            ends = [client.end[name] for client in replies]
+            delta = sum(w * e.double() for w, e in zip(p, ends, strict=True)) - wide
+            zero = torch.zeros_like(wide)
+            self.m.setdefault(name, zero), self.v.setdefault(name, zero)
+            model[name] = (wide + self.step(name, delta)).to(x.dtype)
+
+    def step(self, name: str, delta: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class FedAvgM(ServerStep):
+    def step(self, name: str, delta: Tensor) -> Tensor:
+        self.m[name] = MOMENTUM * self.m[name] + delta
+        return SERVER_RATE * self.m[name]
+
+
+class FedAdam(ServerStep):
+    beta_1 = BETA_1
+
+    def step(self, name: str, delta: Tensor) -> Tensor:
+        self.m[name] = self.beta_1 * self.m[name] + (1 - self.beta_1) * delta
+        self.v[name] = self.second(self.v[name], delta**2)
+        return self.rate() * self.m[name] / (self.v[name].sqrt() + TAU)
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        return BETA_2 * v + (1 - BETA_2) * square
+
+    def rate(self) -> float:
+        t = self.fed.t + 1
+        return ETA * (1 - BETA_2**t) ** 0.5 / (1 - BETA_1**t)
+
+
+class FedYogi(FedAdam):
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        return v - (1 - BETA_2) * square * (v - square).sign()
+
+    def rate(self) -> float:
+        return ETA
+
+
+class FedAdagrad(FedYogi):
+    beta_1 = 0.0
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        return v + square
+
+
+# --- the statistics that BatchNorm normalises with --------------------------------------
+class FixBN(Method):
+    """From round T* + 1 on BatchNorm is in eval mode."""
+
+    def frozen(self, t: int) -> bool:
+        return t > T_STAR
+
+    def fixed(self, t: int) -> set[str]:
+        if not self.frozen(t):
+            return set()
+        affine = self.fed.affine if self.fed.case.freeze_affine else set()
+        return self.fed.statistics | self.fed.counters | affine
+
+    def freeze(self, net: Any) -> None:
+        for path in self.fed.chosen:
+            layer = net.get_submodule(path)
+            layer.eval()
+            if self.fed.case.freeze_affine:
+                for p in layer.parameters():
+                    p.requires_grad_(False)
+
+    def begin(self, client: Client) -> None:
+        if self.frozen(self.fed.t):
+            self.freeze(client.net)
+
+    def fine_tunes(self, net: Any) -> None:
+        if self.frozen(self.fed.t):
+            self.freeze(net)
+
+
+def by_the_batch(layer: Any, h: Tensor) -> Tensor:
+    return F.batch_norm(h, None, None, layer.weight, layer.bias, True, 0, layer.eps)
+
+
+class StaticBN(Method):
+    """BatchNorm trains on batch statistics; tests use re-estimated ones."""
+
+    reestimates = True
+
+    def fixed(self, t: int) -> set[str]:
+        return self.fed.statistics | self.fed.counters
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor
+    ) -> Tensor | None:
+        moves = path in self.fed.chosen and self.fed.tracks(path, layer)
+        return by_the_batch(layer, h) if moves else None
+
+
+class Pooling(Method):
+    """What FBN and HBN share: the server pools the moments of the clients."""
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.results = 0
+        self.warm = True
+        self.measured = {p for p, m in fed.layers.items() if fed.tracks(p, m)}
+
+    def opens(self, t: int) -> None:
+        self.warm = self.results < 1
+
+    def fixed(self, t: int) -> set[str]:
+        return self.fed.statistics | self.fed.counters
+
+    def takes_one_value(self, path: str) -> bool:
+        return not self.warm and path in self.measured
+
+    def survey(self, client: Client) -> None:
+        client.sends["moments"] = self.fed.survey(client, client.net, self.measured)
+
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None:
+        sent = [client.sends["moments"] for client in replies]
+        pooled = self.fed.pooled(sent, self.pool_of([len(c) for c in replies]))
+        share = 1.0 if self.warm else SHARE
+        for name, new in pooled.items():
+            old = before[name].double()
+            model[name] = ((1 - share) * old + share * new.double()).to(new.dtype)
+        self.results += bool(pooled)
+
+    def pool_of(self, counts: Sequence[float]) -> Any:
+        return union
+
+
+class FBN(Pooling):
+    """BatchNorm trains with the pooled statistics of earlier rounds."""
+
+    def begin(self, client: Client) -> None:
+        client.sends["seen"] = {}
+        if self.fed.case.fbn_measure == "pass":
+            self.survey(client)
+
+    def sees(self, client: Client, path: str, h: Tensor) -> None:
+        if path in self.measured:
+            client.sends["seen"].setdefault(path, []).append(moments_of(h))
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor
+    ) -> Tensor | None:
+        if path not in self.measured:
+            return None
+        if self.warm:
+            return by_the_batch(layer, h)
+        return normalised(layer, h, layer.running_mean, layer.running_var)
+
+    def end(self, client: Client) -> None:
+        if self.fed.case.fbn_measure == "steps":
+            seen = client.sends["seen"]
+            client.sends["moments"] = {p: union(parts) for p, parts in seen.items()}
+
+    def pool_of(self, counts: Sequence[float]) -> Any:
+        if self.fed.case.fbn_measure == "pass":
+            return union
+        p = shares(counts)
+        return lambda parts: (sum(n for n, _, _ in parts), *mixture(p, parts))
+
+
+class HBN(Pooling):
+    """a mu_B + (1 - a) mu_g with a = sigmoid(-alpha); alpha learns and stays."""
+
+    def begin(self, client: Client) -> None:
+        self.survey(client)
+        kept = client.kept.get("alpha", {})
+        client.sends["alpha"] = {}
+        for path in self.measured:
+            like = client.start[f"{path}.running_mean"]
+            start = kept.get(path, torch.zeros_like(like))
+            client.sends["alpha"][path] = nn.Parameter(start.clone())
+
+    def with_optimizer(self, client: Client) -> None:
+        if self.warm or not self.measured:
+            return
+        rate = client.optimizer.param_groups[0]["lr"]
+        group = {"params": self.trains(client), "lr": rate, "weight_decay": 0.0}
+        client.optimizer.add_param_group(group)
+
+    def trains(self, client: Client) -> list[nn.Parameter]:
+        return [] if self.warm else [*client.sends["alpha"].values()]
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor
+    ) -> Tensor | None:
+        if path not in self.measured:
+            return None
+        if self.warm:
+            return by_the_batch(layer, h)
+        a = torch.sigmoid(-client.sends["alpha"][path])
+        flat = h.transpose(0, 1).flatten(1)
+        mean = a * flat.mean(1) + (1 - a) * layer.running_mean
+        var = a * flat.var(1, correction=0) + (1 - a) * layer.running_var
+        return normalised(layer, h, mean, var)
+
+    def end(self, client: Client) -> None:
+        if not self.warm:
+            alpha = client.sends["alpha"]
+            client.kept["alpha"] = {p: a.detach().clone() for p, a in alpha.items()}
+
+
+class FedTAN(Method):
+    """In the first step all clients are one batch."""
+
+    def in_common(self, t: int) -> bool:
+        return not self.frozen(t)
+
+    def normalise_all(
+        self, clients: Sequence[Client], layers: Sequence[Any], inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """mu = sum p_i mu_i; sigma^2 = sum p_i E_i (y - mu)^2."""
+        one = layers[0]
+        if not one.training:
+            return [layer(h) for layer, h in zip(layers, inputs, strict=True)]
+        p = [client.p for client in clients]
+        flat = [h.transpose(0, 1).flatten(1) for h in inputs]
+        mean = sum(w * y.mean(1) for w, y in zip(p, flat, strict=True))
+        var = sum(
+            w * ((y - mean[:, None]) ** 2).mean(1) for w, y in zip(p, flat, strict=True)
+        )
+        count = sum(y.shape[1] for y in flat)
+        outputs = []
+        for layer, h, y in zip(layers, inputs, flat, strict=True):
+            self.track(layer, mean.detach(), var.detach() * count / (count - 1))
+            m, v = self.used(mean, var, y)
+            outputs.append(normalised(layer, h, m, v))
+        return outputs
+
+    def used(self, mean: Tensor, var: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return mean, var
+
+    @staticmethod
+    def track(layer: Any, mean: Tensor, var: Tensor) -> None:
+        if layer.running_mean is None:
+            return
+        layer.num_batches_tracked += 1
+        share = layer.momentum or 1 / float(layer.num_batches_tracked)
+        layer.running_mean.mul_(1 - share).add_(share * mean)
+        layer.running_var.mul_(1 - share).add_(share * var)
+
+
+class FedDNA(FedTAN):
+    """FedTAN's forward pass; each client's own gradients of the statistics."""
+
+    backward = "own"
+
+    def used(self, mean: Tensor, var: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        mean, var = mean.detach(), var.detach()
+        own = y.mean(1)
+        spread = ((y - mean[:, None]) ** 2).mean(1)
+        return mean + own - own.detach(), var + spread - spread.detach()
+
+
+class FedTAN2(FedTAN, FixBN):
+    """FedTAN for M rounds, then frozen BatchNorm."""
+
+    def fixed(self, t: int) -> set[str]:
+        return self.fed.statistics | self.fed.counters if self.frozen(t) else set()
+
+
+class BNScaffold(Scaffold):
+    """SCAFFOLD, and mu_B - u_i + u, max(v_B - s_i + s, rho s) in every step."""
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.last: dict[int, tuple[Any, int]] = {}
+        self.measured = {p for p, m in fed.layers.items() if fed.tracks(p, m)}
+        self.common: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def opens(self, t: int) -> None:
+        super().opens(t)
+        self.common = {}
+        latest = [self.last[i] for i in sorted(self.last)]
+        for path in self.measured:
+            parts = [(m[path], n) for m, n in latest if path in m]
+            if parts:
+                moments, counts = zip(*parts, strict=True)
+                self.common[path] = mixture(shares(counts), moments)
+
+    def begin(self, client: Client) -> None:
+        super().begin(client)
+        client.sends["seen"] = {}
+
+    def sees(self, client: Client, path: str, h: Tensor) -> None:
+        if path in self.measured:
+            client.sends["seen"].setdefault(path, []).append(moments_of(h))
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor
+    ) -> Tensor | None:
+        own = client.kept.get("moments", {}).get(path)
+        if own is None or path not in self.common:
+            return None
+        (u, s), (_, u_i, s_i) = self.common[path], own
+        flat = h.transpose(0, 1).flatten(1)
+        mean = flat.mean(1) + (u - u_i).to(h.dtype)
+        var = flat.var(1, correction=0) + (s - s_i).to(h.dtype)
+        floor = (RHO * s).to(h.dtype)
+        var = torch.where(var.detach() < floor, floor, var)
+        count = flat.shape[1]
+        FedTAN.track(layer, mean.detach(), var.detach() * count / max(count - 1, 1))
+        return normalised(layer, h, mean, var)
+
+    def end(self, client: Client) -> None:
+        super().end(client)
+        seen = client.sends["seen"]
+        moments = {path: union(parts) for path, parts in seen.items()}
+        client.sends["moments"] = client.kept["moments"] = moments
+
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None:
+        super().server(replies, p, before, model, fixed)
+        for client in replies:
+            self.last[client.number] = client.sends["moments"], len(client)
+
+
+class FedBS(FedProx):
+    """Weights F_k / sum F, then FedProx with equal weights."""
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.agreed = 0
+        self.second = False
+
+    def opens(self, t: int) -> None:
+        self.second = self.agreed >= PATIENCE
+
+    def penalty(self, client: Client) -> Any:
+        return super().penalty(client) if self.second else 0.0
+
+    def weights(self, replies: Sequence[Client]) -> list[float] | None:
+        if self.second:
+            return [1.0] * len(replies)
+        losses = [client.loss for client in replies]
+        if len(replies) > 1:
+            self.agreed += 1
+        return losses if any(losses) else [1.0] * len(replies)
+
+
+# --- a second model, and momentum -------------------------------------------------------
+class Ditto(Method):
+    """v_k trains near w before w trains."""
+
+    def begin(self, client: Client) -> None:
+        fed = self.fed
+        net = fed.make()
+        net.load_state_dict({**client.start, **client.kept.get("own-model", {})})
+        fed.train_mode(net)
+        optimizer = fed.optimizer(net, fed.t)
+        near = Client(client.number, client.inputs, client.targets)
+        near.net, near.start, near.optimizer = net, client.start, optimizer
+        for x, y in fed.batches(client, fed.t, fed.case.steps, 1):
+            if not fed.drops(near, x, []):
+                fed.take_step(near, x, y, [FedProx(fed)])
+        if not near.losses:
+            raise Lost
+        client.sends["own-model"] = cloned(net.state_dict())
+
+    def end(self, client: Client) -> None:
+        client.kept["own-model"] = client.sends["own-model"]
+
+    def tested(self, client: Client) -> State:
+        return client.kept.get("own-model", {})
+
+
+class MomentumScope(Method):
+    """SGD's buffers stay with the client, or their average starts the next round."""
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.common: State = {}
+
+    def with_optimizer(self, client: Client) -> None:
+        start = {**self.common, **client.kept.get("momentum", {})}
+        for name, p in client.net.named_parameters():
+            if name in start and p.requires_grad:
+                client.optimizer.state[p]["momentum_buffer"] = start[name].clone()
+
+    def end(self, client: Client) -> None:
+        buffers = {}
+        for name, p in client.net.named_parameters():
+            state = client.optimizer.state.get(p)
+            if state and state.get("momentum_buffer") is not None:
+                buffers[name] = state["momentum_buffer"].clone()
+        stay = {*buffers}
+        if self.fed.case.momentum_scope == "global":
+            stay &= self.fed.local
+        client.kept["momentum"] = {name: buffers[name] for name in stay}
+        client.sends["momentum"] = {n: b for n, b in buffers.items() if n not in stay}
+
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None:
+        self.common = {}
+        for name in {n for client in replies for n in client.sends["momentum"]}:
+            have = [
+                (w, c.sends["momentum"][name])
+                for w, c in zip(p, replies, strict=True)
+                if name in c.sends["momentum"]
+            ]
+            weights, buffers = zip(*have, strict=True)
+            self.common[name] = total(shares(weights), buffers)
+
+
+REFERENCES: dict[str, type[Method]] = {
+    "fedavg": Method,
+    "fedprox": FedProx,
+    "ditto": Ditto,
+    "fedrep": FedRep,
+    "scaffold": Scaffold,
+    "bn-scaffold": BNScaffold,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedadagrad": FedAdagrad,
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "mtfl": MTFL,
+    "staticbn": StaticBN,
+    "fixbn": FixBN,
+    "fbn": FBN,
+    "hbn": HBN,
+    "fedtan": FedTAN,
+    "fedtan2": FedTAN2,
+    "feddna": FedDNA,
+    "fedbs": FedBS,
+    "fedwon": AGC,
+    "standalone": Standalone,
+}
+"""The reference of each strategy, in the order in which they act on a gradient."""
+
+
+def methods_of(fed: Federation) -> list[Method]:
+    """The options of the case, then its methods."""
+    case, methods = fed.case, []
+    if case.personal:
+        methods.append(Personal(fed))
+    if case.agc and "fedwon" not in case.methods:
+        methods.append(AGC(fed))
+    if case.momentum_scope != "none":
+        methods.append(MomentumScope(fed))
+    methods += [kind(fed) for name, kind in REFERENCES.items() if name in case.methods]
+    fed.local_head = (
+        Personal(fed).local() if case.personal else fed.head
+    )
+    return methods

@@ -1,0 +1,244 @@
+"""Networks whose BatchNorm calls somebody else can compute.
+
+``calls`` is the forward pass as a generator: at each BatchNorm call it gives the layer
+and its input to the caller, and continues with the output that the caller sends. The
+package uses ``forward``, where each layer computes itself; the reference computes the
+calls, and so needs no hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+Calls = Generator[tuple[nn.Module, Tensor], Tensor, Tensor]
+
+CLASSES = 3
+
+
+class Network(nn.Module):
+    """A network for inputs of ``shape``."""
+
+    shape: ClassVar[tuple[int, ...]] = (5,)
+    classes: ClassVar[int] = CLASSES
+
+    def calls(self, x: Tensor) -> Calls:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = self.calls(x)
+        try:
+            layer, h = next(calls)
+            while True:
+                layer, h = calls.send(layer(h))
+        except StopIteration as end:
+            return end.value
+
+
+class MLP(Network):
+    """Linear, BatchNorm, ReLU, Linear."""
+
+    def __init__(self, **norm: Any) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4, **norm)
+        self.head = nn.Linear(4, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.first(x)
+        return self.head(h.relu())
+
+
+class Convolutions(Network):
+    """Two convolutions with BatchNorm, the mean over the image, and a classifier."""
+
+    shape = (1, 4, 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn1 = nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3)
+        self.second, self.bn2 = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=0.3)
+        self.head = nn.Linear(4, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.bn1, self.first(x)
+        h = yield self.bn2, self.second(h.relu())
+        return self.head(h.relu().mean((2, 3)))
+
+
+class Twice(Network):
+    """One BatchNorm layer, called at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.first(x)
+        h = yield self.norm, self.second(h.relu())
+        return self.head(h.relu())
+
+
+class TwoNorms(Network):
+    """Two BatchNorm layers, each made with settings of its own."""
+
+    def __init__(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.first, self.a = nn.Linear(5, 4), nn.BatchNorm1d(4, **one)
+        self.second, self.b = nn.Linear(4, 6), nn.BatchNorm1d(6, **other)
+        self.head = nn.Linear(6, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.a, self.first(x)
+        h = yield self.b, self.second(h.relu())
+        return self.head(h.relu())
+
+
+def _in_eval() -> Network:
+    """The second layer is in eval mode in the network as it is built."""
+    network = TwoNorms({}, {})
+    network.b.eval()
+    return network
+
+
+def _frozen() -> Network:
+    """A weight and a gamma that do not train."""
+    network = TwoNorms({}, {})
+    network.first.weight.requires_grad_(False)
+    network.a.weight.requires_grad_(False)
+    return network
+
+
+class Unused(MLP):
+    """An MLP with a layer that its forward pass does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+class Tied(Network):
+    """An autoencoder's weight under two names, then a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.decoder = nn.Linear(5, 5, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.head = nn.Linear(5, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.encoder(x)
+        return self.head(self.decoder(h.relu()).tanh())
+
+
+class Parametrized(MLP):
+    """A classifier with ``weight_norm``: its weight is two other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.head)
+
+
+class Buffers(MLP):
+    """Buffers of several dtypes, some of which the forward pass moves in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.tensor([0.5, 1.0, 2.0, 1.0, 0.5]))
+        self.register_buffer("scale", torch.tensor(0.25, dtype=torch.float32))
+        self.register_buffer("seen", torch.tensor(0, dtype=torch.int32))
+        self.register_buffer("used", torch.tensor([True, False]))
+        self.register_buffer("level", torch.zeros(3, dtype=torch.float64))
+
+    def calls(self, x: Tensor) -> Calls:
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.seen += 1
+                self.level.mul_(0.8).add_(0.2 * x.mean())
+        h = yield self.norm, self.first(x * self.window)
+        return self.head(h.relu() * (1 + self.scale))
+
+
+class NormLast(Network):
+    """BatchNorm of the body is registered after the classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 4), nn.Linear(4, CLASSES)
+        self.norm = nn.BatchNorm1d(4)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.first(x)
+        return self.head(h.relu())
+
+
+class EqualChannels(Network):
+    """A convolution with as many channels as classes feeds the classifier."""
+
+    shape = (1, 3, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, CLASSES, 2), nn.BatchNorm2d(CLASSES)
+        self.head = nn.Linear(4 * CLASSES, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.conv(x)
+        return self.head(h.relu().flatten(1))
+
+
+class NoNorm(Network):
+    """Without BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        yield from ()
+        return self.head(self.second(self.first(x).relu()).relu())
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "mlp": MLP,
+    "convolutions": Convolutions,
+    "twice": Twice,
+    "no-affine": lambda: TwoNorms({"affine": False}, {"eps": 1e-2}),
+    "no-statistics": lambda: TwoNorms({"track_running_stats": False}, {}),
+    "cumulative": lambda: TwoNorms({"momentum": None}, {"momentum": 0.4}),
+    "in-eval": _in_eval,
+    "frozen": _frozen,
+    "unused": Unused,
+    "tied": Tied,
+    "parametrized": Parametrized,
+    "buffers": Buffers,
+    "norm-last": NormLast,
+    "equal-channels": EqualChannels,
+    "no-norm": NoNorm,
+}
+
+
+def network(name: str, dtype: torch.dtype = torch.float64) -> Network:
+    """Return a network whose BatchNorm is as after some training, always the same."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        try:
+            made = NETWORKS[name]()
+        finally:
+            torch.set_default_dtype(before)
+        for layer in made.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                for leaf, value in [*layer.named_parameters(), *layer.named_buffers()]:
+                    if value.is_floating_point():
+                        low = -0.5 if leaf in ("bias", "running_mean") else 0.6
+                        value.data.uniform_(low, 1.4)
+        return made

@@ -1,0 +1,238 @@
+"""The package's own run of a case, and what the reference is compared with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr import client_app
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.messages.records import from_record, tensors, to_record
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.reference import methods as of
+from tests.reference.federation import RATE, SEED
+from tests.reference.networks import network
+from tests.support.federation import (
+    RecordingBarrierGrid,
+    RecordingGrid,
+    torch_clients,
+)
+from tests.support.points import Points
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fedprox": {"proximal_mu": of.MU},
+    "ditto": {"proximal_mu": of.MU},
+    "scaffold": {"server_learning_rate": of.SERVER_RATE},
+    "bn-scaffold": {
+        "server_learning_rate": of.SERVER_RATE,
+        "variance_floor": of.RHO,
+    },
+    "fixbn": {"freeze_at": of.T_STAR},
+    "fedtan2": {"fedtan_rounds": of.T_STAR},
+    "fbn": {"statistics_momentum": of.SHARE},
+    "hbn": {"statistics_momentum": of.SHARE},
+    "fedavgm": {
+        "server_learning_rate": of.SERVER_RATE,
+        "server_momentum": of.MOMENTUM,
+    },
+    "fedadam": {
+        "eta": of.ETA,
+        "tau": of.TAU,
+        "beta_1": of.BETA_1,
+        "beta_2": of.BETA_2,
+    },
+    "fedyogi": {
+        "eta": of.ETA,
+        "tau": of.TAU,
+        "beta_1": of.BETA_1,
+        "beta_2": of.BETA_2,
+    },
+    "fedadagrad": {"eta": of.ETA, "tau": of.TAU},
+    "fedbs": {
+        "fedbs_eps": of.EPS,
+        "fedbs_rounds": of.PATIENCE,
+        "proximal_mu": of.MU,
+    },
+}
+
+
+@dataclass
+class Result:
+    """What a run has left."""
+
+    history: list[Mapping[str, Tensor]]  # the tested global model after each round
+    own: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    kept: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    tests: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
+    rejected: list[Mapping[int, str]] = field(default_factory=list)
+    used: bool = False  # whether a round was
+
+
+def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
+    """The data of the clients; ``moved`` shifts each input by this share of itself."""
+    shape, dtype = network(case.model).shape, getattr(torch, case.dtype)
+    data = []
+    for i, size in enumerate(case.sizes):
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(size, *shape, generator=g, dtype=torch.float64)
+        x = (x * (1 + 0.3 * i) + 0.5 * i) * (1 + moved)
+        data.append((x.to(dtype), torch.randint(3, (size,), generator=g)))
+    return data
+
+
+class Faulty(TorchClient):
+    """A TorchClient that raises, or sends NaN, in the rounds of the case."""
+
+    faults: Mapping[tuple[int, int], str] = {}
+
+    def fit_uncopied(self, parameters: Any, config: Any) -> Any:
+        fault = self.faults.get((int(config["server-round"]), self.partition_id or 0))
+        if fault == "raise":
+            raise RuntimeError("as the case asks")
+        arrays, count, metrics = super().fit_uncopied(parameters, config)
+        # An exchange of a synchronised step has no loss.
+        if fault == "nan" and "train-loss" in metrics:
+            arrays = [a * np.nan if a.dtype.kind == "f" else a for a in arrays]
+        return arrays, count, metrics
+
+
+def strategy_of(case: Any) -> Any:
+    """The strategy of a case."""
+    settings: dict[str, Any] = {}
+    for name in case.methods:
+        settings |= SETTINGS.get(name, {})
+    if case.has("fedrep"):
+        settings["head_steps"] = case.head_steps
+    if case.has("fixbn"):
+        settings["freeze_affine"] = case.freeze_affine
+    if case.has("fbn"):
+        settings["fbn_measure"] = case.fbn_measure
+    if case.synchronised:
+        settings["fedtan_exchanges"] = case.exchanges
+        settings["fedtan_timeout"] = 30.0
+    common = {
+        "momentum_scope": case.momentum_scope,
+        "variance": case.variance,
+        "recalibrate": case.recalibrate,
+        "eval_on": case.eval_on,
+        "fine_tune": case.fine_tune,
+        "personal": case.personal,
+        "layers": next(iter(_paths(case)), "") if case.layers else "",
+    }
+    if case.agc or case.has("fedwon"):
+        common["agc"] = case.agc
+    kinds = [STRATEGIES[name] for name in case.methods] or [FedAvg]
+    return combined(*kinds)(
+        fraction_train=case.fraction,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        min_available_nodes=1,
+        min_replies=case.min_replies,
+        seed=case.seed,
+        **settings,
+        **{name: value for name, value in common.items() if value != ""},
+    )
+
+
+def _paths(case: Any) -> list[str]:
+    return [layer.path for layer in split_state(network(case.model)).layers]
+
+
+def training_of(case: Any) -> LocalTraining:
+    """The settings of local training."""
+    decay: tuple[Any, ...] = ()
+    if case.decay:
+        decay = (1 if case.decay == "round" else "freeze",)
+    return LocalTraining(
+        learning_rate=LearningRate(RATE, decay, (0.5,) * len(decay)),
+        batch_size=case.batch_size,
+        local_steps=case.steps,
+        local_epochs=0 if case.steps else 1,
+        sampling=case.sampling,
+        optimizer=case.optimizer,
+        sgd_momentum=case.momentum,
+        weight_decay=case.weight_decay,
+    )
+
+
+def run(case: Any, moved: float = 0.0) -> Result:
+    """Run the case with the package."""
+    dtype = getattr(torch, case.dtype)
+    datasets = [Points(x, y) for x, y in data_of(case, moved)]
+    make = functools.partial(network, case.model, dtype)
+    faults = {(r, i): kind for r, i, kind in case.faults}
+    kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
+    app = client_app(
+        torch_clients(make, datasets, training_of(case), client=kind, seed=SEED)
+    )
+    result = Result([])
+    hidden: set[int] = set()
+    grid_of = RecordingBarrierGrid if case.transport == "barrier" else RecordingGrid
+    with InProcessGrid(app, len(datasets)) as inner:
+        grid = grid_of(inner, lambda: hidden, backwards=False)
+        start = functools.partial(_start, case, grid, make(), hidden)
+        if case.again == "second-run":
+            start(Result([]), 0)
+        stops = case.rounds // 2 if case.again == "resume" else 0
+        saved = start(result, stops)
+        if saved is not None:
+            start(result, 0, saved)
+        for i in range(len(case.sizes)):
+            records = inner.context(i).state.array_records
+            result.own[i] = _entries(records.get("fedbn-flwr.local"))
+            result.kept[i] = _entries(records.get("fedbn-flwr.rules"))
+    return result
+
+
+def _entries(record: Any) -> Mapping[str, Tensor]:
+    return {} if record is None else tensors(from_record(record))
+
+
+def _start(
+    case: Any,
+    grid: Any,
+    model: Any,
+    hidden: set[int],
+    result: Result,
+    stops: int,
+    saved: tuple[Any, Any] | None = None,
+) -> tuple[Any, Any] | None:
+    """Run the rounds; after round ``stops`` return the model and the state instead."""
+    strategy = strategy_of(case)
+    split = strategy.params.layers, strategy.params.personal
+    strategy.parts = split_state(model, *split)
+    arrays, after = to_record(model.state_dict()), 0
+    if saved is not None:
+        after = len(result.history)
+        arrays, state = saved
+        strategy.load_state_dict(state, after)
+
+    def test(server_round: int, tested: Any) -> None:
+        if server_round:
+            result.history.append(tensors(from_record(tested)))
+        strategy.stopped = bool(stops) and server_round == stops
+        hidden.clear()
+        hidden.update(i for r, i in case.hidden if r == server_round + 1)
+
+    # Round 0 is not tested in a resumed run.
+    hidden.clear()
+    hidden.update(i for r, i in case.hidden if r == after + 1)
+    try:
+        strategy.start(grid, arrays, case.rounds, timeout=60, evaluate_fn=test)
+        result.used = True
+    except NothingTrainedError:
+        result.used = False
+    for report in strategy.reports:
+        result.tests.append(dict(report.evaluations))
+        result.rejected.append(dict(report.rejected))
+    return (strategy.run.arrays, strategy.state_dict()) if stops else None
