@@ -6,9 +6,10 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
+.PHONY: demo test laws compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
 
 NODES ?= 3
+DRAWS ?= 1000
 HOSTS ?=
 ARGS ?=
 SETS ?=
@@ -23,6 +24,11 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# Random federations against the reference of tests/reference, with other seeds than the suite's. Finished blocks are
+# kept in runs/laws.jsonl, so a later call continues: make laws DRAWS=10000 ARGS="--processes 1 --first 1000"
+laws: .venv/installed-dev
+	$(BIN)/python -m tests.reference.laws --draws $(DRAWS) $(ARGS)
 
 # The core's suite with each Python found, the oldest and the newest Flower, and torch 2.6, 2.8 and the newest, into
 # docs/results/compat.md: make compat ARGS="tests/strategies" SETS="3.12/1.28/2.8 3.12/nightly/newest" KEEP=1

@@ -16,8 +16,12 @@ from tests.reference.networks import NETWORKS
 
 LOCAL = ("fedbn", "silobn", "mtfl")
 STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad")
-ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs")
+ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs", "fedwon")
+LOOPS = ("loop", "two-optimizers", "closure", "around")
 STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
+
+
+SENDS_ARRAYS = {"scaffold", "bn-scaffold", "fbn", "hbn", "fedtan", "fedtan2", "feddna"}
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,14 @@ class Case:
     variance: str = "mean"
     recalibrate: bool = False
     eval_on: str = ""
+    eval_every: int = 1
     fine_tune: int = 0
     head_steps: int = 1
     freeze_affine: bool = False
     fbn_measure: str = "steps"
+    statistics_warm_up: int = 1
+    statistics_aggregation: str = "mean"
+    share_alpha: bool = False
     exchanges: str = "3L+1"
     # ways to run
     way: str = "torch-client"
@@ -73,6 +81,14 @@ class Case:
     def has(self, *names: str) -> bool:
         return bool({*names} & {*self.methods})
 
+    def tests_after(self, t: int) -> bool:
+        """Whether there is a test after a round."""
+        return bool(t) and (t % self.eval_every == 0 or t == self.rounds)
+
+    @property
+    def in_loop(self) -> bool:
+        return self.way in LOOPS
+
     @property
     def synchronised(self) -> bool:
         return self.has("fedtan", "fedtan2", "feddna")
@@ -83,11 +99,12 @@ def refusal(case: Case) -> str:
     local = {name for name in LOCAL if case.has(name)}
     personal = bool(case.personal) or case.has("fedrep")
     measures = case.has("staticbn") or case.recalibrate
-    if case.model == "no-norm" and case.has(*LOCAL, *STATISTICS, "feddna", "bn-scaffold"):
+    without = case.model in ("no-norm", "wsconv")
+    if without and case.has(*LOCAL, *STATISTICS, "feddna", "bn-scaffold"):
         return "the model has no BatchNorm"
-    if case.model == "no-norm" and case.recalibrate:
+    if without and case.recalibrate:
         return "the model has no BatchNorm"
-    if case.model == "no-norm" and case.layers:
+    if without and case.layers:
         return "the model has no such layer"
     if measures and (local & {"fedbn", "mtfl"} or personal or case.has("standalone")):
         return "no global weights to measure under"
@@ -103,8 +120,10 @@ def refusal(case: Case) -> str:
         return "the layer has no statistics"
     if case.has("fedrep") and case.steps and case.steps <= case.head_steps:
         return "no step is left for the body"
-    if case.fine_tune and case.way != "torch-client":
-        return "fine-tuning needs a TorchClient"
+    if case.has("hbn") and case.way == "two-optimizers":
+        return "alpha learns in one optimizer"
+    if case.has("ditto") and case.way in LOOPS:
+        return "a second model needs a TorchClient"
     return ""
 
 
@@ -129,12 +148,15 @@ def cases(draw: Any) -> Case:
     values: dict[str, Any] = {"methods": lawful([m for m in methods if m])}
     has = {*values["methods"]}
     values["model"] = some("mlp", *NETWORKS)
+    if "fedwon" in has or values["model"] == "convolved":
+        values["model"] = "wsconv"
     values["dtype"] = one("float64", "float64", "float64", "float32")
     values["sizes"] = one((6, 9, 5), (8, 3, 7, 5), (6, 1, 7), (4, 6))
     values["rounds"] = one(2, 3, 4)
     clients = range(len(values["sizes"]))
     rounds = range(1, values["rounds"] + 1)
     values["fraction"] = some(1.0, 0.5, 0.7)
+    values["hidden"], values["faults"] = (), ()
     if draw(st.booleans()):
         pairs = st.tuples(st.sampled_from(rounds), st.sampled_from(clients))
         hidden = tuple(sorted(draw(st.sets(pairs, max_size=2))))
@@ -161,24 +183,57 @@ def cases(draw: Any) -> Case:
     if has & {"fedbn", "silobn", "mtfl", "fixbn", "staticbn"}:
         if not has & {"fbn", "hbn", "fedtan", "fedtan2"}:
             values["layers"] = some(False, True)
-    values["agc"] = some(0.0, 0.05)
+    values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
     if not has & {"fedbn", "silobn", "staticbn", "fbn", "hbn", "standalone"}:
         values["variance"] = some("mean", "pooled")
     if not has & {"staticbn"}:
         values["recalibrate"] = some(False, True)
     values["eval_on"] = some("", "averaged-bn")
     values["fine_tune"] = some(0, 2)
+    values["eval_every"] = some(1, 2)
     if "fedrep" in has:
         values["head_steps"] = one(1, 0, 2)
     if "fixbn" in has:
         values["freeze_affine"] = some(False, True)
     if "fbn" in has:
         values["fbn_measure"] = some("steps", "pass")
+        values["statistics_aggregation"] = some("mean", "trimmed-mean:0.3")
+    if "hbn" in has:
+        values["share_alpha"] = some(False, True)
+    if has & {"fbn", "hbn"}:
+        values["statistics_warm_up"] = some(1, 0, 2)
     if has & {"fedtan", "fedtan2", "feddna"}:
         values["exchanges"] = some("3L+1", "2L+1")
-        values["transport"] = some("messages", "barrier")
+        values["transport"] = some("messages", "barrier", "channel")
     values["again"] = some("", "second-run", "resume")
+    if draw(st.booleans()):
+        values |= _way(draw, values)
     return Case(**values)
+
+
+def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Draw another way to run than TorchClients in one process, and what it can do."""
+    has, rare = {*values["methods"]}, draw(st.integers(0, 9))
+    if rare == 9:
+        return {"engine": "workers"}
+    if rare >= 7:
+        if has & {"staticbn", "fedtan", "fedtan2", "feddna"} or values.get("recalibrate"):
+            return {}
+        return {"way": "legacy", "hidden": (), "again": ""}
+    ways = [way for way in LOOPS if way != "around" or not has & SENDS_ARRAYS]
+    # The loop does not drop a batch of one example, and has no second model.
+    changed = {"way": draw(st.sampled_from(ways)), "sizes": (6, 9, 12), "fine_tune": 0}
+    changed["batch_size"] = values["batch_size"] and 3
+    changed["methods"] = tuple(name for name in values["methods"] if name != "ditto")
+    if values["faults"] or values["hidden"]:
+        changed["hidden"] = tuple((r, i) for r, i in values["hidden"] if i < 3)
+        changed["faults"] = tuple(one for one in values["faults"] if one[1] < 3)
+    # The loop says ``model.train()`` to a layer that was built in eval mode.
+    if values["model"] == "in-eval":
+        changed["model"] = "mlp"
+    if changed["way"] == "around":
+        changed["momentum_scope"] = "none"
+    return changed
 
 
 def lawful(methods: list[str]) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ class Federation:
         self.anybody = False  # whether a client has trained
 
     def make(self) -> Network:
-        net = network(self.case.model, self.dtype)
+        net = network(self.case.model, self.dtype, self.case.optimizer != "sgd")
         self.in_eval = {name for name, m in net.named_modules() if not m.training}
         return net
 
@@ -400,8 +400,11 @@ class Federation:
         # A step in common needs the clients whose replies the round needs.
         joint = any(method.in_common(t) for method in self.methods)
         least = case.min_replies if joint else 1
-        trained = self.train(begun) if len(begun) >= least else []
-        refusing = [c for c in begun if any(m.incomplete(c) for m in self.methods)]
+        try:
+            trained = self.train(begun) if len(begun) >= least else []
+            refusing = [c for c in begun if any(m.incomplete(c) for m in self.methods)]
+        except Lost:  # one value in the batches of all clients
+            trained, refusing = [], begun
         if refusing and len(refusing) == len(self.drawn(t)) and not self.anybody:
             raise AllRefuse
         self.anybody |= bool(trained)
@@ -413,6 +416,10 @@ class Federation:
             for method in self.methods:
                 method.end(client)
         usable = [c for c in trained if faults.get(c.number) != "nan"]
+        # The mod keeps nothing that is not finite: the client's round fails.
+        for client in trained:
+            if client not in usable and case.in_loop and self.keeps_floats():
+                client.own, client.kept, client.begun = undone[client.number]
         self.used = len(usable) >= case.min_replies
         if any(method.undo for method in self.methods):
             for client in trained:
@@ -423,6 +430,9 @@ class Federation:
                 self.latest[client.number] = (client.own, len(client))
         if self.used:
             self.aggregate(usable)
+
+    def keeps_floats(self) -> bool:
+        return any(self.state[name].is_floating_point() for name in self.local)
 
     def aggregate(self, usable: Sequence[Client]) -> None:
         """The new global model."""

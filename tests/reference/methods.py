@@ -6,6 +6,7 @@ the client keeps, what it sends, the server's step, and what is tested.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -149,7 +150,7 @@ class AGC(Method):
 
     def gradient(self, client: Client, g: dict[str, Any]) -> None:
         weights = dict(client.net.named_parameters())
-        for name, gradient in g.items():
+        for name, gradient in g.items() if self.fed.case.agc else ():
             if gradient is None or name in self.fed.head:
                 continue
             w = weights[name].detach()
@@ -382,7 +383,7 @@ class Pooling(Method):
         self.measured = {p for p, m in fed.layers.items() if fed.tracks(p, m)}
 
     def opens(self, t: int) -> None:
-        self.warm = self.results < 1
+        self.warm = self.results < self.fed.case.statistics_warm_up
 
     def fixed(self, t: int) -> set[str]:
         return self.fed.statistics | self.fed.counters
@@ -440,18 +441,38 @@ class FBN(Pooling):
             client.sends["moments"] = {p: union(parts) for p, parts in seen.items()}
 
     def pool_of(self, counts: Sequence[float]) -> Any:
+        if self.fed.case.statistics_aggregation != "mean":
+            return self.trimmed
         if self.fed.case.fbn_measure == "pass":
             return union
         p = shares(counts)
         return lambda parts: (sum(n for n, _, _ in parts), *mixture(p, parts))
 
 
+    @staticmethod
+    def trimmed(parts: Sequence[Any]) -> tuple[int, Tensor, Tensor]:
+        """Means over the clients without the smallest and the largest value."""
+
+        def middle(values: Sequence[Tensor]) -> Tensor:
+            cut = math.floor(0.3 * len(values) + 1e-9)
+            return torch.stack(values).sort(0).values[cut : len(values) - cut].mean(0)
+
+        counts = [torch.tensor(float(n)).double() for n, _, _ in parts]
+        mean = middle([m for _, m, _ in parts])
+        var = middle([v + (m - mean) ** 2 for _, m, v in parts])
+        return round(float(middle(counts)) * len(parts)), mean, var
+
+
 class HBN(Pooling):
     """a mu_B + (1 - a) mu_g with a = sigmoid(-alpha); alpha learns and stays."""
 
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(fed)
+        self.common: State = {}  # the mean of the clients' alpha, if they share it
+
     def begin(self, client: Client) -> None:
         self.survey(client)
-        kept = client.kept.get("alpha", {})
+        kept = {**self.common, **client.kept.get("alpha", {})}
         client.sends["alpha"] = {}
         for path in self.measured:
             like = client.start[f"{path}.running_mean"]
@@ -486,6 +507,19 @@ class HBN(Pooling):
             alpha = client.sends["alpha"]
             client.kept["alpha"] = {p: a.detach().clone() for p, a in alpha.items()}
 
+    def server(
+        self,
+        replies: Sequence[Client],
+        p: Sequence[float],
+        before: State,
+        model: State,
+        fixed: set[str],
+    ) -> None:
+        super().server(replies, p, before, model, fixed)
+        for path in self.measured if self.fed.case.share_alpha else ():
+            alpha = [client.sends["alpha"][path].detach() for client in replies]
+            self.common[path] = total(p, alpha)
+
 
 class FedTAN(Method):
     """In the first step all clients are one batch."""
@@ -507,6 +541,8 @@ class FedTAN(Method):
             w * ((y - mean[:, None]) ** 2).mean(1) for w, y in zip(p, flat, strict=True)
         )
         count = sum(y.shape[1] for y in flat)
+        if count == 1:
+            raise Lost
         outputs = []
         for layer, h, y in zip(layers, inputs, flat, strict=True):
             self.track(layer, mean.detach(), var.detach() * count / (count - 1))

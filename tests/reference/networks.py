@@ -8,11 +8,13 @@ calls, and so needs no hooks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 Calls = Generator[tuple[nn.Module, Tensor], Tensor, Tensor]
@@ -21,10 +23,15 @@ CLASSES = 3
 
 
 class Network(nn.Module):
-    """A network for inputs of ``shape``."""
+    """A network for inputs of ``shape``.
+
+    Attributes:
+        before_norm: the biases that BatchNorm takes out again. Their gradient is rounding
+            noise, and Adam would follow its direction.
+    """
 
     shape: ClassVar[tuple[int, ...]] = (5,)
-    classes: ClassVar[int] = CLASSES
+    before_norm: ClassVar[tuple[str, ...]] = ("first.bias",)
 
     def calls(self, x: Tensor) -> Calls:
         raise NotImplementedError
@@ -56,6 +63,7 @@ class Convolutions(Network):
     """Two convolutions with BatchNorm, the mean over the image, and a classifier."""
 
     shape = (1, 4, 4)
+    before_norm = ("second.bias",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +80,8 @@ class Convolutions(Network):
 class Twice(Network):
     """One BatchNorm layer, called at two depths."""
 
+    before_norm = ("first.bias", "second.bias")
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
@@ -85,6 +95,8 @@ class Twice(Network):
 
 class TwoNorms(Network):
     """Two BatchNorm layers, each made with settings of its own."""
+
+    before_norm = ("first.bias", "second.bias")
 
     def __init__(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         super().__init__()
@@ -123,6 +135,8 @@ class Unused(MLP):
 
 class Tied(Network):
     """An autoencoder's weight under two names, then a classifier."""
+
+    before_norm = ("encoder.bias",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +196,7 @@ class EqualChannels(Network):
     """A convolution with as many channels as classes feeds the classifier."""
 
     shape = (1, 3, 3)
+    before_norm = ("conv.bias",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,8 +208,38 @@ class EqualChannels(Network):
         return self.head(h.relu().flatten(1))
 
 
+class Standardised(nn.Conv2d):
+    """gamma (W - mean) / sqrt((var + 1e-6) N), filter by filter; gamma of a ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.flatten(1)
+        centred = w - w.mean(1, keepdim=True)
+        var = (centred**2).mean(1, keepdim=True)
+        gamma = math.sqrt(2 / (1 - 1 / math.pi))
+        scaled = gamma * centred / ((var + 1e-6) * w.shape[1]).sqrt()
+        return F.conv2d(x, scaled.view_as(self.weight), self.bias)
+
+
+class Convolved(Network):
+    """Two convolutions without BatchNorm, and a classifier."""
+
+    shape = (1, 4, 4)
+    before_norm = ()
+
+    def __init__(self, convolution: type[nn.Conv2d]) -> None:
+        super().__init__()
+        self.first, self.second = convolution(1, 3, 3), convolution(3, 4, 2)
+        self.head = nn.Linear(4, CLASSES)
+
+    def calls(self, x: Tensor) -> Calls:
+        yield from ()
+        return self.head(self.second(self.first(x).relu()).relu().mean((2, 3)))
+
+
 class NoNorm(Network):
     """Without BatchNorm."""
+
+    before_norm = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,11 +267,19 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "norm-last": NormLast,
     "equal-channels": EqualChannels,
     "no-norm": NoNorm,
+    "wsconv": lambda: Convolved(Standardised),
+    # what the package makes into "wsconv"
+    "convolved": lambda: Convolved(nn.Conv2d),
 }
 
 
-def network(name: str, dtype: torch.dtype = torch.float64) -> Network:
-    """Return a network whose BatchNorm is as after some training, always the same."""
+def network(
+    name: str, dtype: torch.dtype = torch.float64, without_noise: bool = False
+) -> Network:
+    """Return a network whose BatchNorm is as after some training, always the same.
+
+    ``without_noise``: the biases ``before_norm`` do not train.
+    """
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -241,4 +294,6 @@ def network(name: str, dtype: torch.dtype = torch.float64) -> Network:
                     if value.is_floating_point():
                         low = -0.5 if leaf in ("bias", "running_mean") else 0.6
                         value.data.uniform_(low, 1.4)
+        for name in made.before_norm if without_noise else ():
+            made.get_parameter(name).requires_grad_(False)
         return made

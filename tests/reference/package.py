@@ -9,16 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor
 
-from fedbn_flwr import client_app
+from fedbn_flwr import client_app, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
+from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.reference import loops
 from tests.reference import methods as of
 from tests.reference.federation import RATE, SEED
 from tests.reference.networks import network
@@ -70,7 +75,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Result:
     """What a run has left."""
 
-    history: list[Mapping[str, Tensor]]  # the tested global model after each round
+    # the tested global model after each round with a test
+    history: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     own: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     kept: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     tests: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
@@ -90,6 +96,13 @@ def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
     return data
 
 
+def model_of(case: Any, dtype: torch.dtype) -> Any:
+    """The model that the package trains."""
+    if case.model == "wsconv":
+        return replace_norm(network("convolved", dtype), "wsconv")[0]
+    return network(case.model, dtype, case.optimizer != "sgd")
+
+
 class Faulty(TorchClient):
     """A TorchClient that raises, or sends NaN, in the rounds of the case."""
 
@@ -106,6 +119,18 @@ class Faulty(TorchClient):
         return arrays, count, metrics
 
 
+def app_of(case: Any, make: Any, datasets: Any) -> Any:
+    """The clients' app: TorchClients, or a user's loop behind the mod."""
+    faults = {(r, i): kind for r, i, kind in case.faults}
+    if case.way not in ("torch-client", "legacy"):
+        return loops.app(case, make, datasets, training_of(case), faults)
+    kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
+    clients = torch_clients(make, datasets, training_of(case), client=kind, seed=SEED)
+    if case.way == "legacy":
+        return ClientApp(client_fn=lambda context: clients(context).to_client())
+    return client_app(clients)
+
+
 def strategy_of(case: Any) -> Any:
     """The strategy of a case."""
     settings: dict[str, Any] = {}
@@ -117,14 +142,22 @@ def strategy_of(case: Any) -> Any:
         settings["freeze_affine"] = case.freeze_affine
     if case.has("fbn"):
         settings["fbn_measure"] = case.fbn_measure
+        settings["statistics_aggregation"] = case.statistics_aggregation
+    if case.has("hbn"):
+        settings["share_alpha"] = case.share_alpha
+    if case.has("fbn", "hbn"):
+        settings["statistics_warm_up"] = case.statistics_warm_up
     if case.synchronised:
         settings["fedtan_exchanges"] = case.exchanges
         settings["fedtan_timeout"] = 30.0
+        if case.transport == "channel":
+            settings["fedtan_transport"] = "channel"
     common = {
         "momentum_scope": case.momentum_scope,
         "variance": case.variance,
         "recalibrate": case.recalibrate,
         "eval_on": case.eval_on,
+        "eval_every": case.eval_every,
         "fine_tune": case.fine_tune,
         "personal": case.personal,
         "layers": next(iter(_paths(case)), "") if case.layers else "",
@@ -169,20 +202,19 @@ def run(case: Any, moved: float = 0.0) -> Result:
     """Run the case with the package."""
     dtype = getattr(torch, case.dtype)
     datasets = [Points(x, y) for x, y in data_of(case, moved)]
-    make = functools.partial(network, case.model, dtype)
-    faults = {(r, i): kind for r, i, kind in case.faults}
-    kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
-    app = client_app(
-        torch_clients(make, datasets, training_of(case), client=kind, seed=SEED)
-    )
-    result = Result([])
+    make = functools.partial(model_of, case, dtype)
+    app = app_of(case, make, datasets)
+    result = Result()
     hidden: set[int] = set()
     grid_of = RecordingBarrierGrid if case.transport == "barrier" else RecordingGrid
-    with InProcessGrid(app, len(datasets)) as inner:
+    workers = 2 if case.engine == "workers" else 0
+    # Clients that meet in a channel are at work at the same time.
+    threads = len(datasets) if case.transport == "channel" else 1
+    with InProcessGrid(app, len(datasets), workers=workers, threads=threads) as inner:
         grid = grid_of(inner, lambda: hidden, backwards=False)
         start = functools.partial(_start, case, grid, make(), hidden)
         if case.again == "second-run":
-            start(Result([]), 0)
+            start(Result(), 0)
         stops = case.rounds // 2 if case.again == "resume" else 0
         saved = start(result, stops)
         if saved is not None:
@@ -213,13 +245,13 @@ def _start(
     strategy.parts = split_state(model, *split)
     arrays, after = to_record(model.state_dict()), 0
     if saved is not None:
-        after = len(result.history)
+        after = len(result.tests)
         arrays, state = saved
         strategy.load_state_dict(state, after)
 
     def test(server_round: int, tested: Any) -> None:
-        if server_round:
-            result.history.append(tensors(from_record(tested)))
+        if case.tests_after(server_round):
+            result.history[server_round] = tensors(from_record(tested))
         strategy.stopped = bool(stops) and server_round == stops
         hidden.clear()
         hidden.update(i for r, i in case.hidden if r == server_round + 1)
@@ -228,7 +260,10 @@ def _start(
     hidden.clear()
     hidden.update(i for r, i in case.hidden if r == after + 1)
     try:
-        strategy.start(grid, arrays, case.rounds, timeout=60, evaluate_fn=test)
+        if case.way == "legacy":
+            _legacy_loop(case, strategy, grid, arrays, result)
+        else:
+            strategy.start(grid, arrays, case.rounds, timeout=60, evaluate_fn=test)
         result.used = True
     except NothingTrainedError:
         result.used = False
@@ -236,3 +271,22 @@ def _start(
         result.tests.append(dict(report.evaluations))
         result.rejected.append(dict(report.rejected))
     return (strategy.run.arrays, strategy.state_dict()) if stops else None
+
+
+def _legacy_loop(
+    case: Any, strategy: Any, grid: Any, arrays: Any, result: Result
+) -> None:
+    """Run the rounds in Flower's legacy loop."""
+
+    def test(server_round: int, tested: Any, config: Any) -> None:
+        if case.tests_after(server_round):
+            state = dict(zip(arrays, tested, strict=True))
+            result.history[server_round] = tensors(state)
+
+    legacy = to_legacy(
+        strategy, arrays, num_rounds=case.rounds, timeout=60, evaluate_fn=test
+    )
+    parts = ServerAppComponents(
+        strategy=legacy, config=ServerConfig(num_rounds=case.rounds)
+    )
+    ServerApp(server_fn=lambda _: parts)(grid, Context(0, 0, {}, RecordDict(), {}))

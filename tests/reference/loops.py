@@ -1,0 +1,147 @@
+"""A user's own training loop behind the mod, in the ways in which people write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod, bn_rules
+from tests.reference.federation import SEED, stream
+
+
+class Around(nn.Module):
+    """A module of the user's around the network."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def app(
+    case: Any,
+    make: Any,
+    datasets: Any,
+    training: Any,
+    faults: Mapping[tuple[int, int], str],
+) -> ClientApp:
+    """Flower's quickstart with the lines of this package."""
+    app = ClientApp(mods=[bn_mod])
+
+    def data_of(context: Context) -> Any:
+        return datasets[int(context.node_config["partition-id"])]
+
+    def loader(context: Context) -> DataLoader:
+        data = data_of(context)
+        size = case.batch_size or len(data)
+        return DataLoader(TensorDataset(data.inputs, data.targets), size)
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        net, data = make(), data_of(context)
+        number = int(msg.content["config"]["server-round"])
+        fault = faults.get((number, int(context.node_config["partition-id"])))
+        if fault == "raise":
+            raise RuntimeError("as the case asks")
+        net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        loss = fit(case, net, data, loader(context), training, msg, context, number)
+        state = net.state_dict()
+        if fault == "nan":
+            state = {n: v * torch.nan if v.is_floating_point() else v for n, v in state.items()}
+        metrics = MetricRecord({"train-loss": loss, "num-examples": len(data)})
+        content = {"arrays": ArrayRecord(state), "metrics": metrics}
+        return Message(RecordDict(content), reply_to=msg)
+
+    app.query("exchange")(train)
+
+    @app.evaluate()
+    def evaluate(msg: Message, context: Context) -> Message:
+        net, data = make().eval(), data_of(context)
+        net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        with torch.no_grad():
+            loss = float(F.cross_entropy(net(data.inputs), data.targets))
+        metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
+        return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+
+    @app.query("statistics")
+    def statistics(msg: Message, context: Context) -> Message:
+        return answer_statistics(msg, context, make(), loader(context))
+
+    @app.query()
+    def answer(msg: Message, context: Context) -> Message:
+        size = case.batch_size or len(data_of(context))
+        about = SimpleNamespace(dataset=data_of(context), batch_size=size)
+        return answer_query(msg, context, about)
+
+    return app
+
+
+def fit(
+    case: Any,
+    net: nn.Module,
+    data: Any,
+    loader: Any,
+    training: Any,
+    msg: Message,
+    context: Context,
+    number: int,
+) -> float:
+    """A round of training; return the mean loss."""
+    partition = int(context.node_config["partition-id"])
+    generator = torch.Generator().manual_seed(
+        stream(SEED, "batches", number, partition)
+    )
+    model = Around(net) if case.way == "around" else net
+    config = msg.content["config"]
+    total = count = 0.0
+    with bn_rules(model, msg, context) as rules:
+        rules.survey(loader)
+        frozen = bool(config.get("fedbn-flwr.frozen", False))
+        rate = training.learning_rate.at(number, frozen)
+        optimizers = [rules.wrap(one) for one in optimizers_of(case, net, rate)]
+        model.train()
+        for positions in training.batches(len(data), generator):
+            x, y = data.batch(positions)
+
+            def passes(x: Tensor = x, y: Tensor = y) -> Tensor:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                with rules.step(len(x)):
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                return loss
+
+            if case.way == "closure":
+                loss = optimizers[0].step(passes)
+            else:
+                loss = passes()
+                for optimizer in optimizers:
+                    optimizer.step()
+            total, count = total + float(loss.detach()) * len(x), count + len(x)
+    return total / count
+
+
+def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
+    """One optimizer, or one for the classifier and one for the rest."""
+    kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    decay: dict[str, Any] = {"weight_decay": case.weight_decay}
+    if case.optimizer == "sgd":
+        kind, decay["momentum"] = torch.optim.SGD, case.momentum
+    else:
+        kind = kind[case.optimizer]
+    named = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    if case.way != "two-optimizers":
+        return [kind(named.values(), rate, **decay)]
+    head = [p for n, p in named.items() if n.startswith("head.")]
+    rest = [p for n, p in named.items() if not n.startswith("head.")]
+    return [kind(rest, rate, **decay), kind(head, rate, **decay)]
