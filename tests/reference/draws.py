@@ -86,6 +86,11 @@ class Case:
         return bool(t) and (t % self.eval_every == 0 or t == self.rounds)
 
     @property
+    def client_seed(self) -> int:
+        """The seed of the clients' batches; a config has one seed for all."""
+        return self.seed if self.way == "command" else self.seed + 4
+
+    @property
     def in_loop(self) -> bool:
         return self.way in LOOPS
 
@@ -106,6 +111,10 @@ def refusal(case: Case) -> str:
         return "the model has no BatchNorm"
     if without and case.layers:
         return "the model has no such layer"
+    if case.personal == "first" and case.model in ("tied", "equal-channels"):
+        return "there is no such entry"
+    if case.personal == "encoder":
+        return "one of two names of a tied weight"
     if measures and (local & {"fedbn", "mtfl"} or personal or case.has("standalone")):
         return "no global weights to measure under"
     if case.eval_on == "averaged-bn" and not (local or personal):
@@ -180,6 +189,8 @@ def cases(draw: Any) -> Case:
     values["decay"] = some("", "round", *(["freeze"] if freezes else []))
     if not has & {"standalone", "fedrep"}:
         values["personal"] = some("", "head", "first", "last-layer")
+        if values["model"] == "tied":
+            values["personal"] = some("", "head", "encoder")
     if has & {"fedbn", "silobn", "mtfl", "fixbn", "staticbn"}:
         if not has & {"fbn", "hbn", "fedtan", "fedtan2"}:
             values["layers"] = some(False, True)
@@ -216,6 +227,9 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
     has, rare = {*values["methods"]}, draw(st.integers(0, 9))
     if rare == 9:
         return {"engine": "workers"}
+    if rare == 8 and "fedwon" not in has and values["model"] != "wsconv":
+        changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
+        return {**changed, "transport": "messages"}
     if rare >= 7:
         if has & {"staticbn", "fedtan", "fedtan2", "feddna"} or values.get("recalibrate"):
             return {}

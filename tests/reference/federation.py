@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tests.reference.networks import Network, network
 
 State = dict[str, Tensor]
-SEED = 7  # of the clients
 RATE = 0.05
 
 
@@ -137,6 +136,11 @@ class Federation:
 
     def make(self) -> Network:
         net = network(self.case.model, self.dtype, self.case.optimizer != "sgd")
+        if self.case.way == "command":
+            # ``bn-momentum`` of the config replaces the model's own.
+            for layer in net.modules():
+                if isinstance(layer, _BatchNorm):
+                    layer.momentum = 0.1
         self.in_eval = {name for name, m in net.named_modules() if not m.training}
         return net
 
@@ -198,7 +202,7 @@ class Federation:
         """The batches of a client's round."""
         n, size = len(client), self.case.batch_size or len(client)
         generator = torch.Generator().manual_seed(
-            stream(SEED, "batches", t, client.number)
+            stream(self.case.client_seed, "batches", t, client.number)
         )
         order: list[Tensor] = []
         for _ in range(steps or epochs * math.ceil(n / size)):
@@ -569,12 +573,21 @@ class Federation:
             model |= method.tested(client)
         return model
 
-    def test(self, client: Client, tested: State) -> float | None:
-        """The loss of a client's own model on its data; None if it cannot fine-tune."""
+    def tuned_model(self, client: Client, tested: State | None = None) -> State | None:
+        """The model that a client tests; None if it cannot fine-tune it."""
         net = self.make()
-        net.load_state_dict(self.own_model(client, tested))
+        net.load_state_dict(self.own_model(client, tested or self.tested()))
         if self.case.fine_tune and not self.fine_tune(client, net):
             return None
+        return cloned(net.state_dict())
+
+    def test(self, client: Client, tested: State) -> float | None:
+        """The loss of a client's own model on its data; None if there is none."""
+        state = self.tuned_model(client, tested)
+        if state is None:
+            return None
+        net = self.make()
+        net.load_state_dict(state)
         net.eval()
         try:
             with torch.no_grad():

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod, bn_rules
-from tests.reference.federation import SEED, stream
+from tests.reference.federation import stream
 
 
 class Around(nn.Module):
@@ -99,7 +99,7 @@ def fit(
     """A round of training; return the mean loss."""
     partition = int(context.node_config["partition-id"])
     generator = torch.Generator().manual_seed(
-        stream(SEED, "batches", number, partition)
+        stream(case.client_seed, "batches", number, partition)
     )
     model = Around(net) if case.way == "around" else net
     config = msg.content["config"]

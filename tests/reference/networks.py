@@ -37,7 +37,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        calls = self.calls(x)
+        calls = self.calls(x.to(next(self.parameters()).dtype))
         try:
             layer, h = next(calls)
             while True:

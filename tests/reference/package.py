@@ -23,9 +23,9 @@ from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
-from tests.reference import loops
+from tests.reference import command, loops
 from tests.reference import methods as of
-from tests.reference.federation import RATE, SEED
+from tests.reference.federation import RATE
 from tests.reference.networks import network
 from tests.support.federation import (
     RecordingBarrierGrid,
@@ -82,6 +82,8 @@ class Result:
     tests: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
     rejected: list[Mapping[int, str]] = field(default_factory=list)
     used: bool = False  # whether a round was
+    # each client's own model, as the run's folder has it
+    models: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
@@ -92,6 +94,8 @@ def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
         g = torch.Generator().manual_seed(i)
         x = torch.randn(size, *shape, generator=g, dtype=torch.float64)
         x = (x * (1 + 0.3 * i) + 0.5 * i) * (1 + moved)
+        if case.way == "command":  # its inputs are float32
+            x = x.float()
         data.append((x.to(dtype), torch.randint(3, (size,), generator=g)))
     return data
 
@@ -125,14 +129,14 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
     if case.way not in ("torch-client", "legacy"):
         return loops.app(case, make, datasets, training_of(case), faults)
     kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
-    clients = torch_clients(make, datasets, training_of(case), client=kind, seed=SEED)
+    clients = torch_clients(make, datasets, training_of(case), client=kind, seed=case.client_seed)
     if case.way == "legacy":
         return ClientApp(client_fn=lambda context: clients(context).to_client())
     return client_app(clients)
 
 
-def strategy_of(case: Any) -> Any:
-    """The strategy of a case."""
+def settings_of(case: Any) -> dict[str, Any]:
+    """The settings of the case's methods."""
     settings: dict[str, Any] = {}
     for name in case.methods:
         settings |= SETTINGS.get(name, {})
@@ -149,9 +153,18 @@ def strategy_of(case: Any) -> Any:
         settings["statistics_warm_up"] = case.statistics_warm_up
     if case.synchronised:
         settings["fedtan_exchanges"] = case.exchanges
-        settings["fedtan_timeout"] = 30.0
         if case.transport == "channel":
             settings["fedtan_transport"] = "channel"
+    if case.layers:
+        settings["layers"] = split_state(network(case.model)).layers[0].path
+    return settings
+
+
+def strategy_of(case: Any) -> Any:
+    """The strategy of a case."""
+    settings = settings_of(case)
+    if case.synchronised:
+        settings["fedtan_timeout"] = 30.0
     common = {
         "momentum_scope": case.momentum_scope,
         "variance": case.variance,
@@ -160,7 +173,6 @@ def strategy_of(case: Any) -> Any:
         "eval_every": case.eval_every,
         "fine_tune": case.fine_tune,
         "personal": case.personal,
-        "layers": next(iter(_paths(case)), "") if case.layers else "",
     }
     if case.agc or case.has("fedwon"):
         common["agc"] = case.agc
@@ -175,10 +187,6 @@ def strategy_of(case: Any) -> Any:
         **settings,
         **{name: value for name, value in common.items() if value != ""},
     )
-
-
-def _paths(case: Any) -> list[str]:
-    return [layer.path for layer in split_state(network(case.model)).layers]
 
 
 def training_of(case: Any) -> LocalTraining:
@@ -200,6 +208,8 @@ def training_of(case: Any) -> LocalTraining:
 
 def run(case: Any, moved: float = 0.0) -> Result:
     """Run the case with the package."""
+    if case.way == "command":
+        return command.run(case, data_of(case, moved), Result())
     dtype = getattr(torch, case.dtype)
     datasets = [Points(x, y) for x, y in data_of(case, moved)]
     make = functools.partial(model_of, case, dtype)
