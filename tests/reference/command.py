@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr import personal_state
-from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import read_metrics
 from fedbn_flwr.lab.runs.run import run as run_config
@@ -66,7 +67,9 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
             "sgd-momentum": case.momentum,
             "personal": case.personal,
             "layers": settings.pop("layers", ""),
-            "momentum-scope": "" if case.momentum_scope == "none" else case.momentum_scope,
+            "momentum-scope": ""
+            if case.momentum_scope == "none"
+            else case.momentum_scope,
             "agc": case.agc,
             "variance": "" if case.variance == "mean" else case.variance,
             "recalibrate": case.recalibrate,
@@ -78,7 +81,8 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
         values["lr-decay-at"] = "freeze" if case.decay == "freeze" else "1"
         values["lr-decay-factor"] = "0.5"
     values |= {
-        KEYS.get(name, name.replace("_", "-")): value for name, value in settings.items()
+        KEYS.get(name, name.replace("_", "-")): value
+        for name, value in settings.items()
     }
     return Config.make({key: value for key, value in values.items() if value != ""})
 
@@ -111,7 +115,8 @@ def _read(case: Any, out: Path, result: Any) -> Any:
         state = load_file(out / "model.safetensors")
         result.history[case.rounds] = state
     for i in range(len(case.sizes)):
-        result.models[i] = personal_state(out, client=i)
+        with suppress(StateError):  # it has not trained
+            result.models[i] = personal_state(out, client=i)
     for line in read_metrics(out / "metrics.jsonl"):
         tests = {}
         for client, values in line.get("clients", {}).items():

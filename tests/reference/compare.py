@@ -49,12 +49,15 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
     """
     last, tested = fed.case.rounds, fed.tested()
     averaged = fed.case.eval_on == "averaged-bn"
-    absent = set() if averaged else fed.local
+    absent = set() if averaged else set(fed.local)
+    if fed.case.recalibrate:
+        absent -= fed.statistics | fed.counters
     shared = {name: v for name, v in tested.items() if name not in absent}
     found.history = {last: shared} if shared else {}
     for client in fed.clients:
+        has_own = fed.local or fed.case.has("ditto")
         model = fed.tuned_model(client, tested)
-        if model is not None:
+        if model is not None and (client.begun or averaged or not has_own):
             found.models[client.number] = model
     return found
 
@@ -99,6 +102,9 @@ def _differences(
     for i, own in right.own.items():
         yield from _entries(f"client {i} keeps", found.own[i], own, allowed)
         yield from _entries(f"client {i} keeps", found.kept[i], right.kept[i], allowed)
+    if found.models.keys() != right.models.keys():
+        yield f"{[*found.models]} have models, not {[*right.models]}", math.inf
+        return
     for i in right.models:
         yield from _entries(
             f"the model of client {i}", found.models[i], right.models[i], allowed

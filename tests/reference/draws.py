@@ -7,6 +7,7 @@ defaults, and ``repr`` shows only the values that differ from them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +124,17 @@ def refusal(case: Case) -> str:
         return "fine-tuning is for tests of the clients"
     if case.layers and case.model == "no-affine" and "mtfl" in local:
         return "the layer has no gamma and beta"
-    if case.layers and case.model == "no-statistics" and case.has(
-        "silobn", "fixbn", "staticbn"
+    if (
+        case.layers
+        and case.model == "no-statistics"
+        and case.has("silobn", "fixbn", "staticbn")
     ):
         return "the layer has no statistics"
     if case.has("fedrep") and case.steps and case.steps <= case.head_steps:
         return "no step is left for the body"
+    asked = max(math.floor(case.fraction * len(case.sizes) + 1e-9), 1)
+    if case.way == "command" and asked < case.min_replies:
+        return "no round can have enough replies"
     if case.has("hbn") and case.way == "two-optimizers":
         return "alpha learns in one optimizer"
     if case.has("ditto") and case.way in LOOPS:
@@ -227,11 +233,20 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
     has, rare = {*values["methods"]}, draw(st.integers(0, 9))
     if rare == 9:
         return {"engine": "workers"}
-    if rare == 8 and "fedwon" not in has and values["model"] != "wsconv":
+    if rare == 8 and not has & {"fedwon", "bn-scaffold"}:
         changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
-        return {**changed, "transport": "messages"}
+        changed["transport"] = "messages"
+        if values["model"] == "wsconv":
+            changed["model"] = "mlp"
+        if not values["steps"]:
+            changed["sampling"] = "with-replacement"
+        if "standalone" in has:
+            changed["eval_on"] = ""
+        return changed
     if rare >= 7:
-        if has & {"staticbn", "fedtan", "fedtan2", "feddna"} or values.get("recalibrate"):
+        if has & {"staticbn", "fedtan", "fedtan2", "feddna"} or values.get(
+            "recalibrate"
+        ):
             return {}
         return {"way": "legacy", "hidden": (), "again": ""}
     ways = [way for way in LOOPS if way != "around" or not has & SENDS_ARRAYS]

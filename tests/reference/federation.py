@@ -59,7 +59,7 @@ def union(parts: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[int, Tensor, Ten
 
 
 def mixture(p: Sequence[float], parts: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """sum p_i m_i and sum p_i (v_i + (m_i - m)^2)."""
+    """Sum p_i m_i and sum p_i (v_i + (m_i - m)^2)."""
     mean = sum(w * m for w, (_, m, _) in zip(p, parts, strict=True))
     var = sum(w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(p, parts, strict=True))
     return mean, var
@@ -455,7 +455,7 @@ class Federation:
         self.state = {name: model[name] for name in before}
 
     def average(self, p: Sequence[float], states: Sequence[State]) -> State:
-        """sum p_i x_i; the maximum of integers; pooled variances if the case has them."""
+        """Sum p_i x_i; the maximum of integers; pooled variances if the case has them."""
         averaged: State = {}
         for name, value in states[0].items():
             values = [state[name] for state in states]
@@ -493,7 +493,9 @@ class Federation:
         size = max(self.case.batch_size, 2) if self.case.batch_size else len(client)
         parts = [*torch.arange(len(client)).split(size)]
         # A last example that is alone joins the batch before it, if there is one.
-        if len(parts[-1]) == 1 and self.alone_fails(net, client.inputs[parts[-1]], paths):
+        if len(parts[-1]) == 1 and self.alone_fails(
+            net, client.inputs[parts[-1]], paths
+        ):
             single = parts.pop()
             parts = [*parts[:-1], torch.cat([parts[-1], single])] if parts else []
         found: dict[str, list[Any]] = {}

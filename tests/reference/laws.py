@@ -98,7 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=1000, help="number of draws")
     parser.add_argument("--processes", type=int, default=2, help="draws at a time")
-    parser.add_argument("--first", type=int, default=0, help="number of the first block")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first block"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/laws.jsonl"), help="finished blocks"
     )

@@ -57,7 +57,10 @@ def app(
         loss = fit(case, net, data, loader(context), training, msg, context, number)
         state = net.state_dict()
         if fault == "nan":
-            state = {n: v * torch.nan if v.is_floating_point() else v for n, v in state.items()}
+            state = {
+                n: v * torch.nan if v.is_floating_point() else v
+                for n, v in state.items()
+            }
         metrics = MetricRecord({"train-loss": loss, "num-examples": len(data)})
         content = {"arrays": ArrayRecord(state), "metrics": metrics}
         return Message(RecordDict(content), reply_to=msg)

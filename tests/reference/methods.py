@@ -19,7 +19,6 @@ from tests.reference.federation import (
     Federation,
     Lost,
     State,
-    channels,
     cloned,
     mixture,
     moments_of,
@@ -104,6 +103,7 @@ class Method:
         return {}
 
     def fine_tunes(self, net: Any) -> None: ...
+
 
 # --- what stays with the clients --------------------------------------------------------
 class FedBN(Method):
@@ -448,7 +448,6 @@ class FBN(Pooling):
         p = shares(counts)
         return lambda parts: (sum(n for n, _, _ in parts), *mixture(p, parts))
 
-
     @staticmethod
     def trimmed(parts: Sequence[Any]) -> tuple[int, Tensor, Tensor]:
         """Means over the clients without the smallest and the largest value."""
@@ -530,7 +529,7 @@ class FedTAN(Method):
     def normalise_all(
         self, clients: Sequence[Client], layers: Sequence[Any], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """mu = sum p_i mu_i; sigma^2 = sum p_i E_i (y - mu)^2."""
+        """The statistics are mu = sum p_i mu_i and sum p_i E_i (y - mu)^2."""
         one = layers[0]
         if not one.training:
             return [layer(h) for layer, h in zip(layers, inputs, strict=True)]
@@ -775,7 +774,5 @@ def methods_of(fed: Federation) -> list[Method]:
     if case.momentum_scope != "none":
         methods.append(MomentumScope(fed))
     methods += [kind(fed) for name, kind in REFERENCES.items() if name in case.methods]
-    fed.local_head = (
-        Personal(fed).local() if case.personal else fed.head
-    )
+    fed.local_head = Personal(fed).local() if case.personal else fed.head
     return methods

@@ -129,7 +129,9 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
     if case.way not in ("torch-client", "legacy"):
         return loops.app(case, make, datasets, training_of(case), faults)
     kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
-    clients = torch_clients(make, datasets, training_of(case), client=kind, seed=case.client_seed)
+    clients = torch_clients(
+        make, datasets, training_of(case), client=kind, seed=case.client_seed
+    )
     if case.way == "legacy":
         return ClientApp(client_fn=lambda context: clients(context).to_client())
     return client_app(clients)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.strategies import STRATEGIES
