@@ -152,8 +152,10 @@ def check(case: Case) -> None:
     try:
         found = package.run(case)
     except FedBNError as error:
-        assert reason, f"{case!r}\nwas refused: {type(error).__name__}: {error}"
-        return
+        if reason:
+            return
+        words = f"{case!r}\nwas refused: {type(error).__name__}: {error}"
+        raise AssertionError(words) from error
     assert not reason, f"{case!r}\nmust be refused: {reason}"
     # A resumed run does not know whether a round before it was used.
     if case.again != "resume":

@@ -197,9 +197,9 @@ def cases(draw: Any) -> Case:
         values["personal"] = some("", "head", "first", "last-layer")
         if values["model"] == "tied":
             values["personal"] = some("", "head", "encoder")
-    if has & {"fedbn", "silobn", "mtfl", "fixbn", "staticbn"}:
-        if not has & {"fbn", "hbn", "fedtan", "fedtan2"}:
-            values["layers"] = some(False, True)
+    of_all_layers = has & {"fbn", "hbn", "fedtan", "fedtan2"}
+    if has & {*LOCAL, "fixbn", "staticbn"} and not of_all_layers:
+        values["layers"] = some(False, True)
     values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
     if not has & {"fedbn", "silobn", "staticbn", "fbn", "hbn", "standalone"}:
         values["variance"] = some("mean", "pooled")

@@ -257,9 +257,9 @@ class Federation:
     def normalise(
         self, client: Client, path: str, layer: Any, h: Tensor, methods: Sequence[Any]
     ) -> Tensor:
-        if layer.training and h.numel() == h.shape[1]:
-            if not any(method.takes_one_value(path) for method in methods):
-                raise Lost
+        one_value = layer.training and h.numel() == h.shape[1]
+        if one_value and not any(method.takes_one_value(path) for method in methods):
+            raise Lost
         for method in methods:
             out = method.normalise(client, path, layer, h)
             if out is not None:
@@ -312,15 +312,12 @@ class Federation:
         methods: Sequence[Any],
     ) -> None:
         """Let the methods change the gradients, and take the step."""
-        gradients = {n: g for n, g in found.items() if isinstance(n, str)}
         for method in methods:
-            method.gradient(client, gradients)
+            method.gradient(client, found)
         named = dict(client.net.named_parameters())
-        for name, g in gradients.items():
-            named[name].grad = g
         for key, g in found.items():
-            if not isinstance(key, str):
-                key.grad = g
+            parameter = named[key] if isinstance(key, str) else key
+            parameter.grad = g
         client.optimizer.step()
         client.losses.append((float(loss.detach()), size))
 

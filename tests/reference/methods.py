@@ -83,7 +83,7 @@ class Method:
     def trains(self, client: Client) -> list[nn.Parameter]:
         return []
 
-    def gradient(self, client: Client, g: dict[str, Any]) -> None: ...
+    def gradient(self, client: Client, g: dict[Any, Any]) -> None: ...
 
     def end(self, client: Client) -> None: ...
 
@@ -148,10 +148,10 @@ class FedProx(Method):
 class AGC(Method):
     """Gradients of at most lambda |W|, unit by unit, except the classifier's."""
 
-    def gradient(self, client: Client, g: dict[str, Any]) -> None:
+    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
         weights = dict(client.net.named_parameters())
         for name, gradient in g.items() if self.fed.case.agc else ():
-            if gradient is None or name in self.fed.head:
+            if gradient is None or name not in weights or name in self.fed.head:
                 continue
             w = weights[name].detach()
             rows = zip(gradient, w, strict=True) if w.dim() > 1 else [(gradient, w)]
@@ -170,7 +170,7 @@ class FedRep(Method):
     def begin(self, client: Client) -> None:
         client.sends["steps"] = 0
 
-    def gradient(self, client: Client, g: dict[str, Any]) -> None:
+    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
         heads = client.sends["steps"] < self.fed.case.head_steps
         client.sends["steps"] += 1
         for name in g:
@@ -205,11 +205,12 @@ class Scaffold(Method):
     def of(self, c: State, name: str, like: Tensor) -> Tensor:
         return c.get(name, torch.zeros_like(like))
 
-    def gradient(self, client: Client, g: dict[str, Any]) -> None:
+    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
         c_i, eta = client.kept.get("scaffold", {}), client.sends["eta"]
         rate = client.optimizer.param_groups[0]["lr"]
         for name, gradient in g.items():
-            if gradient is None or name in self.fed.local:
+            named = isinstance(name, str)  # not HBN's alpha
+            if gradient is None or not named or name in self.fed.local:
                 continue
             more = self.of(self.c, name, gradient) - self.of(c_i, name, gradient)
             g[name] = gradient + more
