@@ -158,7 +158,8 @@ def settings_of(case: Any) -> dict[str, Any]:
         if case.transport == "channel":
             settings["fedtan_transport"] = "channel"
     if case.layers:
-        settings["layers"] = split_state(network(case.model)).layers[0].path
+        layers = split_state(network(case.model)).layers
+        settings["layers"] = layers[0].path if layers else "norm"
     return settings
 
 
