@@ -597,11 +597,16 @@ class Federation:
     def fine_tune(self, client: Client, net: Network) -> bool:
         """Some local steps by the client's loss alone, on the batches of the round."""
         self.train_mode(net)
-        for method in self.methods:
-            method.fine_tunes(net)
-        tuned = Client(client.number, client.inputs, client.targets)
-        tuned.net, tuned.optimizer = net, self.optimizer(net, self.t)
+        tuned = Client(client.number, client.inputs, client.targets, kept=client.kept)
+        tuned.net, tuned.start = net, cloned(net.state_dict())
+        # A second model has plain BatchNorm.
+        plain = any(method.second_model for method in self.methods)
+        chosen = [m for m in self.methods if not plain or m.role == "option"]
+        methods = [method for method in chosen if method.tunes(tuned)]
+        tuned.optimizer = self.optimizer(net, self.t)
+        for method in methods:
+            method.with_optimizer(tuned)
         for x, y in self.batches(client, self.t, self.case.fine_tune, 0):
-            if not self.drops(tuned, x, []):
-                self.take_step(tuned, x, y, [])
+            if not self.drops(tuned, x, methods):
+                self.take_step(tuned, x, y, methods)
         return bool(tuned.losses)

@@ -42,6 +42,8 @@ class Method:
     undo: ClassVar[bool] = False  # a round that is not used is undone at the client
     reestimates: ClassVar[bool] = False
     backward: ClassVar[str] = "global"
+    second_model: ClassVar[bool] = False
+    role: ClassVar[str] = ""
 
     def __init__(self, fed: Federation) -> None:
         self.fed = fed
@@ -102,7 +104,9 @@ class Method:
     def tested(self, client: Client) -> State:
         return {}
 
-    def fine_tunes(self, net: Any) -> None: ...
+    def tunes(self, client: Client) -> bool:
+        """Whether the method acts in the steps before a test; prepares them."""
+        return False
 
 
 # --- what stays with the clients --------------------------------------------------------
@@ -147,6 +151,11 @@ class FedProx(Method):
 
 class AGC(Method):
     """Gradients of at most lambda |W|, unit by unit, except the classifier's."""
+
+    role = "option"
+
+    def tunes(self, client: Client) -> bool:
+        return True
 
     def gradient(self, client: Client, g: dict[Any, Any]) -> None:
         weights = dict(client.net.named_parameters())
@@ -350,9 +359,9 @@ class FixBN(Method):
         if self.frozen(self.fed.t):
             self.freeze(client.net)
 
-    def fine_tunes(self, net: Any) -> None:
-        if self.frozen(self.fed.t):
-            self.freeze(net)
+    def tunes(self, client: Client) -> bool:
+        self.begin(client)
+        return True
 
 
 def by_the_batch(layer: Any, h: Tensor) -> Tensor:
@@ -366,6 +375,9 @@ class StaticBN(Method):
 
     def fixed(self, t: int) -> set[str]:
         return self.fed.statistics | self.fed.counters
+
+    def tunes(self, client: Client) -> bool:
+        return True
 
     def normalise(
         self, client: Client, path: str, layer: Any, h: Tensor
@@ -388,6 +400,10 @@ class Pooling(Method):
 
     def fixed(self, t: int) -> set[str]:
         return self.fed.statistics | self.fed.counters
+
+    def tunes(self, client: Client) -> bool:
+        client.sends["seen"] = {}
+        return True
 
     def takes_one_value(self, path: str) -> bool:
         return not self.warm and path in self.measured
@@ -472,7 +488,13 @@ class HBN(Pooling):
 
     def begin(self, client: Client) -> None:
         self.survey(client)
-        kept = {**self.common, **client.kept.get("alpha", {})}
+        self.take_alpha(client, {**self.common, **client.kept.get("alpha", {})})
+
+    def tunes(self, client: Client) -> bool:
+        self.take_alpha(client, client.kept.get("alpha", {}))
+        return True
+
+    def take_alpha(self, client: Client, kept: State) -> None:
         client.sends["alpha"] = {}
         for path in self.measured:
             like = client.start[f"{path}.running_mean"]
@@ -671,6 +693,8 @@ class FedBS(FedProx):
 class Ditto(Method):
     """v_k trains near w before w trains."""
 
+    second_model = True
+
     def begin(self, client: Client) -> None:
         fed = self.fed
         net = fed.make()
@@ -681,7 +705,7 @@ class Ditto(Method):
         near.net, near.start, near.optimizer = net, client.start, optimizer
         for x, y in fed.batches(client, fed.t, fed.case.steps, 1):
             if not fed.drops(near, x, []):
-                fed.take_step(near, x, y, [FedProx(fed)])
+                fed.take_step(near, x, y, [FedProx(fed), AGC(fed)])
         if not near.losses:
             raise Lost
         client.sends["own-model"] = cloned(net.state_dict())
