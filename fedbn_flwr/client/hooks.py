@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
@@ -132,15 +132,19 @@ def bn_rules(
         for hook_name, hook in hooks.items()
         if overrides(hook, "receive", "reply", "keep", "around")
     ]
+    # Entries and paths have the names of the server's model. A hook without arrays may
+    # train a model with other names, such as one with a further head.
+    with nullcontext() if with_arrays else suppress(StateError):
+        whole = _whole(message, config, model)
+        if whole is not None:
+            model = view_with_names(model, whole)
     if with_arrays:
-        whole = None if context is None else _whole(message, config, model)
         if context is None or whole is None:
             raise ConfigError(
                 f"client hook '{with_arrays[0]}' sends or keeps arrays: write `with"
                 " bn_rules(model, msg, context)`; in a NumPyClient (ClientApp with"
                 " mods=[bn_mod]) `with bn_rules(model, config, context)`"
             )
-        model = view_with_names(model, whole)
         spec = None
         if local:
             # as the mod: a personal entry may have had another shape at the server

@@ -370,12 +370,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return the module whose state dict has exactly these names: ``model`` or a module
-    that it wraps.
+    """Return the module whose state dict has exactly these names: ``model``, a module
+    that it wraps, or the network inside a user's module.
 
     Raises:
-        StateError: no module has them. The message gives the remedy if only a wrapper's
-            prefix differs.
+        StateError: no module has them, or two have. The message gives the remedy if
+            only a wrapper's prefix differs.
     """
     # The server may have sent the wrapper's names or those of the inner module.
     wanted = frozenset(names)
@@ -383,6 +383,13 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
         has = frozenset(module.state_dict(keep_vars=True))
         if has == wanted:
             return module
+    inside = [
+        module
+        for module in model.modules()
+        if frozenset(module.state_dict(keep_vars=True)) == wanted
+    ]
+    if len(inside) == 1:
+        return inside[0]
     # ``has``: the names of the innermost module
     bare = {without_wrappers(name) for name in wanted}
     missing, extra = sorted(has - wanted), sorted(wanted - has)

@@ -22,9 +22,6 @@ LOOPS = ("loop", "two-optimizers", "closure", "around")
 STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
 
 
-SENDS_ARRAYS = {"scaffold", "bn-scaffold", "fbn", "hbn", "fedtan", "fedtan2", "feddna"}
-
-
 @dataclass(frozen=True)
 class Case:
     """One federation."""
@@ -249,9 +246,8 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
         ):
             return {}
         return {"way": "legacy", "hidden": (), "again": ""}
-    ways = [way for way in LOOPS if way != "around" or not has & SENDS_ARRAYS]
     # The loop does not drop a batch of one example, and has no second model.
-    changed = {"way": draw(st.sampled_from(ways)), "sizes": (6, 9, 12), "fine_tune": 0}
+    changed = {"way": draw(st.sampled_from(LOOPS)), "sizes": (6, 9, 12), "fine_tune": 0}
     changed["batch_size"] = values["batch_size"] and 3
     changed["methods"] = tuple(name for name in values["methods"] if name != "ditto")
     if values["faults"] or values["hidden"]:
@@ -260,8 +256,6 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
     # The loop says ``model.train()`` to a layer that was built in eval mode.
     if values["model"] == "in-eval":
         changed["model"] = "mlp"
-    if changed["way"] == "around":
-        changed["momentum_scope"] = "none"
     return changed
 
 
