@@ -127,7 +127,8 @@ def refusal(case: Case) -> str:
         and case.has("silobn", "fixbn", "staticbn")
     ):
         return "the layer has no statistics"
-    if case.has("fedrep") and case.steps and case.steps <= case.head_steps:
+    known = case.way == "command" and case.steps
+    if case.has("fedrep") and known and case.steps <= case.head_steps:
         return "no step is left for the body"
     asked = max(math.floor(case.fraction * len(case.sizes) + 1e-9), 1)
     if case.way == "command" and asked < case.min_replies:

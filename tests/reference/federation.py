@@ -406,8 +406,11 @@ class Federation:
             refusing = [c for c in begun if any(m.incomplete(c) for m in self.methods)]
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
-        if refusing and len(refusing) == len(self.drawn(t)) and not self.anybody:
-            raise AllRefuse
+        # A resumed run does not know that nobody has trained.
+        unknown = case.again == "resume" and t > case.rounds // 2
+        if refusing and len(refusing) == len(self.drawn(t)):
+            if not self.anybody and not unknown:
+                raise AllRefuse
         self.anybody |= bool(trained)
         undone = {c.number: (c.own, c.kept, c.begun) for c in trained}
         for client in trained:
