@@ -216,6 +216,12 @@ class Federation:
                 rows = order.pop(0)
             yield client.inputs[rows], client.targets[rows]
 
+    def num_steps(self, client: Client) -> int:
+        """The local steps of a round, if no batch is dropped."""
+        return self.case.steps or math.ceil(
+            len(client) / (self.case.batch_size or len(client))
+        )
+
     def rate(self, t: int) -> float:
         """eta(t)."""
         decayed = self.case.decay == "round" and t > 1
@@ -389,11 +395,13 @@ class Federation:
         asked = [c for c in self.drawn(t) if faults.get(c.number) != "raise"]
         for method in self.methods:
             method.opens(t)
+        refusing = [c for c in asked if any(m.refuses(c) for m in self.methods)]
         begun = []
         for client in asked:
             try:
-                self.start(client)
-                begun.append(client)
+                if client not in refusing:
+                    self.start(client)
+                    begun.append(client)
             except Lost:
                 continue
         for client in begun:
@@ -403,14 +411,16 @@ class Federation:
         least = case.min_replies if joint else 1
         try:
             trained = self.train(begun) if len(begun) >= least else []
-            refusing = [c for c in begun if any(m.incomplete(c) for m in self.methods)]
+            refusing += [c for c in begun if any(m.incomplete(c) for m in self.methods)]
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
         # A resumed run does not know that nobody has trained.
-        unknown = case.again == "resume" and t > case.rounds // 2
-        if refusing and len(refusing) == len(self.drawn(t)):
-            if not self.anybody and not unknown:
-                raise AllRefuse
+        known = case.again != "resume" or t <= case.rounds // 2
+        everybody = refusing and len(refusing) == len(self.drawn(t))
+        # The sentence has the number of steps: another one is another error.
+        everybody = everybody and len({*map(self.num_steps, refusing)}) == 1
+        if everybody and known and not self.anybody:
+            raise AllRefuse
         self.anybody |= bool(trained)
         undone = {c.number: (c.own, c.kept, c.begun) for c in trained}
         for client in trained:

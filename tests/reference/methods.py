@@ -76,7 +76,12 @@ class Method:
     ) -> Tensor | None:
         return None
 
+    def refuses(self, client: Client) -> bool:
+        """Whether a client refuses the settings before it trains."""
+        return False
+
     def incomplete(self, client: Client) -> bool:
+        """Whether it refuses the round after it has trained."""
         return False
 
     def penalty(self, client: Client) -> Any:
@@ -185,6 +190,9 @@ class FedRep(Method):
         for name in g:
             if (name in self.fed.local_head) != heads:
                 g[name] = None
+
+    def refuses(self, client: Client) -> bool:
+        return self.fed.num_steps(client) <= self.fed.case.head_steps
 
     def incomplete(self, client: Client) -> bool:
         return 0 < client.sends["steps"] <= self.fed.case.head_steps
