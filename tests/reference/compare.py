@@ -55,9 +55,10 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
     shared = {name: v for name, v in tested.items() if name not in absent}
     found.history = {last: shared} if shared else {}
     for client in fed.clients:
-        has_own = fed.local or fed.case.has("ditto")
+        # Entries that stay are nowhere else; without a second model it is the global one.
+        found_there = client.begun or averaged or not fed.local
         model = fed.tuned_model(client, tested)
-        if model is not None and (client.begun or averaged or not has_own):
+        if model is not None and found_there:
             found.models[client.number] = model
     return found
 

@@ -18,7 +18,7 @@ from tests.reference.networks import NETWORKS
 LOCAL = ("fedbn", "silobn", "mtfl")
 STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad")
 ALONE = ("standalone", "feddna", "bn-scaffold", "fedbs", "fedwon")
-LOOPS = ("loop", "two-optimizers", "closure", "around")
+LOOPS = ("loop", "two-optimizers", "closure", "around", "named")
 STATISTICS = ("fixbn", "staticbn", "fbn", "hbn", "fedtan", "fedtan2")
 
 
@@ -66,6 +66,7 @@ class Case:
     engine: str = "process"
     transport: str = "messages"
     again: str = ""
+    resumed_after: int = 1
     seed: int = 3
 
     def __repr__(self) -> str:
@@ -221,6 +222,8 @@ def cases(draw: Any) -> Case:
         values["exchanges"] = some("3L+1", "2L+1")
         values["transport"] = some("messages", "barrier", "channel")
     values["again"] = some("", "second-run", "resume")
+    if values["again"] == "resume":
+        values["resumed_after"] = one(*rounds[:-1])
     if draw(st.booleans()):
         values |= _way(draw, values)
     return Case(**values)
@@ -254,6 +257,8 @@ def _way(draw: Any, values: dict[str, Any]) -> dict[str, Any]:
     if values["faults"] or values["hidden"]:
         changed["hidden"] = tuple((r, i) for r, i in values["hidden"] if i < 3)
         changed["faults"] = tuple(one for one in values["faults"] if one[1] < 3)
+    if changed["way"] == "named" and has & {"fedtan", "fedtan2", "feddna"}:
+        changed["way"] = "loop"  # a step in common has messages of its own
     # The loop says ``model.train()`` to a layer that was built in eval mode.
     if values["model"] == "in-eval":
         changed["model"] = "mlp"

@@ -415,7 +415,7 @@ class Federation:
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
         # A resumed run does not know that nobody has trained.
-        known = case.again != "resume" or t <= case.rounds // 2
+        known = case.again != "resume" or t <= case.resumed_after
         everybody = refusing and len(refusing) == len(self.drawn(t))
         # The sentence has the number of steps: another one is another error.
         everybody = everybody and len({*map(self.num_steps, refusing)}) == 1

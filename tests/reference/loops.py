@@ -46,7 +46,7 @@ def app(
         size = case.batch_size or len(data)
         return DataLoader(TensorDataset(data.inputs, data.targets), size)
 
-    @app.train()
+    @(app.train("local") if case.way == "named" else app.train())
     def train(msg: Message, context: Context) -> Message:
         net, data = make(), data_of(context)
         number = int(msg.content["config"]["server-round"])

@@ -21,7 +21,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, Strategy, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.reference import command, loops
 from tests.reference import methods as of
@@ -163,6 +163,21 @@ def settings_of(case: Any) -> dict[str, Any]:
     return settings
 
 
+def _to_named_function(made: Any) -> type[Strategy]:
+    """A user's class that sends its training messages to ``@app.train("local")``."""
+
+    class Named(Strategy):
+        method = getattr(made, "method", made)
+
+        def configure_train(self, *args: Any) -> list[Any]:
+            messages = list(super().configure_train(*args))
+            for message in messages:
+                message.metadata.message_type = "train.local"
+            return messages
+
+    return Named
+
+
 def strategy_of(case: Any) -> Any:
     """The strategy of a case."""
     settings = settings_of(case)
@@ -180,7 +195,10 @@ def strategy_of(case: Any) -> Any:
     if case.agc or case.has("fedwon"):
         common["agc"] = case.agc
     kinds = [STRATEGIES[name] for name in case.methods] or [FedAvg]
-    return combined(*kinds)(
+    made: Any = combined(*kinds)
+    if case.way == "named":
+        made = _to_named_function(made)
+    return made(
         fraction_train=case.fraction,
         min_train_nodes=1,
         min_evaluate_nodes=1,
@@ -228,7 +246,7 @@ def run(case: Any, moved: float = 0.0) -> Result:
         start = functools.partial(_start, case, grid, make(), hidden)
         if case.again == "second-run":
             start(Result(), 0)
-        stops = case.rounds // 2 if case.again == "resume" else 0
+        stops = case.resumed_after if case.again == "resume" else 0
         saved = start(result, stops)
         if saved is not None:
             start(result, 0, saved)
