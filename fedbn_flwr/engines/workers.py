@@ -109,12 +109,13 @@ class WorkerProcesses:
         self._jobs: deque[Job] = deque()
         self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
+        self._threads: list[threading.Thread] = []
         # At the end of the command, before multiprocessing waits for its processes. The
-        # call has the list, not ``self``, which it would keep alive.
+        # call has the lists, not ``self``, which it would keep alive.
         self._end = Finalize(
             self,
             _end_all,
-            args=(self._workers, self._closed, self._lock),
+            args=(self._workers, self._threads, self._closed, self._lock),
             exitpriority=10,
         )
         try:
@@ -263,9 +264,13 @@ class WorkerProcesses:
         for end in theirs:
             end.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
-        threading.Thread(
+        # A daemon, because at the end of a command Python waits for other threads before
+        # it calls ``_end_all``.
+        thread = threading.Thread(
             target=self._receive, args=(worker,), name="worker", daemon=True
-        ).start()
+        )
+        self._threads.append(thread)
+        thread.start()
         return worker
 
     def _receive(self, worker: _Worker) -> None:
@@ -455,9 +460,14 @@ _numbers = itertools.count()
 
 
 def _end_all(
-    current: list[_Worker], closed: threading.Event, lock: threading.Lock
+    current: list[_Worker],
+    threads: list[threading.Thread],
+    closed: threading.Event,
+    lock: threading.Lock,
 ) -> None:
-    """End the processes: idle ones by the end of their link, busy ones by a signal."""
+    """End the processes: idle ones by the end of their link, busy ones by a signal.
+    Then wait for the threads that received from them.
+    """
     with lock:
         closed.set()  # so that none is replaced
         workers = list(current)
@@ -470,6 +480,12 @@ def _end_all(
         if worker.process.exitcode is None:
             worker.process.kill()
             worker.process.join()
+    # A thread that frees a tensor while the interpreter ends aborts the process: torch
+    # takes the GIL again, which Python answers with the end of the thread, in a function
+    # of C++ that no exception may leave.
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 def _how(code: int | None) -> str:

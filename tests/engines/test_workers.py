@@ -40,6 +40,7 @@ from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.link import Broadcasts, Packed
+from fedbn_flwr.engines.workers import _end
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
@@ -196,6 +197,21 @@ def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
             (reply,) = grid.send_and_receive(to(grid, 0, content=content))
             content = reply.content
             assert np.array_equal(view(content["arrays"]["w"]), np.ones(1000))
+
+
+def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that frees shared memory while Python ends would abort the command."""
+
+    def end_slowly(*args: Any) -> None:
+        _end(*args)
+        time.sleep(0.3)
+
+    monkeypatch.setattr("fedbn_flwr.engines.workers._end", end_slowly)
+    answer = app_of(lambda message, _: Message(RecordDict(), reply_to=message))
+    before = threading.enumerate()
+    with InProcessGrid(answer, 2, workers=2) as grid:
+        assert errors(grid.send_and_receive(to(grid, 0, 1))) == [False, False]
+    assert threading.enumerate() == before
 
 
 class Odd(RecordDict):
