@@ -206,17 +206,13 @@ class Scaffold(Method):
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
         self.c: State = {}
-        self.n = 0
-        self.seen: set[int] = set()
+        self.seen: set[int] = set()  # N of them
+        self.scaled_to = 0
 
     def opens(self, t: int) -> None:
-        self.n = max(self.n_now(), len(self.fed.present(t)))
-
-    def n_now(self) -> int:
-        return getattr(self, "largest", 0)
+        self.seen |= {client.number for client in self.fed.present(t)}
 
     def begin(self, client: Client) -> None:
-        self.largest = self.n
         client.sends["eta"] = {}
 
     def of(self, c: State, name: str, like: Tensor) -> Tensor:
@@ -256,10 +252,8 @@ class Scaffold(Method):
         model: State,
         fixed: set[str],
     ) -> None:
-        self.seen |= {client.number for client in replies}
-        grown = max(self.n, len(self.seen))
-        scaled = getattr(self, "scaled_to", grown)
-        self.scaled_to = grown
+        grown = len(self.seen)
+        scaled, self.scaled_to = self.scaled_to or grown, grown
         equal = [1 / len(replies)] * len(replies)
         for name, first in self.fed.first_name.items():
             if not any(first in client.sends["dc"] for client in replies):

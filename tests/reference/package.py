@@ -82,6 +82,7 @@ class Result:
     tests: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
     rejected: list[Mapping[int, str]] = field(default_factory=list)
     used: bool = False  # whether a round was
+    way: str = ""
     # each client's own model, as the run's folder has it
     models: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
@@ -235,7 +236,7 @@ def run(case: Any, moved: float = 0.0) -> Result:
     datasets = [Points(x, y) for x, y in data_of(case, moved)]
     make = functools.partial(model_of, case, dtype)
     app = app_of(case, make, datasets)
-    result = Result()
+    result = Result(way=case.way)
     hidden: set[int] = set()
     grid_of = RecordingBarrierGrid if case.transport == "barrier" else RecordingGrid
     workers = 2 if case.engine == "workers" else 0
