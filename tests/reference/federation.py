@@ -131,6 +131,7 @@ class Federation:
             self.local |= method.local()
         self.t = 0
         self.latest: dict[int, tuple[State, int]] = {}  # what clients shared last
+        self.known: tuple[State, State] = ({}, {})  # weights, and their statistics
         self.used = False
         self.anybody = False  # whether a client has trained
 
@@ -559,9 +560,11 @@ class Federation:
                 sent.append(self.survey(client, net, paths))
             except Lost:
                 continue
-        if len(sent) < self.case.min_replies:
-            return {}
-        return self.pooled(sent, lambda parts: union(parts))
+        # Too few answers: the statistics of the same weights stay, if there are any.
+        if len(sent) >= self.case.min_replies:
+            self.known = self.state, self.pooled(sent, union)
+        measured, statistics = self.known
+        return statistics if measured is self.state else {}
 
     def pooled(self, sent: Sequence[Mapping[str, Any]], pool: Any) -> State:
         """Running statistics by entry, with torch's n / (n - 1)."""
