@@ -1,9 +1,9 @@
-"""The server half that all strategies share, in three rooms and a door.
+"""The server code that all strategies share, in three packages and a module.
 
-Each imports from those before it, and never from those after it:
+Each imports only from those before it:
 
-- ``methods``: what a writer of a method needs.
-- ``runs``: what the server knows for longer than a round.
-- ``rounds``: messages out, replies in, the next model.
+- ``methods``: everything that the author of a method needs.
+- ``runs``: the server's knowledge that lasts longer than a round.
+- ``rounds``: sending messages, reading replies, computing the next model.
 - ``strategy``: Flower's calls, and the loop of ``start``.
 """

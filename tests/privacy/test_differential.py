@@ -502,7 +502,7 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(
     DPWrapper(other, 1.0)
     with pytest.raises(
         ConfigError,
-        match=r"OfAnotherProjectMethod\.aggregate may read anything of single replies",
+        match=r"OfAnotherProjectMethod\.aggregate may read anything in single replies",
     ):
         federate(other, mlp, datasets, rounds=1)
 

@@ -91,8 +91,8 @@ def test_others_work_with_a_warning_of_counters_and_weights(
     assert caplog.text.count("int64 counters") == 1
     assert (
         caplog.text.count(
-            "weighs the clients by |D_i|, so that one of them can move the average by"
-            " more than"
+            "weighs the clients by |D_i|. One client can therefore move the average"
+            " further than"
         )
         == 1
     )

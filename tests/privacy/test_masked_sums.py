@@ -876,7 +876,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a method of one's own": (
         lambda: Median(),
-        r"MedianMethod\.aggregate may read anything of single replies",
+        r"MedianMethod\.aggregate may read anything in single replies",
     ),
     "a record of which a mean is read": (
         Mean,

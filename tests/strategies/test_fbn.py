@@ -404,8 +404,8 @@ def test_layers_that_no_training_measures_are_named_once(
         message for message in caplog.messages if "no reply has moments" in message
     ]
     assert told.startswith(
-        "round 1: no reply has moments of the inputs of teacher.1, which keep the"
-        " statistics that"
+        "round 1: no reply has moments of the inputs of teacher.1, which keep"
+        " their present statistics"
     )
 
 

@@ -161,7 +161,7 @@ def test_a_method_that_needs_sgd_refuses_another_optimizer_in_a_client_too(
         )
     with pytest.raises(
         ConfigError,
-        match="momentum-scope=local keeps SGD's momentum, and optimizer Adam",
+        match="momentum-scope=local keeps SGD's momentum, but optimizer Adam",
     ):
         train(
             mlp(),

@@ -1,8 +1,7 @@
-"""What clients send besides the update of the shared entries, from the declarations of
-the methods: for privacy.
+"""The values that clients send in addition to their update, for the privacy checks.
 
-Flower's own wrappers for differential privacy around a strategy of this package: which
-work, which are refused.
+They follow from the declarations of the methods. This module also decides which of
+Flower's differential-privacy wrappers work around a strategy of this package.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.together import Methods, declared, reads_unsaid
+from fedbn_flwr.server.methods.together import Methods, declared, reads_undeclared
 from fedbn_flwr.server.methods.travels import Exchanges, together
 
 __all__ = ["Disclosure", "check_wrapper", "disclosures"]
@@ -24,12 +23,12 @@ logger = logging.getLogger("flwr")
 
 
 class Disclosure(NamedTuple):
-    """What clients send besides their update.
+    """A value that clients send in addition to their update.
 
     Attributes:
-        text: what it is, and why it tells of a client, in words.
-        masked: whether masked sums cover it; differential privacy covers none of it.
-        key: its key in the reply; "" = it is no record or metric.
+        text: what it is and why it reveals something about a client.
+        masked: whether masked sums cover it. Differential privacy never does.
+        key: its key in the reply; empty if it is not a record or a metric.
     """
 
     text: str
@@ -38,16 +37,16 @@ class Disclosure(NamedTuple):
 
 
 def disclosures(methods: Methods) -> list[Disclosure]:
-    """Return what clients send, or let the server read, besides their update."""
+    """Return the values that clients send, or the server reads, besides the update."""
     sent: list[Disclosure] = []
     for method in methods:
         sent += _sent_for(method)
-    # Two methods may send the same, which is said once.
+    # Two methods may send the same value: list it once.
     return list(dict.fromkeys(sent))
 
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
-    """Yield what one method makes clients send."""
+    """Yield the values that clients send because of one method."""
     travels = together(declared(method))
     if Part.REST in travels.local:
         yield Disclosure("its clients share nothing, so there is nothing to protect")
@@ -63,7 +62,7 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
             f"the clients' {travels.weights} are the weights of the average"
         )
 
-    # What travels between the messages of a round, and before tests.
+    # Values sent between the messages of a round, and before tests.
     if travels.exchanges:
         yield _exchanges(travels.exchanges)
     if travels.reestimates:
@@ -72,12 +71,12 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
             " data"
         )
 
-    # What the server reads of single replies, where a record has not said it already.
-    if reads_unsaid(type(method)):
+    # Reads of single replies, unless a record has already revealed as much.
+    if reads_undeclared(type(method)):
         kind = type(method).__name__
         yield Disclosure(
-            f"{kind}.aggregate may read anything of single replies: say in"
-            f" {kind}.travels what"
+            f"{kind}.aggregate may read anything in single replies: declare in"
+            f" {kind}.travels which parts it reads"
         )
     elif travels.each and not says_why:
         yield Disclosure(
@@ -88,7 +87,7 @@ def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
 
 def _exchanges(exchanges: Exchanges) -> Disclosure:
     text = (
-        "the exchanges of its first step hold statistics of the clients' single batches"
+        "the exchanges of its first step contain statistics of clients' single batches"
     )
     # Sums over all clients can be masked.
     if exchanges.read == "mean":
@@ -99,29 +98,29 @@ def _exchanges(exchanges: Exchanges) -> Disclosure:
 
 
 _INSTEAD = (
-    "fedbn_flwr.privacy.DPWrapper weighs all clients alike and knows the parts of the"
-    " model"
+    "Use fedbn_flwr.privacy.DPWrapper instead, which weighs all clients equally and"
+    " handles each part of the model"
 )
 
 
 def check_wrapper(methods: Methods, parts: Parts) -> None:
-    """Check that Flower's wrapper around the strategy, if any, does what it says.
+    """Check that Flower's wrapper around the strategy, if any, keeps its promise.
 
-    Warns of the weights of the clients, and of counters, which the wrapper treats as
-    weights of the model.
+    Warns about the weights of the clients, and about counters, which the wrapper treats
+    like weights of the model.
 
     Raises:
-        ConfigError: something of the clients bypasses the wrapper, or the wrapper would
+        ConfigError: a value of the clients bypasses the wrapper, or the wrapper would
             fail or break the methods.
     """
-    # Flower's wrappers call us and say nothing: they are seen in the call stack.
+    # Flower's wrappers call us without a sign: the call stack reveals them.
     wrapper = calling_dp_wrapper()
     if not wrapper:
         return
     reasons = [disclosure.text for disclosure in disclosures(methods)]
     if methods.local and "ServerSide" in wrapper:
         reasons.append(
-            "it needs the whole model in each reply, and the clients keep a part of it"
+            "it needs the whole model in each reply, but the clients keep a part of it"
         )
     if methods.freezes_bn:
         reasons.append("it would add noise to frozen statistics")
@@ -131,18 +130,19 @@ def check_wrapper(methods: Methods, parts: Parts) -> None:
             f" {_INSTEAD}."
         )
     logger.warning(
-        "%s expects that all clients weigh the same, and strategy %r weighs the clients"
-        " by |D_i|, so that one of them can move the average by more than its noise is"
-        " for: an epsilon from its noise multiplier alone would be too small. %s.",
+        "%s expects all clients to have the same weight, but strategy %r weighs the"
+        " clients by |D_i|. One client can therefore move the average further than the noise"
+        " covers, and an epsilon computed only from the noise multiplier would be too"
+        " small. %s.",
         wrapper,
         methods.name,
         _INSTEAD,
     )
     if parts.counters:
         logger.warning(
-            "%s clips and adds noise to BN's int64 counters and running statistics as"
-            " if they were weights: the counters alone can take up the clipping norm,"
-            " and variances can become negative. %s.",
+            "%s clips BN's int64 counters and running statistics, and adds noise to"
+            " them, as if they were weights: the counters alone can use up the clipping"
+            " norm, and variances can become negative. %s.",
             wrapper,
             _INSTEAD,
         )

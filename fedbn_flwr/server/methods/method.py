@@ -1,11 +1,11 @@
-"""The interface of a method, a paper's algorithm: its declaration, its state and its
-arithmetic. No Flower in it.
+"""The interface of a method, a paper's algorithm: declaration, state and arithmetic.
 
-A method holds its settings and nothing else. Its state is a value: ``begin`` returns
-the first one, ``aggregate`` the next one, and a checkpoint holds it.
-``server.rounds.round`` calls the methods of a run through ``server.methods.together``.
+This module does not use Flower. A method contains only its settings. Its state is a
+value: ``begin`` returns the first state, ``aggregate`` returns the next one, and a
+checkpoint contains it. ``server.rounds.round`` calls the methods of a run through
+``server.methods.together``.
 
-The federated mean of two numbers, as a method::
+Two methods, the federated mean and a mean that only moves half of the way::
 
     class Mean(Method):
         name = "mean"
@@ -59,23 +59,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A client as the server knows it; None for what its app did not say.
+    """A client from the server's point of view; None if its app did not report a value.
 
-    ``server.runs.nodes`` finds it out.
+    ``server.runs.nodes`` collects the values.
 
     Attributes:
         node_id: Flower's id.
-        partition_id: the part of the data that it holds.
+        partition_id: the partition of the data that the node has.
         num_examples: number of its training examples.
         batch_size: examples in its first local step.
-        unusable: why it cannot take part; "" if it can.
-        refusal: why a mod of its app has refused the query; "" if none has.
-        behind_mod: whether that mod comes before ``bn_mod``, which would have
-            answered all the same.
-        num_partitions: number of the parts into which the data are split, if it holds
-            one of them.
-        failure: the error that its app, or a mod of it, raised in answer to the query;
-            "" if none.
+        unusable: the reason why it cannot take part; empty if it can.
+        refusal: the reason why a mod of its app refused the query; empty if none did.
+        behind_mod: whether that mod comes before ``bn_mod``, which would have answered
+            anyway.
+        num_partitions: number of partitions of the data, if the node has one of them.
+        failure: the error that its app, or a mod of its app, raised for the query;
+            empty if there was none.
         packs: whether its app reads arrays in one piece.
     """
 
@@ -97,7 +96,7 @@ class Node:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sorting key: by partition id, then nodes without one by node id."""
+        """Sorting key: by partition id, then nodes without a partition by node id."""
         return self.partition_id is None, self.partition_id or 0, self.node_id
 
     def __str__(self) -> str:
@@ -109,23 +108,23 @@ class Node:
 
 __all__ += ["Round", "RunSettings", "Size"]
 
-Size = tuple[int, int]  # bytes of floats, and of others
+Size = tuple[int, int]  # bytes of floats, and bytes of other arrays
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a method knows of the run and of its round.
+    """The facts about a run and its round that a method receives.
 
     Attributes:
         number: the round, counted from 1; 0 in ``begin``.
-        num_rounds: R; None if Flower's own loop does not say it.
+        num_rounds: R; None if Flower's own loop does not report it.
         parts: the split of the model's state.
         before: the global state that was sent; read-only.
-        travels: the phase of the round: what travels in it, of all methods together.
-        num_able: number of nodes with training data, N of the papers.
-        most_able: the largest ``num_able`` of a round so far, used or not.
+        travels: the declaration of the round's phase, merged over all methods.
+        num_able: number of nodes with training data; N in the papers.
+        most_able: the largest ``num_able`` so far, including unused rounds.
         known: labels of the clients that the server has met: they had training data in
-            a round, used or not, or keep something.
+            some round, used or not, or have local state.
     """
 
     number: int
@@ -139,7 +138,7 @@ class Facts:
 
     @cached_property
     def frozen(self) -> tuple[str, ...]:
-        """The entries that return as they were sent."""
+        """The entries that return unchanged."""
         return self.parts.select(self.travels.frozen - self.travels.local)
 
     @cached_property
@@ -160,7 +159,7 @@ class Facts:
 
     @cached_property
     def channel_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of ``PATH.alpha`` of each BN layer: a number for each channel."""
+        """The shape of ``PATH.alpha`` of each BN layer: a number per channel."""
         shapes = {}
         for layer in self.parts.layers:
             mean = layer.entries.get("running_mean")
@@ -169,20 +168,21 @@ class Facts:
         return shapes
 
     def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model with frozen entries as they were sent, bit for bit."""
+        """Return the model with its frozen entries exactly as they were sent."""
         frozen = {name: self.before[name] for name in self.frozen}
         return {**model, **frozen}
 
     def total_rounds(self, setting: str) -> int:
-        """Return the number of rounds, which a setting needs.
+        """Return the number of rounds, because a setting needs it.
 
-        ConfigError if Flower's loop does not say it.
+        Raises:
+            ConfigError: Flower's loop does not report the number.
         """
         if self.num_rounds is None:
             raise ConfigError(
-                f"{setting} needs the number of rounds, which the strategy's own"
-                " start() alone knows: give it as a round (int), not as a fraction; in"
-                " Flower's legacy loop pass num_rounds= to to_legacy"
+                f"{setting} needs the number of rounds, but only the strategy's own"
+                " start() reports it: write a round (int) instead of a fraction, or"
+                " pass num_rounds= to to_legacy in Flower's legacy loop"
             )
         return self.num_rounds
 
@@ -198,7 +198,7 @@ class Reply:
         metrics: metrics of the client's training.
         extras: further records that the method reads, by name; read-only as well.
         sizes: bytes of each record.
-        info: what the client half reports.
+        info: the report of the client code.
     """
 
     node: Node
@@ -215,11 +215,11 @@ class Replies(Sequence[Reply]):
 
     Args:
         replies: the replies.
-        weighted_by: what weighs them (``Travels.weights``).
+        weighted_by: the source of the weights (``Travels.weights``).
 
     Attributes:
-        weights: a weight >= 0 for each reply; the weights p_i are these, normalised.
-            Losses that are all zero weigh the same.
+        weights: a weight >= 0 for each reply; the normalised weights are p_i. If the
+            weights are losses that are all zero, they are replaced by equal weights.
     """
 
     def __init__(self, replies: Sequence[Reply], weighted_by: str = "examples") -> None:
@@ -230,7 +230,7 @@ class Replies(Sequence[Reply]):
             weights = [1.0] * len(replies)
         else:
             weights = [reply.metrics[weighted_by] for reply in replies]
-            # losses that are all 0 have no shares
+            # Losses that are all zero cannot be normalised.
             if not any(weights):
                 weights = [1.0] * len(replies)
         self.weights: list[float] = weights
@@ -242,7 +242,7 @@ class Replies(Sequence[Reply]):
         averaged = {}
         for name in names:
             arrays, own_weights = [], []
-            # A client may lack an entry: a frozen layer has no momentum, say.
+            # A client may lack an entry: for example, a frozen layer has no momentum.
             for record, weight in zip(records, weights, strict=True):
                 if name in record:
                     arrays.append(record[name])
@@ -258,7 +258,7 @@ class Replies(Sequence[Reply]):
         return sum(p * value for p, value in zip(shares, values, strict=True))
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a reply, or a tuple of them."""
+        """Return a reply, or a tuple of replies."""
         return self._replies[index]
 
     def __len__(self) -> int:
@@ -268,22 +268,21 @@ class Replies(Sequence[Reply]):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What ``problems`` knows of a run besides the method's ``Params``.
+    """The facts about a run that ``problems`` uses in addition to ``Params``.
 
-    The server of a Flower project does not know the clients' training: then a field has
-    its default.
+    The server of a Flower project has no information on the clients' training. The
+    fields about it then have their defaults.
 
     Attributes:
-        num_rounds: R; 0 = not known.
-        norm: the normalisation of the model; "" = not known.
-        sgd_momentum: momentum of the clients' SGD; None = not known.
+        num_rounds: R; 0 if unknown.
+        norm: the normalisation of the model; empty if unknown.
+        sgd_momentum: momentum of the clients' SGD; None if unknown.
         tests: the tests of ``eval-on`` (``tests_in``).
-        optimizer: the clients' optimizer; "" = not known.
-        parts: the split of the model's state; None = no model is known, and nothing is
-            said of it.
+        optimizer: the clients' optimizer; empty if unknown.
+        parts: the split of the model's state; None if the model is unknown and is not
+            checked.
         shapes: the shapes of the model's entries.
-        local_steps: the clients' steps in a round; 0 = not known, or not the same for
-            all.
+        local_steps: the clients' steps in a round; 0 if unknown, or if clients differ.
     """
 
     num_rounds: int
@@ -299,14 +298,14 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Round:
-    """What a row of a method's table sees of a round.
+    """The part of a round that a row of a method's table can read.
 
     Attributes:
-        at: "sending" = before its messages, "replies" = before its replies are used,
-            "diverged" = its loss is not finite.
+        at: "sending" before its messages are sent, "replies" before its replies are
+            used, "diverged" if its loss is not finite.
         number: the round.
-        state: the method's state after the round before; "diverged": after the round.
-        facts: the round; None when it has diverged.
+        state: the method's state before the round; for "diverged", after the round.
+        facts: the round; None if it has diverged.
         replies: the usable replies.
     """
 
@@ -318,26 +317,26 @@ class Round:
 
 
 class Problem(NamedTuple):
-    """What is wrong with a method's settings, or what a user may not expect of them.
+    """A fault in a method's settings, or an effect that a user may not expect.
 
     As a row of a method's table it has ``when``, and its texts are templates with the
-    names ``method``, ``params``, ``run`` or ``round`` (what ``when`` sees) and
-    ``found`` (what ``when`` returned).
+    names ``method``, ``params``, ``run`` or ``round`` (the second argument of ``when``)
+    and ``found`` (the result of ``when``).
 
     Attributes:
         code: its name, for programs.
-        text: a sentence with the names of the config keys; of an unused setting what it
-            needs; of a model what needs what.
-        kind: "refuse" = the run is refused, "nothing-trained" = it ends, as no round
-            has changed what it needs, "warn" = a warning, "unused" = the setting has no
-            effect, "model" = the model does not fit. Of a loss that is not finite:
-            "cause" = the likely one, "remedy" = a further one.
+        text: a sentence with the names of the config keys. For an unused setting, the
+            sentence names its requirement; for a model, the method and its requirement.
+        kind: "refuse" refuses the run. "nothing-trained" ends it, because no round has
+            changed an entry that the method needs. "warn" is a warning. "unused" is a
+            setting without effect. "model" is a model that does not fit. For a
+            non-finite loss, "cause" is the likely cause and "remedy" a further remedy.
         key: the setting, with ``_``.
-        has: what the model has; "" = no BatchNorm.
-        remedy: which model or method to use.
-        at: when the row is looked at: "run" = before a run, or see ``Round.at``.
-        when: called with the method and a ``RunSettings`` or a ``Round``: whether they
-            have the problem.
+        has: a description of the model; empty if it has no BatchNorm.
+        remedy: the model or method to use instead.
+        at: the time of the check: "run" before a run, otherwise see ``Round.at``.
+        when: a function of the method and a ``RunSettings`` or a ``Round``; a true
+            result means that they have the problem.
     """
 
     code: str
@@ -357,13 +356,14 @@ class Ask(NamedTuple):
 
     Attributes:
         hook: its name in ``client_hooks``.
-        config: the config entries that its clients get.
-        sends: the records that go down besides the model, by key; ``travels`` declares
-            each.
-        shown: whether the reply need not name the hook as applied: it shows the effect,
-            or a client may leave it out.
-        tunes: whether the hook acts in the training before a test (``fine_tune``), too:
-            it belongs to the client's own steps, and needs no record of the server's.
+        config: the config entries that its clients receive.
+        sends: the records that the server sends in addition to the model, by key;
+            ``travels`` declares each.
+        shown: whether the reply may omit the hook from its list of applied hooks,
+            because it shows the effect, or because a client may skip the hook.
+        tunes: whether the hook also acts in the training before a test (``fine_tune``).
+            Such a hook belongs to the client's own steps, and needs no record from the
+            server.
     """
 
     hook: str
@@ -378,16 +378,16 @@ class HookContext:
     """The input of a ``HookFactory``.
 
     Attributes:
-        config: the config of the training message; the keys of a method are declared in
-            its file.
+        config: the config of the training message; each method declares its keys in its
+            own file.
         local_entries: names of the entries that stay with this client.
         replayed: the reducer of a synchronised step by messages; None otherwise.
-        validation_loss: returns the loss of a model on the client's validation data;
-            None if the training is a loop of another project. It raises DataError if
-            the client has none.
-        train: trains a model as the client's, with ``hooks``; None in a loop of another
-            project.
-        num_steps: the steps of the client's training; 0 = not known, as in a loop of
+        validation_loss: returns the loss of a model on the client's validation data,
+            and raises DataError if the client has none. None if the training loop
+            belongs to another project.
+        train: trains a model as the client does, with ``hooks``; None in a loop of
+            another project.
+        num_steps: the steps of the client's training; 0 if unknown, as in a loop of
             another project.
     """
 
@@ -400,12 +400,12 @@ class HookContext:
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of a synchronised step; a channel is opened here."""
+        """The reducer of a synchronised step; reading it opens a channel."""
         return connect(self.config) if self.replayed is None else self.replayed
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the BatchNorm layers on which the method acts; () = all."""
+        """The paths of the method's BatchNorm layers; empty for all layers."""
         return MessageConfig.read(self.config).layers
 
     @property
@@ -417,31 +417,31 @@ class HookContext:
 
 HookFactory = Callable[[HookContext], ClientHook]
 ROLES = ("local-part", "client-hooks", "server-step")
-"""What a method may add to another one; each is a config key."""
+"""The things that a method may add to another method; each is a config key."""
 Role = Literal["", "local-part", "client-hooks", "server-step", "option"]
 P = TypeVar("P", bound=Params, default=Params)
 S = TypeVar("S", default=None)
 
 
 class Method(Generic[P, S]):
-    """A method. Here every part is FedAvg's; a method overrides what its paper changes.
+    """A method: FedAvg by default. A subclass overrides the parts its paper changes.
 
     Attributes:
         name: the name in configs and messages.
         summary_line: the description in the tables.
         source: the paper.
-        role: what the method adds to another one, and the config key for it; "" = it is
-            not combined with others.
-        alone: why the method is not combined with others: then it has no role, whatever
-            its base has.
-        instead: what to use where the method does not fit.
+        role: the part that the method adds to another method, and the config key for
+            it; empty if the method is not combined with others.
+        alone: the reason why the method is not combined with others. Such a method has
+            no role, whatever the role of its base is.
+        instead: the alternative if the method does not fit.
         Params: the class of the settings; its fields are constructor arguments of the
             strategy.
-        State: the class of the state; its fields are attributes of the strategy, also
-            before a run. None = it is no dataclass, or there is none.
+        State: the class of the state; its fields are attributes of the strategy, even
+            before a run. None if the state is not a dataclass, or if there is no state.
         client_hooks: factories of the client hooks, by name.
-        ignored: arguments of Flower's own strategy of this method that have no effect,
-            and why.
+        ignored: arguments of Flower's own strategy for this method that have no effect,
+            with the reason.
         params: the settings.
     """
 
@@ -457,7 +457,7 @@ class Method(Generic[P, S]):
     ignored: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Take away the role of a base that is combined with others."""
+        """Remove an inherited role if the method is not combined with others."""
         super().__init_subclass__(**kwargs)
         if cls.alone:
             cls.role = ""
@@ -471,9 +471,9 @@ class Method(Generic[P, S]):
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what travels, in each phase of the method.
+        """Return the declaration of each phase of the method.
 
-        ``num_rounds``: R, for the last rounds of phases.
+        ``num_rounds``: R, from which the last rounds of phases follow.
         """
         return (Travels(),)
 
@@ -503,26 +503,26 @@ class Method(Generic[P, S]):
             facts: the round.
             replies: the usable replies, in the order of partition ids, and their
                 weights; their arrays are read-only.
-            model: the average of the replies with the weights p_i, and frozen entries
-                as they were sent; a new dict.
+            model: a new dict with the average of the replies, with the weights p_i, and
+                the frozen entries exactly as they were sent.
         """
         return model, state
 
     def table(self) -> Sequence[Problem]:
-        """Return the rows of what may be wrong, which end a method's file."""
+        """Return the table of possible problems at the end of the method's file."""
         return ()
 
     def found(self, seen: RunSettings | Round) -> Iterator[Problem]:
         """Yield the problems of the table that a run, or a round, has."""
         for row in self.table():
-            # Each sees values of its own kind: a row of a round has no run to look at.
+            # A row fits one kind of value: a row about a round cannot read a run.
             if row.when is None or row.at != seen.at:
                 continue
             found = row.when(self, seen)
             if not found:
                 continue
             names = {"method": self, "params": self.params, "found": found}
-            # One value by the name that fits the row.
+            # It is one value: the template uses the name that fits the row.
             names |= {"run": seen, "round": seen}
             yield row._replace(
                 text=row.text.format(**names),
@@ -532,13 +532,13 @@ class Method(Generic[P, S]):
             )
 
     def problems(self, run: RunSettings) -> Iterable[Problem]:
-        """Return, or yield, what does not fit, or has no effect, in such a run."""
+        """Return, or yield, the settings that do not fit or have no effect."""
         return self.found(run)
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
-        """Return why a loss is not finite in this round, and what to do.
+        """Return the causes and remedies of a non-finite loss in this round.
 
-        ``known``: what the other methods say.
+        ``known``: the texts of the other methods.
         """
         for problem in self.found(Round("diverged", number, state)):
             if problem.kind == "cause":
@@ -548,5 +548,5 @@ class Method(Generic[P, S]):
         return known
 
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary says of the method after so many rounds, by key."""
+        """Return the method's entries of the summary after ``num_rounds``, by key."""
         return {}

@@ -1,8 +1,7 @@
-"""The settings of the methods, each class for the file of ``strategies/`` that has its
-algorithm.
+"""The settings of the methods: a class for each file of ``strategies/``.
 
-They stand apart from the algorithms because a config is checked without torch, which
-takes seconds to import.
+They are separate from the algorithms because a config is checked without torch, whose
+import takes seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class FedProxParams(Params):
 
 
 class DittoParams(FedProxParams):
-    """Parameters of Ditto, which Flower does not have."""
+    """Parameters of Ditto. Flower has no Ditto."""
 
     proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
 
@@ -59,13 +58,13 @@ class FedBSParams(FedProxParams):
 
     proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
     fedbs_eps: float = setting(
-        0.1, "eps: losses agree when their standard deviation is at most this", ge=0
+        0.1, "eps: losses agree if their standard deviation is at most this", ge=0
     )
     fedbs_rounds: int = setting(
         5, "r: consecutive rounds in which the losses agree before phase 2", ge=1
     )
     loss_key: str = setting(
-        "train-loss", "the metric of the clients' replies that is F_k", group=""
+        "train-loss", "the metric in the clients' replies that is F_k", group=""
     )
 
 
@@ -74,7 +73,7 @@ class FedWonParams(Params):
 
     agc: float = setting(
         0.1,
-        "lambda of adaptive gradient clipping in every step; 0 = off",
+        "lambda of adaptive gradient clipping in every step; 0 disables it",
         "local training",
         ge=0,
     )
@@ -82,10 +81,10 @@ class FedWonParams(Params):
 
 # --- a personal head ------------------------------------------------------------------
 class FedRepParams(Params):
-    """Parameters of FedRep; without ``personal`` the head is the last layer."""
+    """Parameters of FedRep. Without ``personal`` the head is the last layer."""
 
     head_steps: int = setting(
-        1, "tau_h: the first local steps of a round, which train the head alone", ge=0
+        1, "tau_h: the first local steps of a round, which train only the head", ge=0
     )
 
     @field_validator("personal")
@@ -108,7 +107,7 @@ class FedAvgMParams(Params):
 
 
 class FedAdagradParams(Params):
-    """Parameters of FedAdagrad; ``eta`` is Flower's name of the server's learning rate."""
+    """Parameters of FedAdagrad. ``eta`` is Flower's name for the learning rate."""
 
     eta: float = setting(0.1, _RATE, key="server-learning-rate", gt=0)
     tau: float = setting(1e-3, "tau, the degree of adaptivity", gt=0)
@@ -122,7 +121,7 @@ class AdaptiveParams(FedAdagradParams):
 
 
 class FedYogiParams(AdaptiveParams):
-    """Parameters of FedYogi: FedAdam's, with Flower's own default of eta."""
+    """Parameters of FedYogi: FedAdam's parameters, with Flower's own default of eta."""
 
     eta: float = setting(0.01, _RATE, key="server-learning-rate", gt=0)
 
@@ -147,8 +146,8 @@ class BNScaffoldParams(ScaffoldParams):
 
     variance_floor: float = setting(
         0.1,
-        "rho: a corrected variance is at least this share of the clients' common one;"
-        " the metric variance-floor-share says how often",
+        "rho: a corrected variance is at least this share of the clients' common"
+        " variance; the metric variance-floor-share reports how often it applies",
         group="",
         gt=0,
         le=1,
@@ -163,9 +162,9 @@ def _check_at(at: At) -> At:
     """Return ``at``: a round >= 0 (int), a fraction in [0, 1] (float) or "auto".
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the value is none of these.
     """
-    # By type: 1 is a round, 1.0 all rounds.
+    # The type decides: 1 is a round, 1.0 means all rounds.
     if isinstance(at, str) and at != "auto":
         raise ValueError(
             f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1])"
@@ -184,7 +183,7 @@ class WindowParams(Params):
     """Parameters of the window rule for an automatic round."""
 
     freeze_window: int = setting(
-        100, "window W of an automatic round, rounds; must be below R", ge=2
+        100, "window W of an automatic round, in rounds; must be below R", ge=2
     )
     freeze_tau: float = setting(
         2e-3, "threshold tau of an automatic round: the variance of delta", gt=0
@@ -209,26 +208,26 @@ class FedTANParams(Params):
     )
     fedtan_transport: Literal["messages", "channel"] = setting(
         "messages",
-        "how exchanges travel between processes; in one process clients wait at a"
-        " barrier",
+        "how exchanges travel between processes; in one process, clients wait at a"
+        " barrier instead",
     )
     fedtan_timeout: float = setting(
         120.0,
-        "seconds that an exchange waits for its last client; in one process for its"
-        " next one",
+        "seconds that an exchange waits for its last client; in one process, for its"
+        " next client",
         group="",
         gt=0,
     )
     fedtan_bind: str = setting(
         "127.0.0.1:0",
-        "address of the channel on the server, host:port; port 0 = a free port",
+        "address of the channel on the server, host:port; port 0 selects a free port",
     )
     fedtan_address: str = setting(
         "",
-        "host:port that clients connect to; empty = fedtan-bind with the port in use",
+        "host:port for the clients; empty uses fedtan-bind with the port in use",
     )
     fedtan_tls_dir: str = setting(
-        "", "folder with ca.crt, server.crt, server.key; empty = loopback only"
+        "", "folder with ca.crt, server.crt, server.key; empty allows loopback only"
     )
 
 
@@ -239,12 +238,12 @@ class FedTAN2Params(WindowParams, FedTANParams):
         0.1, "M: a round (int), a fraction of R (float) or `auto`"
     )
 
-    # What FixBN, whose freeze it is, calls these.
+    # Names that FixBN, whose freeze this is, uses for the same settings.
     freeze_affine: ClassVar[bool] = False
 
     @property
     def freeze_at(self) -> At:
-        """M, after which BN is frozen."""
+        """M; BN is frozen after this round."""
         return self.fedtan_rounds
 
 
@@ -254,24 +253,24 @@ class PooledParams(Params):
 
     statistics_momentum: float = setting(
         0.1,
-        "mu: the share of a round's pooled statistics in the global ones; 0 = they stay"
-        " as they are",
+        "mu: the share of a round's pooled statistics in the global statistics; 0 keeps"
+        " the global ones unchanged",
         ge=0,
         le=1,
     )
     statistics_warm_up: int = setting(
         1,
-        "rounds of plain FedAvg at the start; after each of them the pooled statistics"
-        " replace the global ones; 0 for a pretrained model",
+        "rounds of plain FedAvg at the start; after each, the pooled statistics replace"
+        " the global statistics; 0 for a pretrained model",
         ge=0,
     )
 
 
 def trimmed_share(value: str) -> float | None:
-    """Return the share that a trimmed mean cuts off at either end; None for the mean.
+    """Return the share that a trimmed mean removes at either end; None for the mean.
 
     Raises:
-        ValueError: the value is neither.
+        ValueError: the value is not a mean or a trimmed mean.
     """
     if value == "mean":
         return None
@@ -280,8 +279,8 @@ def trimmed_share(value: str) -> float | None:
         if name == "trimmed-mean" and 0 <= float(share) < 0.5:
             return float(share)
     raise ValueError(
-        f"{value!r} is neither mean nor trimmed-mean:SHARE with a share from 0 to"
-        " below 0.5"
+        f"{value!r} is neither mean nor trimmed-mean:SHARE with a share of at least 0"
+        " and below 0.5"
     )
 
 
@@ -295,8 +294,8 @@ class FBNParams(PooledParams):
 
     fbn_measure: Literal["steps", "pass"] = setting(
         "steps",
-        "which inputs of BN give its statistics: those of all local steps, or of one"
-        " pass before the first",
+        "the inputs of BN that give its statistics: steps uses all local steps, pass"
+        " uses one pass before the first step",
     )
     statistics_aggregation: Annotated[str, AfterValidator(_check_aggregation)] = (
         setting(
@@ -313,7 +312,7 @@ class HBNParams(PooledParams):
 
     share_alpha: bool = setting(
         False,
-        "clients share alpha; its mean is where a client without its own one starts",
+        "clients share alpha; a client without its own alpha starts from the mean",
     )
 
 

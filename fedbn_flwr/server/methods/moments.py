@@ -1,6 +1,4 @@
-"""Clients' moments of BN inputs, layer by layer: what a method that pools statistics
-needs.
-"""
+"""Clients' moments of BN inputs, layer by layer, for methods that pool statistics."""
 
 from __future__ import annotations
 
@@ -13,20 +11,16 @@ from fedbn_flwr.batchnorm.reestimation import Moments
 __all__ = ["Pool", "by_layer", "pooled_statistics", "unmeasured"]
 
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
-"""Returns the moments of a layer of all clients together, given each client's and its
-weight.
-"""
+"""Returns the common moments of a layer from the clients' moments and weights."""
 
-_UNTOUCHED = (
-    "which keep the statistics that they have, mean 0 and variance 1 in a new model"
-)
+_UNTOUCHED = "which keep their present statistics, mean 0 and variance 1 in a new model"
 
 
 def by_layer(
     parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
 ) -> Iterator[tuple[BatchNormLayer, list[Moments], list[float]]]:
-    """Yield each layer with its clients' moments and the weights of these clients."""
-    # A client that did not call a layer has no moments of it.
+    """Yield each layer with its clients' moments and the weights of those clients."""
+    # A client that did not call a layer has no moments of the layer.
     for layer in parts.layers:
         moments, own_weights = [], []
         for own, weight in zip(sent, weights, strict=True):
@@ -46,16 +40,17 @@ def pooled_statistics(
 ) -> dict[str, Array]:
     """Return the running statistics of all clients' data, by entry, in float64.
 
-    A layer is left out if it has fewer than two values, or statistics that are not
-    finite in the type of ``like``. So are counters, which count training batches.
+    A layer is left out if it has fewer than two values, or if its statistics are not
+    finite in the type of ``like``. Counters are left out because they count training
+    batches.
     """
     entries: dict[str, Array] = {}
     for layer, moments, own_weights in by_layer(parts, sent, weights):
         total = pool(moments, own_weights)
         mean, variance = layer.entries["running_mean"], layer.entries["running_var"]
         own = {mean: total.mean.numpy(), variance: total.variance.numpy()}
-        # One value has no variance of torch's n / (n - 1): it is not finite. And in
-        # float16 the square of 256 is infinite.
+        # torch's variance has the factor n / (n - 1), so the variance of a single value
+        # is not finite. In float16, the square of 256 is infinite.
         if all(fits(values, like[name].dtype) for name, values in own.items()):
             entries |= own
     return entries
@@ -64,9 +59,9 @@ def pooled_statistics(
 def unmeasured(
     parts: Parts, sent: Sequence[Mapping[str, Moments]], which: str = _UNTOUCHED
 ) -> str:
-    """Return, in words, the layers of which no client has sent moments.
+    """Return a text that names the layers without moments from any client.
 
-    "" if there are none, or no client has sent any.
+    The text is empty if there are no such layers, or if no client sent moments.
     """
     measured = {path for moments in sent for path in moments}
     tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
@@ -75,7 +70,7 @@ def unmeasured(
         return ""
     return (
         f"no reply has moments of the inputs of {', '.join(paths)}, {which}: these"
-        " layers ran under no_grad or not at all. If the training reaches them and the"
+        " layers ran under no_grad or not at all. If the training reaches them but the"
         " model's forward does not, pass forward=f to answer_statistics(...) or"
-        " rules.survey(...), where f(inputs) calls them all."
+        " rules.survey(...), with a function f(inputs) that calls all of them."
     )

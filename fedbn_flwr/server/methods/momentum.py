@@ -1,13 +1,13 @@
-r"""Momentum across rounds: SGD's buffers outlive the round.
+r"""Momentum across rounds: SGD's buffers persist between rounds.
 
 Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning",
 arXiv:2303.06530, section 7.
 
 ## Algorithm
 
-With `momentum_scope="none"` each round starts with a fresh optimizer. With "local" the
+With `momentum_scope="none"` each round starts with a new optimizer. With "local" the
 client keeps its buffers. With "global" the server averages the buffers $b_i$ and sends
-the result down to start the next round:
+the result to the clients for the next round:
 
 $$b = \sum_i p_i b_i$$
 
@@ -17,10 +17,10 @@ Buffers of local parts stay with the client.
 
 | | per round |
 |---|---|
-| sent down | scope "global": the averaged buffers, too; else nothing more |
+| sent down | scope "global": the averaged buffers; otherwise nothing more |
 | sent up | scope "global": the buffers of shared entries |
-| kept | scope "local": all buffers; scope "global": those of local parts |
-| cost | scope "global": the trainable shared floats once more, down and up per client |
+| kept | scope "local": all buffers; scope "global": the buffers of local parts |
+| cost | scope "global": the trainable shared floats a second time, down and up per client |
 
 ## Law
 
@@ -53,13 +53,13 @@ Scope = Literal["none", "local", "global"]
 
 @dataclass(frozen=True)
 class Momentum:
-    """The averaged momentum by entry; empty without scope "global"."""
+    """The averaged momentum by entry; empty unless the scope is "global"."""
 
     momentum: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MomentumBuffers(ClientHook):
-    """Client half: SGD starts with the sent or kept buffers; they go back or stay."""
+    """Client code: load SGD's buffers before training, then send or keep them."""
 
     def __init__(self, scope: Scope, local: frozenset[str]) -> None:
         self._scope = scope
@@ -69,7 +69,7 @@ class MomentumBuffers(ClientHook):
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take the server's buffers; kept buffers replace them."""
+        """Store the server's buffers; kept buffers replace them."""
         self._start = {**sent.get(MOMENTUM, {}), **kept}
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +81,7 @@ class MomentumBuffers(ClientHook):
         if not isinstance(optimizer, torch.optim.SGD):
             kind = type(optimizer).__name__.lstrip("_")
             raise ConfigError(
-                f"momentum-scope={self._scope} keeps SGD's momentum, and optimizer"
+                f"momentum-scope={self._scope} keeps SGD's momentum, but optimizer"
                 f" {kind} has none: its moments start at zero in each round. Use SGD,"
                 " or momentum-scope=none"
             )
@@ -90,14 +90,14 @@ class MomentumBuffers(ClientHook):
                 f"momentum-scope={self._scope} needs sgd-momentum above 0"
             )
         self._optimizers.append(optimizer)
-        # With duplicates: a tied weight has each of its names.
+        # Keep duplicates: a tied weight has several names.
         parameters = model.named_parameters(remove_duplicate=False)
-        # Of several optimizers: a parameter may be frozen while another one trains.
+        # With several optimizers, a parameter may be frozen while another one trains.
         self._parameters |= {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
             if name in self._start:
-                # In the parameter's order of memory, as torch's own: else its fast
-                # updates fall back to slow ones.
+                # Use the parameter's memory order, as torch does. Otherwise torch's
+                # fast updates fall back to slow ones.
                 buffer = torch.empty_like(parameter, requires_grad=False).copy_(
                     self._start[name]
                 )
@@ -110,14 +110,14 @@ class MomentumBuffers(ClientHook):
         return {MOMENTUM: self._buffers(shared=True)}
 
     def keep(self) -> Entries:
-        """Return the buffers that stay here: all of them, or those of local parts."""
+        """Return the buffers that stay here: all, or only those of local parts."""
         kept = self._buffers(shared=False)
         if self._scope == "local":
             kept |= self._buffers(shared=True)
         return kept
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
-        # Of two optimizers with a state of a parameter the one that steps it counts.
+        # If two optimizers have a state of a parameter, use the one that steps it.
         states: dict[Tensor, dict[str, Tensor]] = {}
         for optimizer in self._optimizers:
             own = parameters_of(optimizer)

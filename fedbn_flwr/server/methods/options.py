@@ -1,7 +1,7 @@
-"""The options of every method, as methods: each is used if its setting asks for it, and
-acts before the others.
+"""The options of every method, as methods that act before the others.
 
-Their settings are fields of ``server.methods.params.Params``.
+An option is used if its setting asks for it. The settings are fields of
+``server.methods.params.Params``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ S = TypeVar("S", default=None)
 
 
 class Option(Method[Params, S]):
-    """An option of every method; ``name`` is the setting as a user writes it."""
+    """An option of every method; ``name`` is the setting in the user's spelling."""
 
     role = "option"
 
@@ -67,7 +67,7 @@ class MomentumScope(Option[Momentum]):
 
     @staticmethod
     def chosen(params: Any) -> bool:
-        """Return whether the momentum outlives a round."""
+        """Return whether the momentum persists between rounds."""
         return bool(params.momentum_scope != "none")
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
@@ -75,34 +75,34 @@ class MomentumScope(Option[Momentum]):
         if self.params.momentum_scope == "local":
             return (Travels(kept="SGD's momentum"),)
         why = (
-            "momentum-scope=global sends SGD's momentum beside the model; use none or"
-            " local"
+            "momentum-scope=global sends SGD's momentum in addition to the model; use"
+            " none or local"
         )
         buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
         return (Travels(extras=(buffers,)),)
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
-        """Send the scope; with "global" also the averaged buffers."""
+        """Send the scope, and the averaged buffers if the scope is "global"."""
         scope = self.params.momentum_scope
-        # Kept buffers stay where they are: the server has none of them.
+        # Kept buffers stay on the clients: the server does not have them.
         sends = {MOMENTUM: state.momentum} if scope == "global" else {}
         return [Ask(MOMENTUM, {SCOPE: scope}, sends)]
 
     def aggregate(
         self, state: Momentum, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Momentum]:
-        """Average the buffers with p_i, each entry over those that have it."""
+        """Average the buffers with p_i, each entry over the replies that have it."""
         if self.params.momentum_scope != "global":
             return model, state
         return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
 
     def table(self) -> Sequence[Problem]:
-        """Return the end of this file."""
+        """Return the problems of momentum-scope."""
         return SCOPE_PROBLEMS
 
 
 class ClipGradients(ClientHook):
-    """Client half: adaptive gradient clipping in every step."""
+    """Client code: adaptive gradient clipping in every step."""
 
     def __init__(self, clipping: float) -> None:
         self._clipping = clipping
@@ -110,7 +110,7 @@ class ClipGradients(ClientHook):
 
     def gradients(self, model: nn.Module) -> None:
         """Clip all gradients except those of the classifier's last layer."""
-        # Once a round: it takes as long as a step of a small model.
+        # Find the head once per round: this takes as long as a step of a small model.
         if self._head is None:
             self._head = exclude_head(model)
         clip_gradients(model.parameters(), self._clipping, exclude=self._head)
@@ -134,7 +134,7 @@ class AdaptiveClipping(Option):
 
 
 class AveragedBN(Option):
-    """Tests of a global model with the average of the BN parts that clients keep."""
+    """Tests of a global model with the average of the clients' local BN parts."""
 
     name = "eval-on=averaged-bn"
     instead = "another eval-on"
@@ -151,13 +151,13 @@ class AveragedBN(Option):
         return (Travels(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
-        """Ask for the copies; a client may leave them out."""
-        # A training loop of another project has no such hook, and trains all the same.
+        """Request the copies; a client may leave them out."""
+        # A training loop of another project lacks this hook, but may train anyway.
         return [Ask("share-bn", shown=True)]
 
 
 class PersonalEntries(Option):
-    """Entries that a user names stay with the clients."""
+    """Entries that the user names stay with the clients."""
 
     name = "personal"
     instead = "no personal entries"
@@ -168,7 +168,7 @@ class PersonalEntries(Option):
         return bool(params.personal)
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
-        """Return what stays with the client."""
+        """Return the declaration that personal entries stay with the client."""
         return (Travels(local=PERSONAL),)
 
 
@@ -201,7 +201,7 @@ class TestRecalibrated(Recalibrate):
 
 
 class PooledVariance(Option):
-    """The average of running variances has the spread of the clients' means."""
+    """The average of running variances, including the spread of the clients' means."""
 
     name = "variance=pooled"
     instead = "variance=mean"
@@ -213,7 +213,7 @@ class PooledVariance(Option):
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the statistics of single replies."""
-        # The spread of the clients' means is no mean of them.
+        # The spread of the clients' means cannot be computed from their average.
         return (Travels(each=frozenset({Part.STATISTICS})),)
 
 
@@ -233,7 +233,7 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
 SCOPE_PROBLEMS = (
     Problem(
         "momentum-without-sgd",
-        "momentum-scope={params.momentum_scope} keeps SGD's momentum, and"
+        "momentum-scope={params.momentum_scope} keeps SGD's momentum, but"
         " optimizer={run.optimizer} has none: its moments start at zero in each round."
         " Use optimizer=sgd or momentum-scope=none",
         when=lambda method, run: run.optimizer not in ("", "sgd"),

@@ -1,6 +1,4 @@
-"""The settings of a method, as fields with their limits, and the tests that a run can
-have.
-"""
+"""The settings of a method, as fields with limits, and the tests of a run."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ __all__ = [
 __all__ += ["limits", "setting", "tests_in"]
 
 TEST_BN = "-test-bn"
-"""Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test
-inputs.
+"""The ending of the names of tests in ``eval-on`` that compute BatchNorm's statistics
+from the test inputs.
 """
 RECALIBRATED = "recalibrated"
 """The name of the test with re-estimated statistics in ``eval-on``."""
@@ -41,15 +39,15 @@ EVALUATIONS = (
     *("averaged-bn", RECALIBRATED),
     *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
 )
-"""The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and
-recalibrated, the recorder on all.
+"""The names of tests in ``eval-on``. The strategy itself handles averaged-bn and
+recalibrated; the recorder handles all of them.
 """
 
 
 def tests_in(eval_on: str) -> tuple[str, ...]:
     """Return the tests named in ``eval-on``, each once.
 
-    A test that ends in -test-bn adds the plain test.
+    A test whose name ends in -test-bn adds the plain test.
     """
     asked = [name.strip() for name in eval_on.split(",") if name.strip()]
     plain = [name.removesuffix(TEST_BN) for name in asked]
@@ -57,7 +55,7 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
 
 
 SET = "any value but the default"
-"""Of a key in ``only_if``."""
+"""Stands for such a value of a key in ``only_if``."""
 BATCHNORM_KINDS = ("batch", "batch-renorm")
 """The values of ``norm`` with running statistics."""
 
@@ -71,17 +69,17 @@ def setting(
     in_config: Any = None,
     **limits: Any,
 ) -> Any:
-    """Return a field of ``Params``; its config key and documentation are made from it.
+    """Return a field of ``Params``, from which its config key and help text follow.
 
     Args:
         default: its default.
-        meaning: for the table of keys.
-        group: its group of config keys; "" = it has no key.
-        key: the key, where that is not the name.
-        only_if: what other keys must be for it to have an effect, see
+        meaning: the text in the table of keys.
+        group: its group of config keys; empty if it has no key.
+        key: the key, if it differs from the name.
+        only_if: the values of other keys that give it an effect, see
             ``lab.config.fields``.
-        in_config: the key's default, where it is not that of Flower's class of the same
-            name; None = the same.
+        in_config: the key's default, if it differs from the default of Flower's class
+            of the same name.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
     extra: dict[str, Any] = {
@@ -94,14 +92,14 @@ def setting(
 
 
 class Settings(BaseModel):
-    """Settings, frozen and validated. Each field is a ``setting``.
+    """Settings, validated and read-only. Each field is a ``setting``.
 
     Raises:
         ConfigError: all values that are out of range, by name.
     """
 
-    # A process imports the settings of all methods, and uses those of one: the
-    # validators are built when they are used.
+    # A process imports the settings of all methods, but uses those of one method: the
+    # validators are built at first use.
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )
@@ -110,7 +108,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            # A union gives several problems for one field: the first of each is said.
+            # A union reports several problems for one field: keep the first of each.
             first: dict[Any, Any] = {}
             for problem in error.errors():
                 first.setdefault(problem["loc"][:1], problem)
@@ -134,25 +132,25 @@ class Settings(BaseModel):
 
 
 class Params(Settings):
-    """The settings of every method; a method adds its own."""
+    """The settings that all methods share; a method adds its own settings."""
 
     layers: str = setting(
         "",
         "comma list of paths and globs of BatchNorm layers (`layer1,*.bn2`), each with"
-        " the layers below it: on these alone the method acts, the others are FedAvg's;"
-        " empty = all",
+        " the layers below it: the method acts only on these, and FedAvg handles the"
+        " others; empty selects all",
         only_if={"norm": BATCHNORM_KINDS},
     )
     personal: str = setting(
         "",
-        "comma list of paths and globs of entries (`classifier.*`), each with what is"
-        " below it, of classes (`type:LayerNorm`), or `last-layer`, which makes the"
-        " outputs: they stay with the client, beside the method's own part; empty ="
-        " none, with fedrep `last-layer`",
+        "comma list of entries that stay with the client, in addition to the method's"
+        " own part: paths and globs (`classifier.*`), each with all entries below it;"
+        " classes (`type:LayerNorm`); or `last-layer`, which computes the outputs."
+        " Empty means none, but `last-layer` with fedrep",
     )
     variance: Literal["mean", "pooled"] = setting(
         "mean",
-        "average of running variances; pooled adds the spread of the client means",
+        "average of running variances; pooled also adds the spread of the client means",
         only_if={"norm": BATCHNORM_KINDS},
     )
     recalibrate: bool = setting(
@@ -163,36 +161,36 @@ class Params(Settings):
         "tests",
     )
     min_replies: int = setting(
-        1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1
+        1, "a round with fewer usable replies keeps the previous model", "rounds", ge=1
     )
     cohort_rounds: int = setting(
         1,
-        "rounds in a row that train with the same clients, where fraction-train is"
-        " below 1: with masked-sums, sums over changing clients tell of single ones. A"
-        " client that is lost is replaced, the others stay",
+        "number of consecutive rounds that train with the same clients, if"
+        " fraction-train is below 1. With masked-sums, sums over changing clients would"
+        " reveal single clients. A lost client is replaced, the others stay",
         "rounds",
         only_if={"fraction-train": SET},
         ge=1,
     )
     eval_every: int = setting(
-        1, "evaluate after every so many rounds, and after the last", "tests", ge=1
+        1, "rounds between tests; the last round is always tested", "tests", ge=1
     )
     eval_on: str = setting(
         "",
-        "comma list of tests; empty = global, or personal-own for a method with local"
-        " parts. global-train: the global model on the training examples of all"
+        "comma list of tests; empty selects global, or personal-own for a method with"
+        " local parts. global-train: the global model on the training examples of all"
         " clients. personal-domains: each client's model on each domain, by client in"
-        " metrics.jsonl. averaged-bn: clients share what they keep (BN parts, `personal`"
-        " entries), and the tested and saved global model holds their average (without"
-        " it, the saved model has no entries of these parts). recalibrated: the global"
-        " model with re-estimated statistics (see recalibrate). global-test-bn,"
-        " averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the"
-        " plain test beside it",
+        " metrics.jsonl. averaged-bn: clients share their local state (BN parts,"
+        " `personal` entries), and the tested and saved global model contains the"
+        " average (without it, the saved model lacks these entries). recalibrated: the"
+        " global model with re-estimated statistics (see recalibrate). global-test-bn,"
+        " averaged-bn-test-bn: with statistics of the test inputs (see test-bn), in"
+        " addition to the plain test",
         "tests",
     )
     fine_tune: int = setting(
         0,
-        "local steps of each client before its test; the run goes on without them."
+        "local steps of each client before its test; the run continues without them."
         " They train the whole model with BatchNorm, agc and learning rate as in the"
         " round (with fixbn frozen after T*, with hbn mixed by the client's alpha),"
         " with a new momentum, and without terms of other clients (fedprox, scaffold,"
@@ -203,20 +201,20 @@ class Params(Settings):
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
     on_divergence: Literal["stop", "continue"] = setting(
         "stop",
-        "what happens when a loss is not finite (NaN or infinity), or when two rounds"
-        " in a row have only replies with such values: stop = the run ends after this"
-        " round and fails, continue = it goes on. Both are in summary.json",
+        "reaction to a non-finite loss (NaN or infinity), or to two consecutive rounds"
+        " in which all replies have such values: stop ends the run after this round as"
+        " failed, continue continues it. Both are recorded in summary.json",
         "rounds",
     )
     momentum_scope: Literal["none", "local", "global"] = setting(
         "none",
-        "SGD's momentum between rounds: none = reset, local = kept by the client,"
-        " global = averaged",
+        "SGD's momentum between rounds: none resets it, local keeps it on the client,"
+        " global averages it",
         "local training",
     )
     agc: float = setting(
         0.0,
-        "lambda of adaptive gradient clipping in every step; 0 = off",
+        "lambda of adaptive gradient clipping in every step; 0 disables it",
         "local training",
         ge=0,
     )
@@ -231,8 +229,8 @@ class Params(Settings):
 
 
 def limits(field: FieldInfo) -> str:
-    """Return the limits of a field in words; "" without limits."""
-    # pydantic has one object for each limit.
+    """Return the limits of a field in words; empty if it has none."""
+    # pydantic has an object for each limit.
     bounds = {}
     for limit in field.metadata:
         for sign in ("ge", "gt", "le", "lt"):

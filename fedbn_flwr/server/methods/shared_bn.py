@@ -1,15 +1,15 @@
-"""Averaged BN parts: the BN of a global model where clients keep their own, and of a
-client that has none yet.
+"""Averaged BN parts: tests of a global model whose clients keep their own BN.
 
-Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning
-using Batch Normalization", section V. Opt-in, for tests only (`eval-on` holds
-`averaged-bn`): training does not see the average. The saved model and the arrays of an
-`evaluate_fn` hold it, too.
+In a test, a client that has no BN of its own yet uses the average as well. The idea is
+from Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated
+Learning using Batch Normalization", section V. It is opt-in and only for tests
+(`eval-on` contains `averaged-bn`): training does not use the average. The saved model
+and the arrays of an `evaluate_fn` contain the average as well.
 
 ## Algorithm
 
 Each client shares a copy of its BN parts after training. The server keeps the latest
-ones of each client and takes their average with the weights $p_i$. A client whose
+copy of each client and averages the copies with the weights $p_i$. A client whose
 training does not apply the client hook shares nothing and is left out.
 
 ## What travels
@@ -17,7 +17,7 @@ training does not apply the client hook shares nothing and is left out.
 | | per round |
 |---|---|
 | sent down | nothing; in a test, the average to clients without own parts |
-| sent up | the client's BN parts, besides the model |
+| sent up | the client's BN parts, in addition to the model |
 | cost | the floats of the local BN parts up per client |
 """
 
@@ -37,12 +37,12 @@ from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 __all__ = ["SHARED_BN", "LatestBN", "ShareBN"]
 
-# also the name in eval-on
+# This is also the name of the test in eval-on.
 SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")
 
 
 class ShareBN(ClientHook):
-    """Client half: send a copy of the local parts to the server after training."""
+    """Client code: send a copy of the local parts to the server after training."""
 
     def __init__(self, local: frozenset[str]) -> None:
         self._local = local
@@ -63,12 +63,12 @@ class ShareBN(ClientHook):
 
 @dataclass(frozen=True)
 class LatestBN:
-    """What each client sent last of its BN layers, and its number of examples: a value.
+    """The latest BN entries of each client, with its number of examples, as a value.
 
     Attributes:
-        tree: for each client whether its partition is unknown, its partition id (or
-            node id), its entries, and its number of examples; sorted. Node ids change
-            when a node or a run restarts.
+        tree: a sorted list with an item for each client: whether its partition is
+            unknown, its partition id (or node id), its entries, and its number of
+            examples. Node ids change when a node or a run restarts.
     """
 
     tree: Sequence[Sequence[Any]] = ()
@@ -76,11 +76,10 @@ class LatestBN:
     def with_latest(
         self, sent: Iterable[tuple[tuple[bool, int, int], State, float]]
     ) -> LatestBN:
-        """Return a copy with what these clients sent.
+        """Return a copy with the entries that these clients sent.
 
-        Each is its sorting key (``Node.order``), entries and examples.
-
-        A client without entries keeps its earlier ones.
+        ``sent`` has the sorting key (``Node.order``), the entries and the number of
+        examples of each client. A client without entries keeps its earlier entries.
         """
         latest: dict[tuple[bool, int], tuple[State, float]] = {}
         for silent, number, entries, num_examples in self.tree:
@@ -88,7 +87,7 @@ class LatestBN:
         for (silent, partition_id, node_id), entries, num_examples in sent:
             if not entries:
                 continue
-            # Views of the message would keep the whole message in memory.
+            # Copy, because a view would keep the whole message in memory.
             copies = {name: array.copy() for name, array in entries.items()}
             number = node_id if silent else partition_id
             latest[silent, number] = copies, num_examples
@@ -96,7 +95,7 @@ class LatestBN:
 
     @property
     def latest(self) -> list[tuple[State, float]]:
-        """What each client sent last, and its examples, by partition id."""
+        """The latest entries of each client and its examples, by partition id."""
         return [(entries, num_examples) for _, _, entries, num_examples in self.tree]
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:

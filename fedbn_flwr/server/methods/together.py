@@ -1,5 +1,6 @@
-"""The methods of a run as one: the options of every method first, then the methods in
-the order of the registry.
+"""The methods of a run, used as one method.
+
+The options of every method come first, then the methods in the order of the registry.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
     "Methods",
     "States",
     "declared",
-    "reads_unsaid",
+    "reads_undeclared",
     "why_not_combined",
 ]
 
@@ -53,8 +54,8 @@ States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
 
 TOO_LARGE_STEPS = (
-    "Likely cause: the training steps are too large for the model. What helped in small"
-    " runs: a lower learning-rate, a tenth or less; for a deep model without"
+    "Likely cause: the training steps are too large for the model. In small runs a"
+    " lower learning-rate (a tenth or less) helped, and for a deep model without"
     " normalisation also norm=batch."
 )
 _NEEDED = {Part.AFFINE: "gamma and beta", Part.STATISTICS: "running statistics"}
@@ -62,10 +63,10 @@ _WITHOUT = {
     Part.AFFINE: "affine=False",
     Part.STATISTICS: "track_running_stats=False",
 }
-_VALUE = "value"  # in a checkpoint: a state that is no dataclass
-_NOT_BY_NAMES = (
-    "none that the names of its arrays show (BatchNorm without running statistics is"
-    " found only with parts=split_state(model))"
+_VALUE = "value"  # key in a checkpoint of a state that is not a dataclass
+_NONE_FOUND_BY_NAME = (
+    "no BatchNorm that is recognised by the names of its arrays (BatchNorm without"
+    " running statistics is found only with parts=split_state(model))"
 )
 
 
@@ -77,7 +78,7 @@ class Methods:
         params: the settings of all of them.
 
     Attributes:
-        params: as given.
+        params: the settings.
         tests: the tests of ``eval_on`` (``tests_in``).
         name: the name of the strategy.
     """
@@ -97,12 +98,12 @@ class Methods:
         return iter(self._methods)
 
     def phases(self, num_rounds: int | None = None) -> list[Travels]:
-        """Return what travels in each phase of a run, in order."""
+        """Return the declarations of a run's phases, in order."""
         return in_parallel([declared(method, num_rounds) for method in self._methods])
 
     @cached_property
     def whole(self) -> Travels:
-        """What travels in any phase of a run."""
+        """The declarations of all phases of a run, merged into one."""
         return together(one for method in self._methods for one in declared(method))
 
     @property
@@ -117,7 +118,7 @@ class Methods:
 
     @property
     def freezes_bn(self) -> bool:
-        """Whether a part of BN is frozen later than from the first phase on."""
+        """Whether a part of BN is frozen in a later phase, but not in the first."""
         for method in self._methods:
             phases = declared(method)
             if len(phases) > 1 and phases[-1].frozen and not phases[0].frozen:
@@ -129,7 +130,7 @@ class Methods:
         """Whether every test and the final model use re-estimated statistics."""
         if self.params.recalibrate:
             return True
-        # The option of eval-on=recalibrated is for one test alone.
+        # The option of eval-on=recalibrated affects only one test.
         own = [method for method in self._methods if method.role != "option"]
         return any(_reestimates(method) for method in own)
 
@@ -150,7 +151,7 @@ class Methods:
 
     @property
     def before_a_run(self) -> States:
-        """The states before a run begins, of the methods that say their class."""
+        """The states before a run begins, for the methods that declare their class."""
         return {method.name: method.State() for method in self._methods if method.State}
 
     def begin(self, facts: Facts) -> States:
@@ -158,13 +159,13 @@ class Methods:
         return {method.name: method.begin(facts) for method in self._methods}
 
     def phase(self, states: States, number: int) -> Travels:
-        """Return the phase of a round: its name, and what travels in it."""
+        """Return the declaration of a round's phase, with the name of the phase."""
         name, declarations = "train", []
         for method in self._methods:
             own = method.phase(states[method.name], number)
-            # A declaration without a name holds in every phase of its method.
+            # A declaration without a name applies in every phase of its method.
             declarations += [one for one in declared(method) if one.phase in ("", own)]
-            # The last method that names its phase names that of the round.
+            # The round takes the phase name of the last method that has one.
             name = own or name
         return dataclasses.replace(together(declarations), phase=name)
 
@@ -184,7 +185,7 @@ class Methods:
     def tuning(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of the training before a test of a round.
 
-        No method changes the layers of a second model: options alone act on it.
+        Only options act on a second model, because no method changes its layers.
         """
         asks: list[Ask] = []
         for method in self._methods:
@@ -204,14 +205,14 @@ class Methods:
         return model, after
 
     def advice(self, states: States, number: int) -> list[str]:
-        """Return why a loss is not finite in this round, and what to do."""
+        """Return the causes and the remedies of a non-finite loss in this round."""
         known = [TOO_LARGE_STEPS]
         for method in self._methods:
             known = method.advice(states[method.name], number, known)
         return known
 
     def outcome(self, states: States, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary says of the methods after so many rounds, by key."""
+        """Return the methods' entries of the summary after ``num_rounds``, by key."""
         said: dict[str, Any] = {}
         for method in self._methods:
             said |= method.outcome(states[method.name], num_rounds)
@@ -235,10 +236,10 @@ class Methods:
     def restored(
         self, states: States, saved: Mapping[str, Mapping[str, Any]]
     ) -> States:
-        """Return the states of ``saved``; ``states`` are those of ``begin``.
+        """Return the states from ``saved``; ``states`` come from ``begin``.
 
         Raises:
-            ConfigError: the saved states are of other methods.
+            ConfigError: the saved states belong to other methods.
         """
         needed = _fields_of(self.saved(states))
         found = _fields_of(saved)
@@ -249,8 +250,8 @@ class Methods:
         if needed != found:
             listed = ", ".join(sorted(found)) or "none"
             raise ConfigError(
-                f"this state does not fit strategy {self.name!r}. Needed:"
-                f" {', '.join(sorted(needed)) or 'none'}. Found: {listed}."
+                f"this state does not fit strategy {self.name!r}. Expected fields:"
+                f" {', '.join(sorted(needed)) or 'none'}. Saved fields: {listed}."
             )
         after = dict(states)
         for name, fields in saved.items():
@@ -263,14 +264,14 @@ class Methods:
     # --- what does not fit ------------------------------------------------------------
 
     def problems(self, run: RunSettings) -> list[Problem]:
-        """Return what does not fit, or has no effect, in such a run."""
+        """Return the settings that do not fit the run or have no effect in it."""
         problems = list(self._test_problems(run.tests or self.tests))
         problems += self._setting_problems(run)
         for method in self._methods:
             problems += _declared_problems(method, run)
             problems += method.problems(run)
         if run.parts is not None:
-            # Standalone shares nothing whatever the model is, and says so.
+            # Standalone shares nothing with any model, and its texts state it.
             kept = run.parts.select(self.local)
             if kept and kept == run.parts.names and self.local != ALL:
                 text = f"{self.name} keeps every entry with the clients"
@@ -279,16 +280,17 @@ class Methods:
                     Problem("nothing-shared", text, "model", "", has, remedy)
                 )
             for method in self._methods:
-                # A layer whose entries are personal is one of the model's all the same.
+                # A layer with personal entries is still a layer of the model.
                 by_type = dataclasses.replace(run.parts, personal=())
                 problems += _model_problems(method, by_type)
                 problems += _personal_problems(method, run.parts)
-        # FedTAN's rows are FedTAN-II's, too, and a problem is said once.
+        # FedTAN-II has FedTAN's rows as well: report each problem once.
         return list(dict.fromkeys(problems))
 
     def of_other_layers(self, parts: Parts) -> str:
-        """Return what the methods do to layers with running statistics that are no torch
-        BatchNorm.
+        """Return how the methods treat other layers with running statistics.
+
+        These are the layers that are not a torch BatchNorm.
         """
         whole = self.whole
         done = {
@@ -299,20 +301,20 @@ class Methods:
         }
         left_out = [word for word, does in done.items() if does]
         if parts.by_names:
-            does = "treats their entries as BatchNorm's, by their names"
-            not_done = "the clients, which go by types, do not {} them"
+            does = "treats their entries as BatchNorm's, because of their names"
+            not_done = "the clients, which find layers by type, do not {} them"
             left_out = [word for word in left_out if word != "keep"]
         else:
             rest = "keeps" if Part.REST in self.local else "averages"
-            does = f"{rest} their statistics as it does weights"
+            does = f"{rest} their statistics like weights"
             not_done = "does not {} them"
         if not left_out or Part.REST in self.local:
             return f"{self.name} {does}."
         return f"{self.name} {does}, and {not_done.format(' or '.join(left_out))}."
 
     def wrong_settings(self) -> list[str]:
-        """Return what is wrong whatever the run is."""
-        # No run is known yet: a row that compares with one does not count here.
+        """Return the settings that are wrong in any run."""
+        # No run is known yet: skip rows that compare with a run.
         lines = [problem.text for problem in self._test_problems(self.tests)]
         fields = type(self.params).model_fields
         for problem in self.problems(RunSettings(0, tests=self.tests)):
@@ -331,12 +333,12 @@ class Methods:
                 yield Problem(
                     "all-layers",
                     f"{method.title} measures the statistics of all BatchNorm layers"
-                    " together, and acts on no part of them: leave out layers",
+                    " together, and cannot act on some of them: leave out layers",
                 )
         if not acts_on_batchnorm(self.whole):
             yield Problem(
                 "no-layers",
-                f"{self.name} treats BatchNorm as all other layers",
+                f"{self.name} treats BatchNorm like all other layers",
                 "unused",
                 "layers",
             )
@@ -356,35 +358,35 @@ class Methods:
             )
 
     def _test_problems(self, tests: Sequence[str]) -> Iterator[Problem]:
-        """Yield which tests have no model under these methods."""
+        """Yield the tests that have no model under these methods."""
         local = self.local
         weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
         if (self.reestimates or RECALIBRATED in tests) and weights:
             yield Problem(
                 "no-global-weights",
                 f"strategy {self.name!r} keeps {' and '.join(sorted(weights))} with its"
-                " clients: there are no global weights under which statistics could be"
-                " re-estimated (recalibrate, eval-on=recalibrated).",
+                " clients, so there are no global weights to re-estimate statistics"
+                " with (recalibrate, eval-on=recalibrated).",
             )
         asked = [name for name in tests if name.startswith("global")]
         if Part.REST in local and asked:
             yield Problem(
                 "no-global-model",
-                f"eval-on={','.join(asked)} tests a global model, and strategy"
-                f" {self.name!r} has none: its clients share nothing, and the initial"
-                " model would be tested. Use personal-own or personal-global.",
+                f"eval-on={','.join(asked)} tests a global model, but strategy"
+                f" {self.name!r} has none: its clients share nothing, so the test would"
+                " measure the initial model. Use personal-own or personal-global.",
             )
         if SHARED_BN in tests and (not local - {Part.REST} or Part.REST in weights):
             yield Problem(
                 "no-local-batchnorm",
-                f"eval-on={SHARED_BN} completes a global model with the average of BN"
-                f" parts that stay with the clients; strategy {self.name!r} has no such"
-                " model. It is for fedbn, silobn and mtfl.",
+                f"eval-on={SHARED_BN} completes a global model with the average of the"
+                f" BN parts that clients keep, but strategy {self.name!r} has no such"
+                " model. Use it with fedbn, silobn or mtfl.",
             )
 
 
 def _report(problems: Iterable[Problem]) -> None:
-    """Log the warnings of a round, and raise what ends the run."""
+    """Log the warnings of a round, and raise the problem that ends the run."""
     for problem in problems:
         if problem.kind == "nothing-trained":
             raise NothingTrainedError(problem.text)
@@ -407,8 +409,8 @@ def _reestimates(method: Method[Any, Any]) -> bool:
 
 
 def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
-    """Yield what follows from what a method declares."""
-    # BN's momentum moves running statistics, and there is none that moves.
+    """Yield the problems that follow from a method's declaration."""
+    # BN's momentum only moves running statistics, and here all of them are frozen.
     if all(phase.frozen & TRACKED for phase in declared(method)):
         for key in ("variance", "bn_momentum"):
             yield Problem(
@@ -419,8 +421,8 @@ def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[P
             )
         if run.norm == "batch-renorm":
             text = (
-                f"{method.name} tracks no statistics in training; norm=batch-renorm"
-                " corrects by them"
+                f"{method.name} tracks no statistics in training, but"
+                " norm=batch-renorm corrects with them"
             )
             yield Problem("batch-renorm", text)
     if method.role != "option" and _reestimates(method):
@@ -433,11 +435,11 @@ def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[P
 
 
 def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
-    """Yield which layers that the method acts on the model lacks."""
-    # No layer at all, or none with the parts on which the method acts.
+    """Yield the layers or entries that a method needs and the model lacks."""
+    # Either no layer at all, or no layer with the parts on which the method acts.
     for wanted in model_needs(together(declared(method))):
         if not parts.layers:
-            has = _NOT_BY_NAMES if parts.by_names else ""
+            has = _NONE_FOUND_BY_NAME if parts.by_names else ""
             remedy = f"{method.instead}, or a model with BatchNorm"
             yield Problem(
                 "no-batchnorm",
@@ -463,9 +465,9 @@ def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]
 
 
 def _personal_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
-    """Yield which personal entries a method needs in common."""
+    """Yield the personal entries that a method needs in common."""
     common = in_common(together(declared(method)))
-    # Layers outside ``layers`` are none of the method's.
+    # The method does not act on layers outside ``layers``.
     by_type = dataclasses.replace(parts, personal=()).part_of
     needed = [name for name in parts.personal if by_type[name] in common]
     if needed:
@@ -482,20 +484,20 @@ def _personal_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Probl
 def declared(
     method: Method[Any, Any], num_rounds: int | None = None
 ) -> tuple[Travels, ...]:
-    """Return what travels in each phase of a method.
+    """Return the declaration of each phase of a method.
 
-    A class that overrides ``aggregate`` below the class that declares ``travels`` may
-    read anything of the replies.
+    If a class overrides ``aggregate`` below the class that declares ``travels``, it may
+    read everything in the replies.
     """
     phases = method.travels(num_rounds)
-    if reads_unsaid(type(method)):
+    if reads_undeclared(type(method)):
         return tuple(dataclasses.replace(one, each=ALL) for one in phases)
     return phases
 
 
-def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
-    """Return whether ``aggregate`` is newer than ``travels``, and may read anything."""
-    # The nearer class of the two decides; one with both says what it reads.
+def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:
+    """Return whether ``aggregate`` may read more than ``travels`` declares."""
+    # The class nearer to ``kind`` decides. A class with both declares what it reads.
     for base in kind.__mro__:
         if "travels" in vars(base):
             return False
@@ -511,7 +513,7 @@ def why_not_combined(
     for kind in (first, second):
         if kind.alone or not kind.role:
             return kind.alone or f"{kind.name} is not combined with other methods"
-    # With their defaults: what a pair may do does not depend on the settings.
+    # Use the defaults: the settings do not change whether a pair is allowed.
     travels = {
         kind: together(declared(kind(kind.Params()))) for kind in (first, second)
     }
@@ -522,7 +524,7 @@ def why_not_combined(
         kept = in_common(travels[one]) & travels[other].local
         if kept:
             return (
-                f"{one.name} needs {', '.join(sorted(kept))} in common, and"
+                f"{one.name} needs {', '.join(sorted(kept))} in common, but"
                 f" {other.name} keeps them with the clients"
             )
     return ""

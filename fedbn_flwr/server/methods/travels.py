@@ -1,9 +1,9 @@
-"""What travels in a method's round, as data: one declaration for each phase.
+"""The declarations of methods: what each phase sends, keeps and freezes, as data.
 
-Everything that follows from it is computed here or by its readers: what stays with the
-clients, which model a method needs, the ledger of ``inspect``, the shape checks of
-replies, what privacy refuses and masked sums cover, whether sums are enough, and which
-methods exclude each other.
+Code here and in its readers derives all else from them: the entries that stay with the
+clients, the model that a method needs, the ledger of ``inspect``, the shape checks of
+replies, the refusals of privacy, the records under masked sums, whether sums are
+enough, and which methods exclude each other.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ ALL: PartSet = BATCHNORM | {Part.REST} | PERSONAL
 
 @dataclass(frozen=True)
 class Extra:
-    """A record or a metric that a client sends besides the model.
+    """A record or a metric that a client sends in addition to the model.
 
     Attributes:
-        key: its name in the reply; a record's is also its name in the training message.
-        size: "trainable" = like the shared trainable entries; "moments" = count, mean
-            and M2 of each BN layer; "channels" = a number for each channel of BN;
-            "local" = a copy of what stays with the client; "scalar" = a metric.
-        why: what it tells of a client, and what to use instead; for the refusals of
-            privacy.
-        down: whether the server sends it, too; not in round 1.
-        read: "mean" = the average with the weights p_i is enough, "each" = single
-            values are used, "log" = it is only reported.
+        key: the name in the reply, and in the training message if it is a record.
+        size: "trainable" for arrays like the shared trainable entries; "moments" for
+            count, mean and M2 of each BN layer; "channels" for a number per channel of
+            BN; "local" for a copy of the client's local entries; "scalar" for a metric.
+        why: what it reveals about a client, and an alternative; used when privacy
+            refuses the method.
+        down: whether the server sends it as well, from round 2 on.
+        read: "mean" if the average with the weights p_i is enough, "each" if the server
+            uses single values, "log" if it is only reported.
         required: whether a reply without it is refused.
     """
 
@@ -79,12 +79,14 @@ class Exchanges:
     """The exchanges of statistics in the first local step.
 
     Attributes:
-        forward: for a call of a BN layer: exchanges, and rows of its channels each way.
-        backward: the same, where the layer's input needs a gradient.
-        read: "mean" = the server needs weighted sums alone (3L+1), "each" = more than
-            these (2L+1).
-        link: how they travel.
-        apart: numbers each way besides the channels, for a call of a BN layer.
+        forward: the number of exchanges, and of rows of channels in each direction, for
+            one call of a BN layer.
+        backward: the same numbers for the backward pass, which are added if the input
+            of the layer needs a gradient.
+        read: "mean" if the server needs only weighted sums (3L+1), "each" if it needs
+            more (2L+1).
+        link: the transport of the exchanges and its settings.
+        apart: further numbers in each direction for one call of a BN layer.
     """
 
     forward: tuple[int, int]
@@ -94,9 +96,9 @@ class Exchanges:
     apart: int = 0
 
     def cost(self, gradient: bool = True) -> tuple[int, int]:
-        """Return a BN call's exchanges and rows of channels each way.
+        """Return the exchanges of one BN call, and its rows of channels each way.
 
-        ``gradient``: its input needs a gradient.
+        ``gradient``: whether the input of the layer needs a gradient.
         """
         if not gradient:
             return self.forward
@@ -105,28 +107,27 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Travels:
-    """What travels in a phase of a method; the model does, without ``local``.
+    """The declaration of a phase of a method. The model travels without ``local``.
 
     Attributes:
-        phase: the name of the phase; "" = the method has one phase.
-        last: the last round of the phase; None = the end of the run, or, before another
-            phase, found out in the run.
+        phase: the name of the phase; empty if the method has only one phase.
+        last: the last round of the phase. None means the end of the run; if another
+            phase follows, None means that the run determines the round.
         local: the parts that stay with the client.
-        frozen: the parts that return as they were sent; a reply that changed them is
-            refused.
-        each: the parts of which the server reads single replies, and not only their
+        frozen: the parts that return unchanged; a reply that changed them is refused.
+        each: the parts that the server reads in single replies, not only in their
             average.
-        weights: "examples" = |D_i|, "equal", or the key of a metric.
-        extras: what comes besides the model.
-        exchanges: the exchanges of the first local step; None = none.
+        weights: "examples" for |D_i|, "equal", or the key of a metric.
+        extras: the records and metrics in addition to the model.
+        exchanges: the exchanges of the first local step; None if there are none.
         reestimates: whether BN statistics are re-estimated before tests.
-        undo: whether a client whose reply is not used goes back to what it kept before:
-            the server's state mirrors it.
-        decides: what one method alone may decide: "gradients", "server step".
-        needs: parts of BN on which the method acts and that are not named above, a set
-            for each need.
-        kept: what else the clients keep, in words.
-        second_model: whether a client has a model of its own beside the global one.
+        undo: whether a client whose reply is not used returns to its earlier local
+            state, because the server's state mirrors it.
+        decides: decisions that only one method of a run may make: "gradients",
+            "server step".
+        needs: further parts of BN on which the method acts, a set for each need.
+        kept: a description of other things that the clients keep.
+        second_model: whether a client has a model of its own next to the global one.
     """
 
     phase: str = ""
@@ -146,20 +147,19 @@ class Travels:
 
     @property
     def extra_copies(self) -> tuple[int, int]:
-        """Copies of the shared trainable floats besides the model: down and up.
+        """Additional copies of the shared trainable floats: down and up.
 
-        Down there are none in round 1.
+        The server sends none in round 1.
         """
         records = [extra for extra in self.extras if extra.size == "trainable"]
         return sum(record.down for record in records), len(records)
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """Copies of the running statistics' floats besides the model: down and up.
+        """Additional copies of the running statistics' floats: down and up.
 
-        Down there are none in round 1.
-
-        With "moments" an integer for each BN layer goes up, too.
+        The server sends none in round 1. With "moments" a client also sends an integer
+        for each BN layer.
         """
         # A running mean and variance for each channel: one number is half of them.
         shares = {"moments": 1.0, "channels": 0.5}
@@ -173,23 +173,23 @@ class Travels:
 
     @property
     def records(self) -> tuple[Extra, ...]:
-        """The records of arrays besides the model, without the metrics."""
+        """The records of arrays in addition to the model, without the metrics."""
         return tuple(extra for extra in self.extras if extra.size != "scalar")
 
     @property
     def needs_all_at_once(self) -> bool:
-        """Whether a round's clients run at once, each in a process of its own."""
+        """Whether the clients of a round run at the same time, each in its process."""
         if self.exchanges is None:
             return False
         return TRANSPORTS[self.exchanges.link.transport].all_at_once
 
 
 def together(declarations: Iterable[Travels]) -> Travels:
-    """Return what travels where all these declarations hold at once, as one phase."""
+    """Return one declaration that merges all the given ones."""
     total = Travels()
     for one in declarations:
-        # Of what only one may decide the later or the first one stays: ``combined``
-        # refuses two methods that differ there.
+        # If only one method may decide, keep the later or the first value:
+        # ``combined`` refuses two methods with different values.
         total = Travels(
             local=total.local | one.local,
             frozen=total.frozen | one.frozen,
@@ -210,11 +210,11 @@ def together(declarations: Iterable[Travels]) -> Travels:
 
 
 def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
-    """Return the phases of a run of several methods, given those of each.
+    """Return the phases of a run, given the phases of each of its methods.
 
     Raises:
-        ConfigError: two methods change their phase in a round that is found out in the
-            run.
+        ConfigError: two methods change their phase in a round that only the run
+            determines.
     """
     phases = [Travels()]
     for other in methods:
@@ -229,28 +229,28 @@ def _merged_phases(
     left, right = list(first), list(second)
     while left and right:
         a, b = left[0], right[0]
-        # The last phase of a list lasts to the end of the run.
+        # The last phase of a list continues to the end of the run.
         ends = [phases[0].last for phases in (left, right) if len(phases) > 1]
         known = [end for end in ends if end is not None]
         if len(ends) == 2 and len(known) < 2:
             raise ConfigError(
-                f"phases {a.phase!r} and {b.phase!r} both end in a round that is found"
-                " out in the run"
+                f"phases {a.phase!r} and {b.phase!r} both end in a round that only the"
+                " run determines"
             )
         last = min(known, default=None)
         yield dataclasses.replace(together([a, b]), phase=b.phase or a.phase, last=last)
         if not ends:
             return
-        # Both lists go on where they end together.
+        # If two phases end in the same round, both lists advance.
         for phases in (left, right):
             if len(phases) > 1 and phases[0].last == last:
                 phases.pop(0)
 
 
 def single_decisions(travels: Travels) -> frozenset[str]:
-    """Return, in words, what no second method may decide in the same run."""
+    """Return the decisions, in words, that only one method of a run may make."""
     decides = set(travels.decides)
-    # What is personal is the user's choice, beside any method's.
+    # Personal entries are the user's choice, whatever the method is.
     if travels.local - PERSONAL:
         decides.add("which parts stay with the clients")
     if travels.frozen & TRACKED or travels.exchanges:
@@ -267,7 +267,7 @@ def in_common(travels: Travels) -> PartSet:
         common |= TRACKED
     if travels.exchanges:
         common |= BATCHNORM
-    # Statistics are measured under the global weights.
+    # Statistics are measured with the global weights.
     if travels.reestimates:
         common |= ALL
     return common
@@ -284,7 +284,7 @@ def needs_all_layers(travels: Travels) -> bool:
 
 
 def acts_on_batchnorm(travels: Travels) -> bool:
-    """Return whether the method does with BN what it does not with the other entries."""
+    """Return whether the method treats BN differently from the other entries."""
     apart = (travels.local | travels.frozen) & BATCHNORM
     if apart and Part.REST not in travels.local:
         return True
@@ -292,13 +292,13 @@ def acts_on_batchnorm(travels: Travels) -> bool:
 
 
 def model_needs(travels: Travels) -> list[PartSet]:
-    """Return the parts of BN that the method needs, a set for each need.
+    """Return the parts of BN that the method needs, as a set for each need.
 
-    The empty set = any BN.
+    The empty set stands for any BN.
     """
     measured = travels.reestimates or _sends_moments(travels)
     needs: list[PartSet] = []
-    # A client that keeps everything keeps something of any model.
+    # A client that keeps everything keeps something, whatever the model is.
     own = travels.local - PERSONAL
     if own and Part.REST not in own:
         needs.append(own)
@@ -312,7 +312,7 @@ def model_needs(travels: Travels) -> list[PartSet]:
 
 
 def sums_suffice(travels: Travels) -> bool:
-    """Return whether the server needs nothing but the average, weighted by |D_i|."""
+    """Return whether the server needs only the average, weighted by |D_i|."""
     # Frozen entries are checked reply by reply.
     if travels.each or travels.frozen or travels.exchanges:
         return False

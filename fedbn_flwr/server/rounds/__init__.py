@@ -1,16 +1,17 @@
-"""A round: messages out, replies in, the next model. What lasts longer is the run's.
+"""A round: sending messages, reading replies, computing the next model.
 
-In the order in which to read them:
+Read the modules in this order:
 
 - ``round``: a round on one page.
-- ``training``: its first half: sample, address, read, release, average.
-- ``dispatch``: the messages that leave, and whose replies came back.
-- ``replies``: what a reply must hold; how it is read, checked and refused.
-- ``testing``: its second half, and the model that is tested.
+- ``training``: the first half of a round: sample, address, read, release, average.
+- ``dispatch``: the messages that are sent, and the senders of the replies.
+- ``replies``: reading, checking and refusing a reply.
+- ``testing``: the second half of a round, and the model that is tested.
 - ``reestimation``: BN statistics from a pass over the clients' data, before a test.
 - ``synchronised_training``: a training whose first local step is synchronised.
 
-Not here: which nodes there are, and reports (``server.runs``); what a method makes of
-the replies (``server.methods``); how the exchanges of a synchronised step travel
-(``transport``); the loop over the rounds (``server.strategy``).
+Other packages contain the nodes, the reports and everything else that lasts longer than
+a round (``server.runs``), the methods that use the replies (``server.methods``), the
+transport of a synchronised step (``transport``), and the loop over the rounds
+(``server.strategy``).
 """

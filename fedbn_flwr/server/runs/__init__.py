@@ -1,16 +1,16 @@
-"""The run: what the server knows for longer than a round. No round is played here.
+"""The run: the server's knowledge that lasts longer than a round.
 
-In the order in which to read them:
+Read the modules in this order:
 
-- ``report``: what a round tells of itself, and the averages of its metrics.
-- ``nodes``: which clients are there, which of them are drawn, how one joins.
-- ``kept``: what the clients keep between rounds, as far as the server knows it.
-- ``protection``: the place where privacy may stand between replies and methods; empty.
-- ``run``: the state of a run, which has one of each of these, and its checkpoint.
-- ``failures``: losses that are not finite, too few replies, and how a run ends by them.
-- ``recording``: what a listener of a run is told.
+- ``report``: the report of a round, and the averages of its metrics.
+- ``nodes``: the connected clients, the draw of a round, and how a client joins.
+- ``kept``: the local states of the clients, as far as the server knows them.
+- ``protection``: the interface for privacy between replies and methods; does nothing.
+- ``run``: the state of a run, which contains all of these, and its checkpoint.
+- ``failures``: non-finite losses, too few replies, and the errors that end a run.
+- ``recording``: the events that a listener of a run receives.
 
-Not here: what happens in a round (``server.rounds``); a method's own state and the
-settings (``server.methods``); a lost client's message, which is read in
-``server.rounds.replies``; protections (``privacy``); files (``lab.output``).
+Other modules contain the course of a round (``server.rounds``), the settings and states
+of methods (``server.methods``), the error messages of lost clients
+(``server.rounds.replies``), protections (``privacy``), and files (``lab.output``).
 """
