@@ -81,17 +81,38 @@ def _serve(
     members = _Members(torch_threads)
     link.send((READY, 0))
 
-    # A member works in a thread, so that this loop can take its answers.
+    inbox = SimpleQueue[Any]()
+    threading.Thread(target=_receive, args=(link, members, inbox), daemon=True).start()
     while True:
-        (kind, number, detail), values = link.receive()
-        if kind == ANSWER:
-            members.take(detail)
-            continue
-        message, context = values
+        received = inbox.get()
+        if isinstance(received, BaseException):
+            raise received
+        (_, number, detail), (message, context) = received
         if detail is None:
             _reply(link, number, client_app, message, context, {})
         else:
             members.begin(link, number, client_app, message, context, detail)
+
+
+def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> None:
+    """Take what the command sends: answers for members, jobs and the end for the inbox.
+
+    It also reads while a client works. Otherwise a reply and the next job could each fill
+    its direction of the pipe, and both processes would wait for ever.
+    """
+    while True:
+        try:
+            received = link.receive()
+        except BaseException as error:  # the main thread raises it
+            inbox.put(error)
+            return
+        (kind, _, detail), _ = received
+        if kind == ANSWER:
+            members.take(detail)
+        else:
+            inbox.put(received)
+        # or this thread would keep the memory of a message until the next one
+        del received
 
 
 def _reply(

@@ -199,6 +199,17 @@ def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
             assert np.array_equal(view(content["arrays"]["w"]), np.ones(1000))
 
 
+def test_messages_that_fill_the_pipe_pass_each_other() -> None:
+    """A process gets its next job while it sends a reply; both are larger than the
+    pipe.
+    """
+    echo = app_of(lambda message, _: Message(message.content, reply_to=message))
+    content = RecordDict({"config": ConfigRecord({"text": "x" * 2**20})})
+    with InProcessGrid(echo, 6, workers=1) as grid:
+        messages = to(grid, *range(6), content=content)
+        assert errors(grid.send_and_receive(messages, timeout=10)) == [False] * 6
+
+
 def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that frees shared memory while Python ends would abort the command."""
 
