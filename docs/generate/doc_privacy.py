@@ -38,13 +38,16 @@ PROTECTIONS: Mapping[str, Callable[[Methods], str]] = {
 
 def privacy_table() -> str:
     """Return a table of the strategies with their default settings: "works", or the
-    reason of the refusal.
+    reason of the refusal. Strategies with equal cells share a row.
     """
     lines = [
         f"| method | {' | '.join(PROTECTIONS)} |",
         "|---" * (1 + len(PROTECTIONS)) + "|",
     ]
+    names: dict[tuple[str, ...], list[str]] = {}
     for name, kind in STRATEGIES.items():
-        cells = [cell(kind().methods) for cell in PROTECTIONS.values()]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        cells = tuple(cell(kind().methods) for cell in PROTECTIONS.values())
+        names.setdefault(cells, []).append(f"`{name}`")
+    for cells, alike in names.items():
+        lines.append(f"| {', '.join(alike)} | {' | '.join(cells)} |")
     return "\n".join(lines)
