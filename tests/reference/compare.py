@@ -56,7 +56,7 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
     found.history = {last: shared} if shared else {}
     for client in fed.clients:
         # Entries that stay are nowhere else; without a second model it is the global one.
-        found_there = client.begun or averaged or not fed.local
+        found_there = client.begun or averaged or not fed.local or fed.case.fine_tune
         model = fed.tuned_model(client, tested)
         if model is not None and found_there:
             found.models[client.number] = model

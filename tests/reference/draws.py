@@ -118,7 +118,8 @@ def refusal(case: Case) -> str:
         return "no global weights to measure under"
     if case.eval_on == "averaged-bn" and not (local or personal):
         return "no entries stay with the clients"
-    if case.fine_tune and case.eval_on == "averaged-bn":
+    of_clients = case.way == "command" or case.eval_on != "averaged-bn"
+    if case.fine_tune and not of_clients:
         return "fine-tuning is for tests of the clients"
     if case.layers and case.model == "no-affine" and "mtfl" in local:
         return "the layer has no gamma and beta"
