@@ -465,7 +465,7 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
         (
             ["nowhere"],
             2,
-            "nowhere is no folder of a run and no file. For a model give its data",
+            "nowhere is neither the folder of a run nor a file. If it is a model,",
         ),
         (["mlp", "--state", "absent.pt"], 2, "absent.pt is no file of a saved state"),
         (
@@ -480,12 +480,12 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
         (
             [".", "--dataset", "digits"],
             2,
-            "a run has its data, settings, state and split",
+            "a run has its own data, settings, state and split",
         ),
         (
             ["saved.pt", "--set", "seed=3"],
             2,
-            "saved.pt is a saved state: for data and settings name the model",
+            "saved.pt is a saved state. To use data or settings, name the model",
         ),
         (
             ["mlp", "--dataset", "digits", "--local-keys", "absent.txt"],

@@ -1,6 +1,6 @@
 """``fedbn-flwr list``, ``inspect`` and ``partition``.
 
-What a run can use, what it sends, and how it splits its data.
+These commands show the choices for a run, its messages, and the split of its data.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
 @app.add(BEFORE, "inspect --model resnet20 --strategy silobn --num-clients 5")
 def inspect(
     model: Annotated[
-        str, typer.Option(help="Model; `fedbn-flwr list models`.")
+        str, typer.Option(help="Name of the model (`fedbn-flwr list models`).")
     ] = "resnet20",
     strategy: Annotated[
-        str, typer.Option(help="Strategy; `fedbn-flwr list strategies`.")
+        str, typer.Option(help="Strategy (`fedbn-flwr list strategies`).")
     ] = "fedavg",
     norm: Annotated[
-        str, typer.Option(help="Normalisation; `fedbn-flwr list norms`.")
+        str, typer.Option(help="Normalisation (`fedbn-flwr list norms`).")
     ] = "batch",
     num_clients: Annotated[int, typer.Option(min=1, help="Clients per round.")] = 5,
     dataset: Annotated[
-        str, typer.Option(help="Data set; gives the model's input and classes.")
+        str, typer.Option(help="Data set that sets the model's input and classes.")
     ] = "cifar10",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value of the method, rounds, ..."),
+        typer.Option("--set", help="Setting of the run, KEY=VALUE; repeatable."),
     ] = None,
 ) -> None:
-    """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
+    """Show the BN layers of a model, and which entries a strategy shares or keeps."""
     from fedbn_flwr.lab.config import Config, read_overrides
     from fedbn_flwr.server.methods.method_params import PARAMS
 
     with exit_codes():
         given = read_overrides(set_ or [])
         strategy = str(given.get("strategy", strategy))
-        # The reference, strategy=centralized, sends nothing.
+        # The reference strategy=centralized is refused because it sends nothing.
         if strategy not in PARAMS:
             raise unknown_name("strategy", strategy, PARAMS)
         options = {"model": model, "norm": norm, "dataset": dataset}
@@ -81,7 +81,8 @@ def inspect(
     from fedbn_flwr.training.settings import share_of
 
     with exit_codes():
-        # --num-clients are those of a round, --set num-clients=N all of them
+        # --num-clients counts the clients of a round, but --set num-clients=N counts
+        # all clients.
         if given.get("num-clients"):
             share = share_of(settings.fraction_train, settings.num_clients)
             num_clients = max(1, share)
@@ -102,7 +103,7 @@ def inspect(
 
 
 def _layers(inspection: Inspection) -> Table:
-    """Return a table: what happens to each BN layer and the rest, and their sizes."""
+    """Return a table of the treatment and size of each BN layer and of the rest."""
     from fedbn_flwr.batchnorm.parts import Part
 
     floats, counters = inspection.floats, inspection.counters
@@ -155,7 +156,7 @@ def _layers(inspection: Inspection) -> Table:
 
 
 def _use(inspection: Inspection, part: Part) -> str:
-    """Return what happens to the entries of a part."""
+    """Return the treatment of the entries of a part in words."""
     words = ["stays with the client" if part in inspection.local else "shared"]
     if inspection.synchronised and part == "statistics":
         words.append("synchronised in each step")
@@ -167,19 +168,19 @@ def _use(inspection: Inspection, part: Part) -> str:
 
 
 def _costs(inspection: Inspection) -> Iterator[str]:
-    """Yield what a round of each phase costs, and the whole run."""
+    """Yield the cost of a round of each phase, and of the whole run."""
     for phase in (*inspection.phases, inspection.reestimation):
         if phase is None:
             continue
         cost = phase.traffic
-        # a method may find the length during the run
+        # Some methods determine the length of a phase during the run.
         rounds = "?" if phase.rounds is None else phase.rounds
         yield (
             f"{phase.name} ({rounds} rounds), each: {cost.exchanges} exchanges,"
             f" {cost.megabytes:.4f} MB of floats: {cost.down:,} bytes down, {cost.up:,}"
             f" up; counters {cost.counters_down:,} down, {cost.counters_up:,} up"
         )
-    # a length that the run finds makes the sum unknown
+    # The sum is unknown if the run determines the length of a phase.
     if all(phase.rounds is not None for phase in inspection.phases):
         total = inspection.total()
         yield (
@@ -189,8 +190,8 @@ def _costs(inspection: Inspection) -> Iterator[str]:
     if inspection.frozen:
         number = len(inspection.frozen)
         yield (
-            f"{number} parameters are frozen. They are equal on all clients, and sent"
-            " anyway."
+            f"{number} parameters are frozen. They are equal on all clients but are"
+            " sent anyway."
         )
 
 
@@ -203,13 +204,14 @@ def partition(
     set_: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Picture (PNG) of classes by clients to write; a new file."),
+        typer.Option(help="New PNG file for a picture of the classes by client."),
     ] = None,
 ) -> None:
-    """Show the split of the training and validation data: each client's examples by
-    class, and by domain if any.
+    """Show the number of examples of each client by class, and by domain if any.
+
+    The training and the validation data have separate tables.
     """
-    # a typing mistake is told before torch is imported, which takes a second
+    # Report a typing mistake before the import of torch, which takes a second.
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():

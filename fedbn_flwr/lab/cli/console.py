@@ -54,13 +54,15 @@ BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"
 
 
 class _Command(TyperCommand):
-    """A command that shows the help of its arguments, and reads ``~`` at the begin of a
-    path where no shell has: ``--out=~/runs``, or within quotes.
+    """A command that shows the help of its arguments and expands ``~`` in paths.
+
+    The shell does not expand ``~`` in ``--out=~/runs`` or within quotes.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # click 8.5 gives arguments a help, and by that empties Typer 0.20's.
+        # click 8.5 has its own help of arguments, and this clears the help of Typer
+        # 0.20.
         hints = get_type_hints(unwrap(options["callback"]), include_extras=True)
         for parameter in self.params:
             (told,) = hints[parameter.name].__metadata__
@@ -68,7 +70,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, with the user's home for ``~`` in paths."""
-        # paths alone: "~" in another text means itself
+        # Expand it only in paths: "~" in another text means itself.
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
@@ -78,7 +80,7 @@ class _Command(TyperCommand):
 
 
 class _App(typer.Typer):
-    """Typer whose commands are of this kind, in groups, each with an example."""
+    """A Typer app with groups of commands and an example for each command."""
 
     def add(
         self, group: str, example: str, name: str | None = None
@@ -86,9 +88,9 @@ class _App(typer.Typer):
         """Return the decorator of a command.
 
         Args:
-            group: its heading in the help.
-            example: what stands behind ``fedbn-flwr``.
-            name: the command, where it is not that of the function.
+            group: the heading of the command in the help.
+            example: the text after ``fedbn-flwr``.
+            name: the name of the command, if it differs from the function name.
         """
         return self.command(
             name,
@@ -115,7 +117,7 @@ _WIDE = 1000  # characters of a table in a file or a pipe, at most
 
 def _version(asked: bool) -> None:
     if asked:
-        # It asks the installed packages, which other commands need not.
+        # This reads the installed packages; other commands do not need them.
         from fedbn_flwr.messages.versions import as_text, own_versions
 
         say(as_text(own_versions()))
@@ -127,33 +129,38 @@ def _of_all_commands(
     ctx: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show it."),
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
     ] = False,
 ) -> None:
-    """See the help of ``app``, which the command alone prints."""
+    """Print the help of ``app`` if no command is given."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 
 
 ConfigFile = Annotated[
-    Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")
+    Path | None, typer.Argument(help="YAML file of settings. Default: no file.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="key=value, replaces the file's; repeatable."),
+    typer.Option("--set", help="KEY=VALUE that overrides the file; repeatable."),
 ]
 StateFolder = Annotated[
-    Path | None, typer.Option(help="State folder of this site: its own model.")
+    Path | None, typer.Option(help="State folder of this site; selects its own model.")
 ]
 """Arguments of several commands."""
 
 EngineChoice = Literal["in-process", "simulation"]
-"""Where the clients run: ``runs.run.Engine``, without its import."""
+"""The engines: a copy of ``runs.run.Engine`` that avoids its import."""
 
 
 def say(text: object = "", style: str | None = None, on: Console = console) -> None:
     """Print a text or a table."""
-    # Lines of a file or a pipe stay whole; in a terminal they break between words.
+    # Do not break lines in a file or a pipe; a terminal breaks them between words.
     if not on.is_terminal:
         on = Console(file=on.file, width=_WIDE, markup=False, highlight=False)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
@@ -163,7 +170,7 @@ def say(text: object = "", style: str | None = None, on: Console = console) -> N
 def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
     """Turn errors into exit codes: 2 for bad usage, config or data, else 1.
 
-    130 is for Ctrl-C and 143 for SIGTERM, as a shell has it.
+    The code is 130 for Ctrl-C and 143 for SIGTERM, as in a shell.
 
     Args:
         bad_input: further errors with code 2.
@@ -172,7 +179,7 @@ def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         text = "interrupted"
-        # what is saved, see ``interrupt``
+        # ``interrupt`` adds a text about the saved files.
         if any(error.args):
             text = " ".join(["interrupted.", *map(str, error.args)])
         say(text, on=complaints)
@@ -185,7 +192,7 @@ def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as a batch system, systemd or Docker sends it before it kills."""
+    """SIGTERM, the signal of batch systems, systemd and Docker before they kill."""
 
 
 def _terminate(*_: object) -> None:
@@ -194,8 +201,8 @@ def _terminate(*_: object) -> None:
 
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does; both say what is saved."""
-    # Raised in the main thread, as KeyboardInterrupt is: every ``finally`` is done.
+    """Let SIGTERM end a command like Ctrl-C; both errors list the saved files."""
+    # The main thread raises it, like KeyboardInterrupt, so every ``finally`` runs.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -222,7 +229,7 @@ def report_own_data(settings: Any) -> None:
 
 
 class Scores:
-    """The loss and the scores of a run so far; each stays until the next one."""
+    """The last loss and scores of a run."""
 
     def __init__(self, score: str) -> None:
         # the bar is narrow
@@ -235,7 +242,7 @@ class Scores:
         self._last: dict[str, str] = {}
 
     def after(self, line: Any) -> str:
-        """Return them after a line of metrics; "" before the first."""
+        """Return the loss and scores after a line of metrics; "" if there are none yet."""
         for key, label in self._labels.items():
             if line.get(key) is not None:
                 self._last[label] = f"{label} {line[key]:.4f}"
@@ -252,8 +259,8 @@ def bars() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=complaints,
-        # The speed is that of the last 1000 rounds: within rich's 30 s a large model
-        # ends no two rounds.
+        # Estimate the speed from the last 1000 rounds: a large model may not finish
+        # two rounds within the 30 s of rich.
         speed_estimate_period=math.inf,
     )
 
@@ -262,11 +269,9 @@ def bars() -> Progress:
 def progress(
     total: int, name: str, score: str = "accuracy"
 ) -> Iterator[Callable[[Any], None]]:
-    """Show each line of metrics: in a progress bar, or as a line where there is no
-    terminal.
-    """
+    """Show each line of metrics in a progress bar, or as a line without a terminal."""
     scores = Scores(score)
-    # in a file or a pipe, lines that stay
+    # A file or a pipe gets one line per round.
     if not complaints.is_terminal:
         yield lambda line: say(
             f"round {line['round']}/{total}: {scores.after(line)}", on=complaints

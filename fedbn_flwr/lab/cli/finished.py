@@ -24,27 +24,27 @@ def evaluate(
         str | None,
         typer.Option(
             help=(
-                "The data; `fedbn-flwr list datasets`. Default: the run's test"
-                " examples, site by site."
+                "Data set (`fedbn-flwr list datasets`). Default: the test examples"
+                " of the run, site by site."
             )
         ),
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of another run on the same split: the difference at each site."
+            help="Folder of a run on the same split, to compare site by site."
         ),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value of the data; repeatable."),
+        typer.Option("--set", help="KEY=VALUE of the data; repeatable."),
     ] = None,
     bn: Annotated[
         str,
         typer.Option(
             help=(
-                "averaged; own:CLIENT; adapt: statistics of the new inputs. Default:"
-                " the global BN."
+                "BN to use: averaged, own:CLIENT, or adapt (statistics of the new"
+                " inputs). Default: the global BN."
             )
         ),
     ] = "",
@@ -54,10 +54,11 @@ def evaluate(
         typer.Option(help="New folder for predictions.csv and metrics.json."),
     ] = None,
 ) -> None:
-    """Evaluate the model of a run on any data, or with an interval at each of its own
-    sites.
+    """Evaluate the model of a run on any data or at its own sites.
+
+    The results at the sites have intervals.
     """
-    # what is asked for, before torch is imported
+    # Check the arguments before the import of torch.
     with exit_codes():
         overrides = read_overrides(set_ or [])
         refuse_no_run(run)
@@ -71,7 +72,8 @@ def evaluate(
 
     with exit_codes():
         if dataset is None:
-            # each of the run's own sites; these options are about other data
+            # Evaluate at each site of the run. These options apply only to other
+            # data.
             of_data = {
                 "--set": set_,
                 "--bn": bn,
@@ -80,31 +82,31 @@ def evaluate(
             }
             given = ", ".join(name for name, value in of_data.items() if value)
             if given:
-                raise ConfigError(f"{given}: say which data, with --dataset.")
+                raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
             print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
             say(
-                f"The ends are those of {LEVEL:.0%} intervals over the groups of a"
-                " site."
+                f"low and high are the ends of {LEVEL:.0%} intervals over the groups"
+                " of a site."
             )
         elif against:
             raise ConfigError(
-                "--against compares two runs on their own test examples: leave out"
+                "--against compares two runs on their own test examples. Remove"
                 " --dataset."
             )
         else:
-            # other data, all examples together
+            # Evaluate on all examples of the other data together.
             data = {**overrides, "dataset": dataset}
             what, rows = evaluate_run(run, data, bn, out, state_dir)
             say(f"model: {what}")
             table = Table("data", "examples", *rows[0].result.named(), box=None)
-            # a long name takes more lines, rather than lose its end
+            # A long name is folded over several lines and not cut.
             for column in table.columns:
                 column.overflow = "fold"
             for row in rows:
                 values = [f"{value:.4f}" for value in row.result.named().values()]
                 table.add_row(row.data, str(row.result.num_examples), *values)
             say(table)
-            say("Each figure is pooled: over all these examples together.")
+            say("Each value is computed over all these examples together.")
         if out:
             say(f"results: {out.absolute()}")
 
@@ -118,24 +120,26 @@ def export(
         Path,
         typer.Argument(
             help=(
-                "Folder of the run; on a remote site its config.yaml and model suffice."
+                "Folder of the run; its config.yaml and model suffice on a remote site."
             )
         ),
     ],
     format: Annotated[
         Literal["torch", "torch-export", "onnx"],
-        typer.Option(help="The file's format."),
+        typer.Option(help="Format of the file."),
     ],
     out: Annotated[
         Path, typer.Option(help="File to write, .safetensors, .pt2 or .onnx.")
     ],
     client: Annotated[
         int | None,
-        typer.Option(help="This client's own model. Default: the global model."),
+        typer.Option(
+            help="Client whose own model to export. Default: the global model."
+        ),
     ] = None,
     bn: Annotated[
         Literal["averaged"] | None,
-        typer.Option(help="The average of the BN that the clients keep."),
+        typer.Option(help="Use the average of the clients' local BN."),
     ] = None,
     state_dir: StateFolder = None,
     fold_bn: Annotated[

@@ -1,4 +1,4 @@
-"""``fedbn-flwr check-node``: what a site finds out before it joins."""
+"""``fedbn-flwr check-node`` checks a site before it joins."""
 
 from __future__ import annotations
 
@@ -27,30 +27,33 @@ def check_node(
     config: Annotated[Path, typer.Argument(help="YAML file: the settings of the run.")],
     set_: Overrides = None,
     node_config: Annotated[
-        str, typer.Option(help="As for flower-supernode: this node's config.")
+        str, typer.Option(help="Config of this node, written as for flower-supernode.")
     ] = "",
     superlink: Annotated[
         str,
-        typer.Option(help="HOST:PORT of the server; without it that way is not tried."),
+        typer.Option(
+            help="HOST:PORT of the SuperLink; without it, no connection is tested."
+        ),
     ] = "",
     root_certificates: Annotated[
-        Path | None, typer.Option(help="The server's ca.crt.")
+        Path | None, typer.Option(help="Certificate of the server's CA, ca.crt.")
     ] = None,
     key: Annotated[
         Path | None, typer.Option(help="This node's private key, node.key.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="The server has no TLS.")
+        bool, typer.Option("--insecure", help="Connect without TLS.")
     ] = False,
 ) -> None:
-    """Check this machine, its data and its way to the server before it joins; exit with
-    1 where it cannot take part.
+    """Check this machine, its data and its connection to the server.
+
+    The exit code is 1 if the machine cannot take part in the run.
     """
     from fedbn_flwr.lab.config.reading import merged, read_settings
 
     with exit_codes():
         quiet_flower()
-        # The settings are not checked yet: the page shows what is wrong with them, too.
+        # The settings are not checked here: the page also shows their faults.
         settings = merged(read_settings(config, set_ or []))
         from fedbn_flwr.lab.node_check import Connection, check_node
 

@@ -1,6 +1,6 @@
 """``fedbn-flwr report`` and ``doctor``.
 
-What happened in a run or a study, and what is wrong with its BatchNorm.
+These commands show the results of a run or a study, and faults of its BatchNorm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_results
 
 _NOT_KNOWN = 3
-"""The exit code of ``doctor --strict`` where nothing was found and a part was not
+"""The exit code of ``doctor --strict`` if there is no finding but a part was not
 measured.
 """
 
@@ -27,15 +27,18 @@ measured.
 def report(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep."),
+        typer.Argument(
+            metavar="RUN_OR_STUDY", help="Output folder of a run or a sweep."
+        ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(help="File to write. Default: report.html in the folder."),
     ] = None,
 ) -> None:
-    """Write one HTML page of a run or a study, which needs no other file and no
-    network.
+    """Write one HTML page about a run or a study.
+
+    The page needs no other file and no network.
     """
     with exit_codes():
         refuse_no_results(folder)
@@ -64,57 +67,60 @@ def doctor(
         typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz."),
     ] = None,
     dataset: Annotated[
-        str, typer.Option(help="Data for a model; `fedbn-flwr list datasets`.")
+        str, typer.Option(help="Data set for a model (`fedbn-flwr list datasets`).")
     ] = "",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value: the split, local-steps, ..."),
+        typer.Option("--set", help="KEY=VALUE, such as num-clients=5; repeatable."),
     ] = None,
     local_keys: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "Names that your own FedBN keeps local: a line each, JSON, or a saved"
-                " state."
+                "File with the entries that your own FedBN keeps local: one name per"
+                " line, JSON, or a saved state."
             )
         ),
     ] = None,
     max_examples: Annotated[
-        int, typer.Option(min=2, help="Examples of each client to use.")
+        int, typer.Option(min=2, help="Number of examples to use per client.")
     ] = 1024,
     json_: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of text.")
     ] = False,
     strict: Annotated[
         bool,
-        typer.Option(help="End with code 1 for a finding; 3 if a part is not known."),
+        typer.Option(
+            help="Exit with 1 if there is a finding, 3 if a part was not measured."
+        ),
     ] = False,
 ) -> None:
-    """Say what is wrong with BatchNorm in a run, a model on data, or a saved state:
-    evidence, and what to try.
+    """Find faults of BatchNorm in a run, in a model on data, or in a saved state.
+
+    Each finding has its evidence and a remedy.
     """
     from fedbn_flwr.lab.config import Config
 
-    # what is asked for, and whether the options fit it, before torch is imported
+    # Check the target and the options before the import of torch.
     path = Path(os.path.expanduser(target))
     with exit_codes():
         settings = read_overrides(set_ or [])
         if path.is_dir():
             if dataset or set_ or state or local_keys:
                 raise ConfigError(
-                    "a run has its data, settings, state and split: leave out all but"
-                    " its folder."
+                    "a run has its own data, settings, state and split. Give only its"
+                    " folder."
                 )
         elif path.is_file():
             if dataset or state or set_:
                 raise ConfigError(
-                    f"{target} is a saved state: for data and settings name the model,"
-                    " and give it with --state."
+                    f"{target} is a saved state. To use data or settings, name the"
+                    " model and give the file with --state."
                 )
         elif not dataset and not state:
             raise ConfigError(
-                f"{target} is no folder of a run and no file. For a model give its data"
-                " (--dataset NAME), a saved state (--state FILE), or both."
+                f"{target} is neither the folder of a run nor a file. If it is a model,"
+                " give its data (--dataset NAME), a saved state (--state FILE), or both."
             )
         else:
             Config.check_keys(
@@ -131,7 +137,7 @@ def doctor(
         read_names,
     )
 
-    # 1 and 3 are answers, under --strict
+    # With --strict, the exit codes 1 and 3 report the result.
     with exit_codes(StateError):
         split = {}
         if local_keys:

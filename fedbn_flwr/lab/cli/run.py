@@ -32,15 +32,15 @@ def run(
     config: ConfigFile = None,
     set_: Overrides = None,
     engine: Annotated[
-        EngineChoice, typer.Option(help="Where the clients run.")
+        EngineChoice, typer.Option(help="Engine that runs the clients.")
     ] = "in-process",
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
             help=(
-                "Worker processes of the engine in-process; 0: none. Default: the"
-                " cores, if the work pays."
+                "Worker processes of the engine in-process; 0 uses none. Default:"
+                " one per core, if they save time."
             ),
         ),
     ] = None,
@@ -48,8 +48,8 @@ def run(
         str | None,
         typer.Option(
             help=(
-                "HOST:PORT of a Ray cluster for the engine simulation: clients run on"
-                " all its machines."
+                "HOST:PORT of a Ray cluster for the engine simulation. The clients"
+                " run on all its machines."
             )
         ),
     ] = None,
@@ -61,12 +61,14 @@ def run(
         bool, typer.Option("--resume", help="Continue the run in --out.")
     ] = False,
 ) -> None:
-    """Do a run, or the rest of it, and write its folder: config, metrics, summary,
-    model, curves, checkpoints.
+    """Start or resume one run.
+
+    The folder of the run contains its config, metrics, summary, model, curves and
+    checkpoints.
     """
     from fedbn_flwr.lab.config.config import Config
 
-    # a typing mistake is told before torch is imported, which takes a second
+    # Report a typing mistake before the import of torch, which takes a second.
     with exit_codes():
         overrides = list(set_ or [])
         if resume:
@@ -78,26 +80,26 @@ def run(
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
-        # Flower's import, which came with the run's, sets the level of its log.
+        # The import above also imports Flower, and Flower then sets its log level.
         quiet_flower()
         default = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}"
         folder = out or Path(settings.out or default)
         if workers is not None and engine != "in-process":
             raise ConfigError(
-                f"--workers={workers} is for --engine in-process; Ray has workers of"
-                " its own."
+                f"--workers={workers} is only for --engine in-process. Ray manages its"
+                " own workers."
             )
         if ray_address is not None and engine != "simulation":
             raise ConfigError(
-                f"--ray-address={ray_address} needs --engine simulation, whose clients"
-                " Ray runs."
+                f"--ray-address={ray_address} needs --engine simulation: only that engine"
+                " uses Ray."
             )
 
-        # the checks, which read the data
+        # The checks read the data.
         checked = preflight(settings, folder)
         report_own_data(checked.config)
 
-        # the options of the command that goes on after Ctrl-C
+        # the options of the command that resumes the run after Ctrl-C
         options = ""
         if engine != "in-process":
             options += f" --engine {engine}"
@@ -122,7 +124,7 @@ def run(
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
-    """Return the given config file, else that of the run in ``out``."""
+    """Return the given config file, or the config of the run in ``out``."""
     if out is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue.")
     if config is None and not (out / "config.yaml").is_file():
@@ -154,7 +156,7 @@ def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None
 
 def _summary_table(name: str, summary: dict[str, Any]) -> Table:
     headline, ledger = summary["headline"], summary["ledger"]
-    # None where no test was done, or its value is not defined
+    # The value is None if there was no test, or if it is undefined.
     values = [summary[which].get(headline) for which in ("final", "best")]
     shown = ["-" if value is None else f"{value:.4f}" for value in values]
     rounds = str(summary["rounds"])

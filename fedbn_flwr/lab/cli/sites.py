@@ -16,15 +16,16 @@ _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-
 
 
 def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
-    """Print a row for each site: its counts, the metric, and intervals and errors if
-    any.
+    """Print a row for each site with its counts and its metric.
+
+    Intervals and errors are included if there are any.
     """
     columns = ("examples", "groups", *_FIGURES, "error")
     names = [name for name in columns if any(name in row for row in rows)]
     table = Table("site", box=None)
     for name in names:
         table.add_column(metric if name == "value" else name)
-    # a long name takes more lines, rather than lose its end
+    # A long name is folded over several lines and not cut.
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:

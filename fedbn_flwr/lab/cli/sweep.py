@@ -40,19 +40,19 @@ def sweep(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")
+        Path, typer.Option(help="Folder of all runs; finished runs in it are skipped.")
     ],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value, replaces the study's base."),
+        typer.Option(
+            "--set", help="KEY=VALUE that overrides the study's base; repeatable."
+        ),
     ] = None,
     parallel: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=(
-                "Runs at a time, each a process. Default: the cores, if the work pays."
-            ),
+            help=("Number of parallel runs. Default: one per core, if they save time."),
         ),
     ] = None,
     method: Annotated[
@@ -68,13 +68,14 @@ def sweep(
         typer.Option(help="Only runs with this seed of the study; repeatable."),
     ] = None,
 ) -> None:
-    """Do a grid of runs, methods x splits x seeds, and write one table with mean and
-    deviation.
+    """Do a grid of runs (methods x splits x seeds) and write one table.
+
+    The table has the mean and the deviation over the seeds.
     """
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
-    # a file that cannot be read is told before torch is imported
+    # Report an unreadable file before the import of torch.
     with exit_codes():
         read_yaml(study, "study")
         read_overrides(set_ or [])
@@ -86,7 +87,7 @@ def sweep(
 
     with exit_codes():
         quiet_flower()
-        # the runs that are asked for, in as many processes as pay
+        # Select the runs, and as many processes as save time.
         grid = load_study(study, set_ or [])
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
@@ -99,11 +100,12 @@ def sweep(
             )
         runner = in_parallel(parallel) if parallel > 1 else in_series
 
-        # the runs: one that fails ends the command after the others
+        # A run that fails does not stop the others; the command then ends with an
+        # error.
         failed: RunFailedError | None = None
         saved = (
-            f"Finished runs in {out} stay. The same command goes on, from the last"
-            " checkpoint of each run."
+            f"Finished runs in {out} are kept. The same command resumes the others from"
+            " their last checkpoints."
         )
         try:
             with interrupt(lambda: saved), bars() as progress:
@@ -111,7 +113,7 @@ def sweep(
                     grid, out, runner, Display(progress, grid.name), selection
                 )
         except RunFailedError as error:
-            # There is no table where tuning lost its trials.
+            # There is no table if the trials of the tuning failed.
             table, failed = error.result, error
         if table is not None:
             _show(table, grid.name)
@@ -125,7 +127,7 @@ def sweep(
 
 def _show(table: pd.DataFrame, title: str) -> None:
     """Print the table."""
-    # a split that is the only one says nothing
+    # A column with a single split carries no information.
     if "split" in table and table["split"].nunique() == 1:
         table = table.drop(columns="split")
     shown = Table(*table.columns, box=None, pad_edge=False)
@@ -138,9 +140,9 @@ def _show(table: pd.DataFrame, title: str) -> None:
 
 
 class Display:
-    """A bar over the runs of a study, and a line for each run that ended.
+    """A progress bar over the runs of a study, and a line for each finished run.
 
-    The lines are there so that a log file has the runs, too.
+    The lines also record the runs in a log file.
     """
 
     def __init__(self, progress: Progress, name: str) -> None:
@@ -157,7 +159,7 @@ class Display:
         self._bar = self._progress.add_task(what, total=len(left), shown="")
 
     def begin(self, cell: Cell) -> Callable[[Any], None]:
-        """Return what shows the rounds of a run of this process."""
+        """Return the function that shows the rounds of a run in this process."""
         from fedbn_flwr.lab.config import data_of
 
         self._started[cell.name] = time.monotonic()

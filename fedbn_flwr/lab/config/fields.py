@@ -1,9 +1,10 @@
 """The keys of a run, by group.
 
-Each has a type, a default, limits, a meaning, and what it needs to have an effect. A key
-is the kebab-case name of its field. This module needs no torch, so that a wrong key or
-value is told at once. The settings of the methods come from
-``server.methods.method_params``, those of the protections from ``privacy.settings``.
+Each key has a type, a default, limits, a meaning, and the conditions under which it has
+an effect. A key is the kebab-case name of its field. This module does not import torch,
+so that a wrong key or value is reported immediately. The settings of the methods come
+from ``server.methods.method_params``, the settings of the protections from
+``privacy.settings``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from fedbn_flwr.server.methods.params import BATCHNORM_KINDS, SET, Params, Setti
 __all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "config_fields", "methods_with"]
 __all__ += ["only_if_of", "own_defaults", "settings_of_methods"]
 
-# value of state-dir for clients on the server's machine: a folder in the run's folder
+# The value of state-dir that selects a folder in the run's folder, for clients on the
+# server's machine.
 STATE_IN_OUT = "out"
 GROUPS = (
     *("method", "data", "clients", "model", "rounds", "local training", "tests"),
@@ -48,10 +50,10 @@ def key(
 
     Args:
         default: its default.
-        meaning: for the table of keys.
-        only_if: what other keys must be for this one to have an effect: to each key its
-            values, or ``SET`` for any but its default. A value that ends with ":" is
-            the begin of one.
+        meaning: the text in the table of keys.
+        only_if: the condition under which the key has an effect. It maps other keys to
+            their values, or to ``SET`` for any value but the default. A value that ends
+            with ":" is a prefix.
         limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
     return Field(
@@ -69,22 +71,22 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
 
 
 def config_fields(kind: type[Settings]) -> dict[str, str]:
-    """Return the settings that are config keys: the config's field to the setting.
+    """Return the names of the settings that are config keys, by field of the config.
 
-    A setting without a group is no key: the engine gives it.
+    A setting without a group is not a key: the engine provides its value.
     """
     fields = {}
     for name, field in kind.model_fields.items():
         extra = _extra(field)
         if extra.get("group"):
-            # A key that differs from the setting's name is said there.
+            # ``key`` is set if the key differs from the setting's name.
             field_of_key = str(extra["key"]).replace("-", "_")
             fields[field_of_key or name] = name
     return fields
 
 
 def methods_with(field: str, params: Mapping[str, type[Params]] = PARAMS) -> list[str]:
-    """Return the methods that have a field; none for a setting of every method."""
+    """Return the methods with a field; empty if every method has it."""
     if field in Params.model_fields:
         return []
     return [name for name, kind in params.items() if field in config_fields(kind)]
@@ -93,7 +95,8 @@ def methods_with(field: str, params: Mapping[str, type[Params]] = PARAMS) -> lis
 def own_defaults(params: Mapping[str, type[Params]] = PARAMS) -> dict[str, Any]:
     """Return the config's default of each setting whose default differs by method.
 
-    It stands for "the method's own default": 0, or -1 for a setting that may be 0.
+    This value selects the method's own default. It is 0, or -1 for a setting that may
+    be 0.
     """
     defaults: dict[str, Any] = {}
     for name, declared in _declared(params).items():
@@ -114,7 +117,7 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
     fields: dict[str, Any] = {}
     differing = own_defaults(params)
     for name, declared in _declared(params).items():
-        # one key has one type and one range, whatever the method
+        # A key has the same type and range for all methods.
         first = declared[0]
         for other in declared:
             if (other.annotation, other.metadata) != (first.annotation, first.metadata):
@@ -124,14 +127,16 @@ def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str
                 )
         field = copy.copy(first)
 
-        # the meaning for each method
+        # Join the different meanings of the methods.
         meanings = [str(other.description) for other in declared]
         field.description = "; ".join(dict.fromkeys(meanings))
 
-        # a default that stands for the method's own may be outside the limits
+        # A default that selects the method's own default may be outside the limits.
         if name in differing:
             field.default, field.metadata = differing[name], []
-            field.description += f"; {differing[name]:g} = the method's own default"
+            field.description += (
+                f"; {differing[name]:g} selects the method's own default"
+            )
         fields[name] = (field.annotation, field)
     return fields
 
@@ -156,26 +161,28 @@ def _settings_of(kind: type[Settings]) -> dict[str, Any]:
 class Group(BaseModel):
     """Keys of one group."""
 
-    # What is validated is ``Config`` alone.
+    # Only ``Config`` is validated.
     model_config = ConfigDict(defer_build=True)
 
     group: ClassVar[str]
 
 
 class Method(Group):
-    """The method, and what is added to it."""
+    """The method, and the parts of other methods that are added to it."""
 
     group = "method"
 
     strategy: str = key("fedavg", "method; `fedbn-flwr list strategies`")
     local_part: str = key(
-        "", "the method whose local parts a combination has; empty = the strategy's"
+        "",
+        "method that sets the local parts of a combination; empty selects the strategy",
     )
     client_hooks: str = key(
         "", "comma list of methods whose local training is added to the strategy"
     )
     server_step: str = key(
-        "", "the method whose server step a combination has; empty = the strategy's"
+        "",
+        "method that sets the server step of a combination; empty selects the strategy",
     )
 
 
@@ -186,36 +193,38 @@ class Data(Group):
 
     dataset: str = key(
         "digits",
-        "data set; `fedbn-flwr list datasets`; data of your own by their format, or"
-        " your own module:function",
+        "data set (`fedbn-flwr list datasets`), your own data by their format, or your"
+        " own module:function",
     )
     data_dir: str = key(
-        "", "absolute folder of the data set's files; not needed for embedded data"
+        "", "absolute path of the data set's folder; embedded data need none"
     )
     image_size: int = key(
         0,
-        "height of the images, pixels; 0 = as published, or the height that the model"
-        " needs (torchvision's: 64, but most classifiers work at 32). Own images become"
-        " squares",
+        "height of the images in pixels; 0 selects the published height, or the height"
+        " that the model needs (64 for torchvision models, but most classifiers work at"
+        " 32). Own images become squares",
         ge=0,
     )
-    num_classes: int = key(0, "classes of the model; 0 = the data set's", ge=0)
+    num_classes: int = key(
+        0, "number of classes of the model; 0 selects the classes of the data set", ge=0
+    )
     task: str = key(
         "",
-        "learning task: targets, loss and metrics; empty = the data set's own. Only"
-        " data of your own have a choice",
+        "learning task, with its targets, loss and metrics; empty selects the task of"
+        " the data set. Only your own data have a choice",
     )
     test_share: float = key(
         0.2,
-        "share of own data that is the test part, where the data have none",
+        "share of your own data used as test part, if the data have no test part",
         {"dataset": ("folder:", "npz:")},
         gt=0,
         lt=1,
     )
     validation_share: float = key(
         0.0,
-        "share of each client's training examples that is never trained on, stratified"
-        " by class: its tests are `validation-*` of each tested round; early-stopping"
+        "share of each client's training examples reserved for validation, stratified by"
+        " class. Each tested round reports the results as `validation-*`; early-stopping"
         " and fedbs use them",
         ge=0,
         lt=1,
@@ -223,8 +232,8 @@ class Data(Group):
     augment: str = key(
         "",
         "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`,"
-        " `color-jitter`, `auto-augment`, `rand-augment`, `trivial-augment`; empty ="
-        " none",
+        " `color-jitter`, `auto-augment`, `rand-augment`, `trivial-augment`; empty"
+        " disables augmentation",
     )
 
 
@@ -235,14 +244,16 @@ class Clients(Group):
 
     num_clients: int = key(
         0,
-        "clients; in process 0 = 5, or the number of groups of `natural` and `domain`;"
-        " under Flower the size of the federation, 0 = any size",
+        "number of clients. In process, 0 means 5, or the number of groups of `natural`"
+        " and `domain`. Under Flower, this is the size of the federation, and 0 means"
+        " any size",
         ge=0,
     )
     partition: str = key(
         "",
-        "split over the clients; `fedbn-flwr list partitions`; empty = natural for own"
-        " data with clients, iid for other own data, else classes",
+        "split over the clients (`fedbn-flwr list partitions`); empty selects natural"
+        " for your own data with clients, iid for your other data, and classes for"
+        " published data",
     )
     partition_alpha: float = key(
         0.5,
@@ -251,24 +262,26 @@ class Clients(Group):
         gt=0,
     )
     classes_per_client: int = key(
-        2, "classes each client holds", {"partition": ("", "classes")}, ge=1
+        2, "number of classes of each client", {"partition": ("", "classes")}, ge=1
     )
     shards_per_client: int = key(
         0,
-        "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30",
+        "number of shards of a client (its maximum for `unbalanced-shards`); 0 means 2,"
+        " or 30 for `unbalanced-shards`",
         {"partition": ("shards", "unbalanced-shards")},
         ge=0,
     )
     domain_share: float = key(
         1.0,
-        "share of a domain used; above 1 a number of examples",
+        "share of each domain that is used; a value above 1 is a number of examples",
         {"partition": ("domain",)},
         gt=0,
     )
     held_out_clients: str = key(
         "",
-        "clients that never train and are tested in each tested round: a comma list of"
-        " names, or a number (the last; a client that is called so takes precedence)",
+        "clients that never train, but are tested in each tested round: a comma list of"
+        " names, or a number N for the last N clients (if a client has this number as"
+        " its name, only that client)",
     )
 
 
@@ -279,33 +292,33 @@ class Model(Group):
 
     model: str = key(
         "mlp",
-        "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function",
+        "model (`fedbn-flwr list models`), torchvision:NAME, or your own module:function",
     )
-    norm: str = key("batch", "normalisation of the model; `fedbn-flwr list norms`")
+    norm: str = key("batch", "normalisation of the model (`fedbn-flwr list norms`)")
     norm_groups: int = key(
         2, "groups of GroupNorm", {"norm": ("group", "group+ws")}, ge=1
     )
     feature_norm: Literal["", "sqrt-d", "1"] = key(
         "",
-        "length of the features before the classifier (FN): sqrt-d, the root of their"
-        " number; 1; empty = as they are",
+        "length to which the features before the classifier are scaled (FN): sqrt-d (the"
+        " root of their number) or 1; empty leaves them unscaled",
     )
     init: str = key(
         "",
         "initial weights, loaded by name and shape: an absolute path of a .safetensors,"
         " .pt or .pth file, or torchvision, torchvision:NAME, timm or smp (published"
-        " weights, downloaded); read by the server alone",
+        " weights, downloaded). Only the server reads them",
     )
     train_only: str = key(
         "",
         "comma list of paths of modules (`layer4,fc`): only their parameters train, the"
-        " others are frozen; empty = all train",
+        " others are frozen; empty trains all",
     )
     frozen_bn: Literal["eval", "train"] = key(
         "eval",
-        "BatchNorm outside train-only: eval = normalises with its running statistics,"
-        " which stay as they are, train = with the batch's, and the running ones move"
-        " as the method says",
+        "BatchNorm outside train-only: eval normalises with its running statistics and"
+        " keeps them; train normalises with the batch statistics, and the method updates"
+        " the running statistics",
         {"train-only": SET, "norm": BATCHNORM_KINDS},
     )
     bn_momentum: float = key(
@@ -324,19 +337,19 @@ class Rounds(Group):
 
     num_server_rounds: int = key(20, "rounds R, counted from 1", ge=1)
     fraction_train: float = key(
-        1.0, "share of the clients that train in a round", gt=0, le=1
+        1.0, "share of the clients that train in each round", gt=0, le=1
     )
     round_timeout: float = key(
         0.0,
-        "seconds to wait for the replies of a round, and for nodes; 0 = 3600, and in"
-        " process as long as it takes",
+        "seconds to wait for the replies of a round, and for nodes; 0 means 3600, or no"
+        " limit in process",
         ge=0,
     )
     early_stopping: int = key(
         0,
-        "K > 0: the run ends when the score on the validation examples has not improved"
-        " for K tested rounds, and its result is the state after the best round; needs"
-        " validation-share",
+        "end the run if the score on the validation examples has not improved for K"
+        " tested rounds; the result is the state after the best round. Needs"
+        " validation-share; 0 disables it",
         ge=0,
     )
 
@@ -346,20 +359,24 @@ class LocalTraining(Group):
 
     group = "local training"
 
-    local_steps: int = key(0, "E steps per round; see sampling", ge=0)
+    local_steps: int = key(0, "number E of steps per round; see sampling", ge=0)
     local_epochs: int = key(
-        1, "E passes over the local data per round; not together with local-steps", ge=0
+        1,
+        "number E of passes over the local data per round; excludes local-steps",
+        ge=0,
     )
     sampling: Literal["with-replacement", "without-replacement"] = key(
         "with-replacement",
-        "how the batches of local-steps are drawn; a batch of at least the size of a"
-        " client's data is all of them",
+        "drawing of the batches of local-steps; a batch at least as large as a client's"
+        " data contains all of them",
         {"local-steps": SET},
     )
-    batch_size: int = key(32, "examples per step; 0 = the whole local data set", ge=0)
+    batch_size: int = key(
+        32, "examples per step; 0 uses the whole local data set", ge=0
+    )
     learning_rate: float = key(0.1, "learning rate of the optimizer in round 1", gt=0)
     lr_decay_at: str = key(
-        "", "comma list: decay after a round (int), a fraction of R, or `freeze`"
+        "", "comma list of decays: after a round (int), a fraction of R, or `freeze`"
     )
     lr_decay_factor: str = key(
         "0.1",
@@ -375,7 +392,9 @@ class LocalTraining(Group):
         0.0, "momentum of SGD; see momentum-scope", {"optimizer": ("sgd",)}, ge=0, lt=1
     )
     weight_decay: float = key(0.0, "L2 coefficient on every trainable parameter", ge=0)
-    device: str = key("auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
+    device: str = key(
+        "auto", "auto, cpu, cuda or cuda:N; auto selects cuda if available"
+    )
     amp: bool = key(False, "bfloat16 autocast in the forward passes of training")
     torch_threads: int = key(
         1, "CPU threads of torch per client (changes the last bits)", ge=1
@@ -392,29 +411,30 @@ class Tests(Group):
     )
     metrics: str = key(
         "",
-        "comma list of metrics of every test, beside the task's own. Early stopping,"
-        " tuning, tables and reports go by the first, which may be loss; empty = the"
-        " task's own (accuracy; segmentation miou, multi-label auroc, regression mae)."
+        "comma list of metrics of every test, in addition to the metric of the task."
+        " Early stopping, tuning, tables and reports use the first, and it may be loss;"
+        " empty selects the metric of the task (accuracy; segmentation miou, multi-label"
+        " auroc, regression mae)."
         " Others: balanced-accuracy, macro-f1, auprc; dice; rmse",
     )
     test_bn: Literal["", "batch", "mix"] = key(
         "",
-        "BatchNorm statistics of the tests of eval-on that end in -test-bn, and of one"
-        " more test of held-out clients, each from its own test inputs: batch = each"
-        " test batch's, mix = these with the stored ones, which weigh as much as 16"
-        " examples; empty = no such test",
+        "BatchNorm statistics from the test inputs, in the tests of eval-on that end in"
+        " -test-bn and in an additional test of held-out clients: batch uses the"
+        " statistics of each test batch, mix combines these with the stored statistics,"
+        " weighted like 16 examples; empty disables these tests",
         {"norm": BATCHNORM_KINDS},
     )
 
 
 class Files(Group):
-    """What is written."""
+    """The output files."""
 
     group = "files"
 
     out: str = key(
         "",
-        "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)",
+        "output folder; empty selects runs/... (under Flower FLWR_HOME/fedbn-runs/RUN_ID)",
     )
     tensorboard: bool = key(
         False,
@@ -423,29 +443,29 @@ class Files(Group):
     )
     checkpoint_every: int = key(
         10,
-        "checkpoint before round 1, every so many rounds or 20 seconds, at the end and"
-        " at a signal; 0 = none",
+        "rounds between checkpoints. They are also written every 20 seconds, before"
+        " round 1, at the end and at a signal; 0 disables them",
         ge=0,
     )
     state_dir: str = key(
         "",
-        "absolute folder on each node in which clients keep their part; `out` ="
-        " OUT/checkpoint/clients (set by `fedbn-flwr run`); empty = in memory; a node's"
-        " own `state-dir` takes precedence",
+        "absolute path of the folder on each node for the local state of its clients;"
+        " `out` selects OUT/checkpoint/clients (set by `fedbn-flwr run`); empty keeps"
+        " the state in memory. A node's own `state-dir` takes precedence",
     )
     series: str = key(
         "",
-        "experiment id: runs with the same id continue with the parts that clients"
-        " kept; empty = this run only",
+        "experiment id: runs with the same id continue with the local state of the"
+        " clients; empty limits this state to the run",
     )
     resume: bool = key(
         False,
-        "continue from the last checkpoint in `out`; with an empty folder start a run",
+        "continue from the last checkpoint in `out`; start a run if the folder is empty",
     )
 
 
-# A type checker sees the fields of all methods; in a process they are made from what the
-# methods declare, so that no key is written twice.
+# A type checker sees the fields of all methods. At run time the fields are made from the
+# declarations of the methods, so that each key is written once.
 if TYPE_CHECKING:
 
     class SettingsOfMethods(Params, DPSettings, MaskSettings):
@@ -472,14 +492,14 @@ _OWN_GROUPS: tuple[type[Group], ...] = (
 class Fields(
     Method, Data, Clients, Model, Rounds, LocalTraining, Tests, SettingsOfMethods, Files
 ):
-    """All keys of a run, each checked by itself."""
+    """All keys of a run, each checked separately."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         alias_generator=lambda name: name.replace("_", "-"),
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML and the command line know no difference
+        coerce_numbers_to_str=True,  # YAML and --set do not separate them
     )
 
     @property
@@ -496,13 +516,13 @@ class Fields(
     def title(self) -> str:
         """The names of the methods, joined by "+"."""
         names = [name for name in self.method_names if name != "fedavg"]
-        # in the order of the registry; others, which are refused later, at the end
+        # Sort in the order of the registry. Unknown names come last and are refused later.
         order = [*PARAMS, *names]
         return "+".join(sorted(names, key=order.index)) or "fedavg"
 
     @property
     def protected(self) -> bool:
-        """Whether single clients stay hidden: no page to give away has their counts."""
+        """Whether single clients stay hidden, so that no shared page has their counts."""
         return self.dp != "off" or self.masked_sums
 
     @classmethod
@@ -512,7 +532,7 @@ class Fields(
         for kind in _OWN_GROUPS:
             if kind.group == group:
                 names += kind.model_fields
-        # those of methods and protections name their group themselves
+        # The settings of methods and protections name their group themselves.
         for name, field in cls.model_fields.items():
             if _extra(field).get("group") == group:
                 names.append(name)
@@ -536,9 +556,9 @@ class Fields(
     )
     @classmethod
     def _home(cls, value: str) -> str:
-        """Read ``~`` at the begin of a path, also after a prefix, as in "npz:~/data".
+        """Expand ``~`` at the start of a path, even after a prefix ("npz:~/data").
 
-        No shell does it within a setting.
+        The shell does not expand it within a setting.
         """
         if ":~" not in value:
             return os.path.expanduser(value)
@@ -547,7 +567,7 @@ class Fields(
 
 
 def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
-    """Return what other keys must be for a key to have an effect."""
+    """Return the values of other keys under which a key has an effect."""
     field = kind.model_fields[key.replace("-", "_")]
     conditions: dict[str, Any] = _extra(field).get("only_if", {})
     return conditions

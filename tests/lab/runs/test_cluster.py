@@ -87,8 +87,8 @@ def test_the_address_is_for_the_simulation_alone(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert (
         result.stderr.strip()
-        == "--ray-address=127.0.0.1:1 needs --engine simulation, whose clients Ray"
-        " runs."
+        == "--ray-address=127.0.0.1:1 needs --engine simulation: only that engine uses"
+        " Ray."
     )
     with pytest.raises(
         ConfigError, match=r"ray-address=127\.0\.0\.1:1 is for the engine simulation"
