@@ -38,8 +38,9 @@ __all__ = ["answer_query", "answer_statistics"]
 
 
 def answer_query(message: Message, context: Context, loader: Any) -> Message:
-    """Return the answer to the strategies' ``query``: partition id, training examples,
-    size of the first batch.
+    """Return the answer to the strategies' ``query``.
+
+    It has the partition id, the training examples, and the size of the first batch.
 
     ::
 
@@ -57,11 +58,11 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
             ``batch_size``.
 
     Raises:
-        ConfigError: the node's ``partition-id`` is no number.
-        DataError: the data set has no length, or the sampler's choice is not known
+        ConfigError: the node's ``partition-id`` is not a number.
+        DataError: the data set has no length, or the sampler's choice is unknown
             (``LoadedBatches``).
     """
-    # A loader may have a larger batch size than examples.
+    # The batch size of a loader may exceed its number of examples.
     size = num_examples(loader)
     properties = NodeProperties(
         partition_of(context),
@@ -80,8 +81,9 @@ def answer_statistics(
     *,
     forward: Callable[[Any], Any] | None = None,
 ) -> Message:
-    """Return the answer to ``query.statistics``: BN statistics of the training data
-    under the received weights.
+    """Return the answer to ``query.statistics``: BN statistics of the training data.
+
+    They are measured with the received weights.
 
     ::
 
@@ -96,14 +98,14 @@ def answer_statistics(
         context: Flower's context.
         model: the model on its device; the received state is loaded into it.
         loader: a ``DataLoader`` whose batches are (inputs, targets), without random
-            transforms; one pass, in the order of its data set.
-        forward: called with the inputs of each batch in the place of ``model``, where
+            transforms; there is one pass, in the order of its data set.
+        forward: called with the inputs of each batch instead of ``model``. Pass it if
             the training calls BatchNorm layers that the model's own forward does not
             reach: ``lambda x: net.decoder(net.encoder(x))`` with ``net`` as the model.
 
     Raises:
         StateError: the received entries do not fit the model.
-        DataError: the data set has no length, or a batch is no pair.
+        DataError: the data set has no length, or a batch is not a pair.
     """
     key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
@@ -115,7 +117,7 @@ def answer_statistics(
         measured=MessageConfig.read(merged_config(message)).layers,
         forward=forward,
     )
-    # under the names that the server knows, which may have a wrapper's prefix
+    # Use the names on the server, which may have a wrapper's prefix.
     prefix = wrapper_prefix(received, bare.state_dict())
     encoded = encode_moments(moments, bare.state_dict())
     entries = {prefix + name: entry for name, entry in encoded.items()}

@@ -46,18 +46,19 @@ __all__ = ["SizedApp", "client_app"]
 
 
 class RepeatableApp(ClientApp):
-    """A ClientApp whose function draws from generators that its mod ``seeded_client``
-    has seeded.
+    """A ClientApp whose function draws from seeded generators.
+
+    Its mod ``seeded_client`` seeds them.
     """
 
     seeds_itself = True
 
 
 class SizedApp(RepeatableApp):
-    """A ClientApp that knows the number of training examples of its nodes.
+    """A ClientApp that can report the number of its nodes' training examples.
 
     Args:
-        num_examples: returns it for a node's context, without making the client.
+        num_examples: returns the number for a node's context, without a client.
         mods: as in Flower's ``ClientApp(mods=[...])``.
     """
 
@@ -70,14 +71,14 @@ class SizedApp(RepeatableApp):
     def node_properties(
         self, config: Mapping[str, Any], context: Context
     ) -> NodeProperties:
-        """Return the partition id, the number of examples and that of the partitions.
+        """Return partition id, number of examples and number of partitions.
 
         Raises:
-            NotImplementedError: the query has a config, and the client itself must
+            NotImplementedError: the query has a config, so the client itself must
                 answer.
         """
         if config:
-            raise NotImplementedError("the client must try what the method needs")
+            raise NotImplementedError("only the client can test the method's needs")
         return NodeProperties(
             int(context.node_config[PARTITION_ID]),
             self.num_examples(context),
@@ -93,48 +94,47 @@ def client_app(
     num_examples: Callable[[Context], int] | None = None,
     reason: Callable[[Exception, Context], str] | None = None,
 ) -> ClientApp:
-    """Return a ``ClientApp`` for the Message API, made from a function that returns a
-    ``NumPyClient``.
+    """Return a ``ClientApp`` for the Message API, made from ``NumPyClient`` objects.
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``,
+    and ``query.statistics`` with the ``statistics`` of a ``TorchClient``. It answers
     the strategies' ``query`` with the partition id (from ``get_properties`` or the
-    node's config), the ``num-partitions`` of the node's config and the number of
-    training examples, and ``query.statistics`` with the ``statistics`` of a
-    ``TorchClient``. ``messages.numpy_client`` describes how arrays and their names are
-    sent. In a SuperNode's process they travel in one piece (``mods.packed``).
+    node's config), the ``num-partitions`` of the node's config, and the number of
+    training examples. ``messages.numpy_client`` describes how arrays and their names
+    are sent. In a SuperNode's process they are sent in one piece (``mods.packed``).
 
     Args:
         client_fn: called for every message, as in Flower's
             ``ClientApp(client_fn=...)``.
         mods: as in Flower's ``ClientApp(mods=[...])``. With ``bn_mod`` any
-            ``NumPyClient`` that takes and returns the whole state dict can keep its
-            part; a ``TorchClient`` needs no mod.
-        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that see the
-            training messages alone.
+            ``NumPyClient`` that takes and returns the whole state dict can have local
+            state; a ``TorchClient`` needs no mod.
+        train_mods: as in Flower's ``@app.train(mods=[...])``: mods that receive only
+            the training messages.
         num_examples: returns the number of a node's training examples, as its client
-            would report it. ``InProcessGrid`` then sends no query, which takes a
-            message and a client for each node. Not used with ``mods``, or by methods
-            that synchronise the clients' steps.
-        reason: returns what the server is told of an error of a node's data; default:
-            the error's text.
+            would report it. ``InProcessGrid`` then sends no query, which would need a
+            message and a client for each node. It is not used with ``mods``, or by
+            methods that synchronise the clients' steps.
+        reason: returns the text that the server receives for an error of a node's data;
+            by default the error's text.
 
     Raises:
-        ConfigError: a mod stands in place of a list of mods.
+        ConfigError: a mod was passed instead of a list of mods.
     """
     for name, given in (("mods", mods), ("train_mods", train_mods)):
         if callable(given):
             raise ConfigError(
-                f"{name}={given!r:.80} is one mod, and client_app takes a list: write"
+                f"{name}={given!r:.80} is one mod, but client_app takes a list: write"
                 f" {name}=[...]"
             )
     answers = _ClientMessages(client_fn, reason or _text)
-    # From outside to inside: what leaves the client is masked or clipped after the
-    # user's mods, and in one piece last; what the client draws is seeded innermost, so
-    # that the noise of a privacy mod before it is not the server's to subtract.
+    # From outside to inside. The update is masked or clipped after the user's mods, and
+    # packed last. The client's draws are seeded innermost, so that the server cannot
+    # subtract the noise of a privacy mod before it.
     every = [protected_if_asked, seeded_client, *mods]
-    if on_network_node():  # elsewhere no array has a cost of its own, and a mod has one
+    if on_network_node():  # elsewhere single arrays cost nothing, but a mod does
         every.insert(0, packed)
-    # A user's mod may see or refuse queries: then each node must be asked.
+    # A user's mod may read or refuse queries, so each node must be asked.
     app: ClientApp
     if num_examples is None or mods:
         app = RepeatableApp(mods=every)
@@ -149,9 +149,7 @@ def client_app(
 
 
 class _ClientMessages:
-    """The answers to each kind of message, by the client that ``client_fn`` returns for
-    it.
-    """
+    """The answers to each kind of message, from the client of ``client_fn``."""
 
     def __init__(
         self,
@@ -167,7 +165,7 @@ class _ClientMessages:
         client = getattr(client, "numpy_client", client)
         if not isinstance(client, NumPyClient):
             raise TypeError(
-                f"client_fn returned {type(client).__name__}; client_app needs a"
+                f"client_fn returned {type(client).__name__}, but client_app needs a"
                 " flwr.client.NumPyClient"
             )
         return client
@@ -177,11 +175,11 @@ class _ClientMessages:
         """Return the trained arrays."""
         client = self._client(context)
         fit = client.fit
-        # Our own ``fit`` needs no copies, neither of the arrays that it gets nor of
-        # those that it returns: the reply copies them. A subclass may do anything.
+        # Our own ``fit`` only reads the arrays that it gets, and the reply copies the
+        # arrays that it returns. So no copies are needed; a subclass may do anything.
         only_reads = _only_reads(fit, TorchClient.fit)
         if only_reads:
-            # of the client that owns ``fit``: a user's object may hand it on
+            # Use the client that owns ``fit``: a user's object may pass it on.
             fit = cast(Any, fit).__self__.fit_uncopied
         result = fit(*open_message(message, copy=not only_reads))
         return reply_to_fit(message, *checked(result, "fit"))
@@ -196,7 +194,7 @@ class _ClientMessages:
 
     @NamedConfigErrors()
     def properties(self, message: Message, context: Context) -> Message:
-        """Return the client's properties, or why it cannot take part."""
+        """Return the client's properties, or the reason why it cannot take part."""
         properties: dict[str, Any] = {
             PARTITION_ID: partition_of(context),
             NUM_PARTITIONS: num_partitions_of(context),
@@ -205,7 +203,7 @@ class _ClientMessages:
         try:
             client = self._client(context)
             properties |= client.get_properties(merged_config(message))
-        # An answer, and no error: the server reports it and goes on with the others.
+        # An answer instead of an error: the server reports it and continues.
         except (DataError, NormLayerError) as error:
             properties[NUM_EXAMPLES] = 0
             info[UNUSABLE] = self._reason(error, context)
@@ -222,8 +220,8 @@ class _ClientMessages:
         client = self._client(context)
         if not isinstance(client, TorchClient):
             raise TypeError(
-                f"{type(client).__name__} does not re-estimate BN statistics;"
-                " fedbn_flwr.TorchClient does"
+                f"{type(client).__name__} does not re-estimate BN statistics: use"
+                " fedbn_flwr.TorchClient"
             )
         return reply_to_fit(
             message, *client.statistics(*open_message(message)), of="statistics"
@@ -233,8 +231,9 @@ class _ClientMessages:
 def protected_if_asked(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """``masked_update`` around ``clipped_update``, each imported where the server asks
-    for it: a Flower mod.
+    """Apply ``masked_update`` around ``clipped_update``: a Flower mod.
+
+    Each is imported only if the server asks for it.
     """
     config = merged_config(message)
     if CLIP in config:
@@ -252,7 +251,7 @@ def protected_if_asked(
 def seeded_client(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Let what the client draws repeat: a Flower mod."""
+    """Make the client's random draws repeatable: a Flower mod."""
     return call_next(message, context)
 
 
@@ -261,8 +260,9 @@ def _text(error: Exception, _: Context) -> str:
 
 
 def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
-    """Return whether a client's method is ``TorchClient``'s own, which does not write
-    into the arrays it gets.
+    """Return whether a client's method is ``TorchClient``'s own.
+
+    Such a method does not write into the arrays that it gets.
     """
     return getattr(method, "__func__", None) is ours
 

@@ -1,6 +1,4 @@
-"""What a ``TorchClient`` trains and tests on, and the random streams by which it draws
-from it.
-"""
+"""The data of a ``TorchClient``, and the random streams that draw from it."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class ClientData:
 
     Attributes:
         train: the training data; may be empty.
-        tests: the test sets by name, "" for one without a name.
+        tests: the test sets by name; the name is empty for a set without a name.
     """
 
     train: Batches
@@ -44,7 +42,7 @@ class ClientData:
     def of(
         cls, train: Examples, tests: Examples | Mapping[str, Examples]
     ) -> ClientData:
-        """Return the data sets as ``Batches``; raises as ``as_batches``."""
+        """Return the data sets as ``Batches``, with the errors of ``as_batches``."""
         named = tests if isinstance(tests, Mapping) else {"": tests}
         return cls(
             as_batches(train), {name: as_batches(data) for name, data in named.items()}
@@ -54,7 +52,7 @@ class ClientData:
         """Return the test sets that the server asks for; all if it names none.
 
         Raises:
-            ConfigError: one is not known here.
+            ConfigError: this client lacks one of them.
         """
         unknown = [name for name in names if name not in self.tests]
         if unknown:
@@ -70,13 +68,13 @@ class ClientData:
         """Return the model's loss on the test set "validation".
 
         Raises:
-            DataError: there is none.
+            DataError: there is no such set, or it is empty.
         """
         data = self.tests.get(VALIDATION)
         if data is None or len(data) == 0:
             raise DataError(
-                "the strategy weighs this client by the loss on its validation data, of"
-                " which it has none: use a larger validation-share, or give TorchClient"
+                "the strategy weighs this client by the loss on its validation data,"
+                " but it has none: use a larger validation-share, or give TorchClient"
                 f" this set: test_data={{{VALIDATION!r}: ...}}"
             )
         return evaluate(model, data, task=task).loss
@@ -85,7 +83,7 @@ class ClientData:
         """Return the inputs of two examples of the first set that has any."""
         data = next(data for data in (self.train, *self.tests.values()) if len(data))
         positions = torch.tensor([0, min(1, len(data) - 1)])
-        # With a generator: without one a data set with random transforms is warned of.
+        # Pass a generator: data sets with random transforms warn without one.
         return data.batch(positions, torch.Generator())[0]
 
 
@@ -94,7 +92,7 @@ class ClientStreams:
     """A client's random streams: one for each purpose and round.
 
     Attributes:
-        seed: None = the seed that the server sends.
+        seed: the seed; None uses the seed that the server sends.
         client: the client's part of the streams' names.
     """
 
@@ -108,17 +106,18 @@ class ClientStreams:
         """Return the streams of a client with this partition id, or of its node."""
         if partition_id is not None:
             return cls(seed, partition_id)
-        # Clients on one stream would draw the same: without a name they use their node.
+        # Clients without a name use their node: on one stream, their draws would agree.
         return cls(seed, -1 if context is None else f"node {own_node_id(context)}")
 
     def generator(
         self, sent: MessageConfig, purpose: str, fresh: int = 0
     ) -> torch.Generator:
-        """Return the generator for a purpose in this round; ``fresh``: the attempt that
-        draws new batches, or 0.
+        """Return the generator for a purpose in this round.
+
+        ``fresh``: the number of the attempt that draws new batches, or 0.
         """
-        # An attempt has a stream of its own only where it draws new batches: a repeated
-        # step must use the same ones.
+        # An attempt has its own stream only if it draws new batches: a repeated step
+        # must use the same batches.
         seed = sent.seed if self.seed is None else self.seed
         keys: list[int | str] = [sent.server_round, self.client]
         if fresh:
@@ -127,27 +126,28 @@ class ClientStreams:
 
 
 def as_batches(data: Any) -> Batches:
-    """Return ``Batches`` as they are, and a torch ``Dataset`` of pairs as such,
-    collated as a ``DataLoader`` does.
+    """Return ``Batches`` unchanged, and a torch ``Dataset`` of pairs as ``Batches``.
+
+    The pairs are collated as a ``DataLoader`` does.
 
     Raises:
         DataError: the data set has no length; or it is a ``DataLoader``, whose batches
-            are not those of the settings.
+            differ from those of the settings.
     """
     if _has_batches(data):
         batches: Batches = data
         return batches
     if isinstance(data, DataLoader):
         raise DataError(
-            f"a DataLoader with batch_size={data.batch_size}: batches and their order"
-            " are those of the client's settings (LocalTraining). Give its data set,"
-            " loader.dataset, or fedbn_flwr.training.batches_of(loader), which keeps"
-            " its collate_fn."
+            f"a DataLoader with batch_size={data.batch_size} was passed, but the"
+            " client's settings (LocalTraining) determine the batches and their order."
+            " Pass its data set, loader.dataset, or"
+            " fedbn_flwr.training.batches_of(loader), which keeps its collate_fn."
         )
     if not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{type(data).__name__} is no data set: give a torch Dataset with a length"
-            " whose examples are (input, target), or an object with a length and"
+            f"{type(data).__name__} is not a data set: pass a torch Dataset with a"
+            " length whose examples are (input, target), or an object with a length and"
             " batch(positions, generator)"
         )
     return LoadedBatches(DataLoader(data))
@@ -158,7 +158,7 @@ def _has_batches(data: Any) -> bool:
     method = getattr(data, "batch", None)
     if not callable(method):
         return False
-    # Data sets of other libraries have another ``batch``, as that of Hugging Face's.
+    # Data sets of other libraries, such as Hugging Face, have another ``batch``.
     return (
         not hasattr(data, "__getitem__")
         or "generator" in inspect.signature(method).parameters

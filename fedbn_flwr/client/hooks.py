@@ -1,7 +1,7 @@
-"""The client half of a method inside a user's own training loop: ``bn_rules``.
+"""Client code for a user's own training loop: ``bn_rules``.
 
-It attaches the client hooks that ``TorchClient`` uses to the user's model and
-optimizer. The mod ``bn_mod`` adds their metrics and their names to the reply.
+It attaches the client hooks of ``TorchClient`` to the user's model and optimizer. The
+mod ``bn_mod`` adds the names and the metrics of the hooks to the reply.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from fedbn_flwr.training.optimizer_hooks import (
 
 __all__ = ["Hooks", "bn_rules"]
 
-# what acts once or adds up in a round
+# Methods of hooks that act once in a round, or add something up over the round.
 _PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")
 
 
@@ -90,29 +90,29 @@ def bn_rules(
                     loss.backward()
                 optimizer.step()
 
-    FixBN needs only the ``with``, and ``msg.content["config"]`` is enough for it;
-    frozen layers stay frozen when the block calls ``model.train()``. A strategy without
+    FixBN needs only the ``with``, and for FixBN ``msg.content["config"]`` is enough.
+    Frozen layers stay frozen if the block calls ``model.train()``. A strategy without
     client hooks changes nothing. The mod ``bn_mod`` sends and keeps the arrays of the
     hooks: ``ClientApp(mods=[bn_mod])``.
 
-    The hooks measure the model at the end of the block: return this model. Where a loop
-    loads other weights in the block, as those of its best epoch or an average, they are
-    accepted, or the error says what to do.
+    The hooks measure the model at the end of the block: return this model. If a loop
+    loads other weights inside the block, such as the weights of its best epoch or an
+    average, they are accepted, or the error names the remedy.
 
     Args:
-        model: the model on its device, with the received state loaded; it may be
-            compiled or in DDP.
-        message_or_config: the training message or its config; in a ``NumPyClient`` the
+        model: the model on its device, with the received state loaded. It may be
+            compiled or wrapped in DDP.
+        message_or_config: the training message or its config; in a ``NumPyClient``, the
             config of ``fit``.
         context: Flower's context, needed if a hook keeps or sends arrays.
 
     Raises:
-        ConfigError: at the start if the message or the context is needed and missing,
-            or if a block has ended before in this message; in a step of an optimizer
-            that was not wrapped, if the method acts in every step; at the end if the
-            model has made entries, a hook took no part in the training (the optimizer
-            was not wrapped, or no step was taken), or the weights are not those of the
-            last step and the hook needs it.
+        ConfigError: at the start, if the message or the context is needed and missing,
+            or if a block has already ended in this message. In a step of an unwrapped
+            optimizer, if the method acts in every step. At the end, if the model has
+            made entries, if a hook took no part in the training (the optimizer was not
+            wrapped, or no step was taken), or if a hook needs the weights of the last
+            step and the model has others.
     """
     message: Message | None = None
     if isinstance(message_or_config, Message):
@@ -124,16 +124,16 @@ def bn_rules(
     local = frozenset(sent.local_entries)
     hooks = make_hooks(sent.hooks, HookContext(config, local, replay(context, config)))
     _refuse_second_block(context, hooks.values())
-    # FixBN and others act on the model alone. A hook with arrays of its own needs the
-    # context, where the mod has put them, and the names that the server knows.
+    # FixBN and others act only on the model. A hook with its own arrays needs the
+    # context, to which the mod has added them, and the names on the server.
     kept: KeptState | None = None
     with_arrays = [
         hook_name
         for hook_name, hook in hooks.items()
         if overrides(hook, "receive", "reply", "keep", "around")
     ]
-    # Entries and paths have the names of the server's model. A hook without arrays may
-    # train a model with other names, such as one with a further head.
+    # Entries and paths use the names of the server's model. A hook without arrays may
+    # train a model with other names, such as a model with a second head.
     with nullcontext() if with_arrays else suppress(StateError):
         whole = _whole(message, config, model)
         if whole is not None:
@@ -147,7 +147,7 @@ def bn_rules(
             )
         spec = None
         if local:
-            # as the mod: a personal entry may have had another shape at the server
+            # As in the mod: a personal entry may have another shape on the server.
             place = StateLocation.of(context, sent.continuity)
             spec = ModelSpec.load(context, place)
         kept = (spec or ModelSpec.of(whole)).store(context, None, sent.start_id)
@@ -164,8 +164,8 @@ def bn_rules(
     rules = Hooks(model, hooks)
     with rules._block():
         yield rules
-    # After the block, and not where it raises: the round counts as a whole or not at
-    # all. The mod takes the outbox over into the reply, and saves what is kept.
+    # After the block, and only if it did not raise: a round counts completely or not at
+    # all. The mod moves the outbox into the reply, and saves the local state.
     if context is not None:
         fill_outbox(context, rules.metrics, hooks.values())
     if kept is not None:
@@ -178,16 +178,17 @@ def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -
     if any(overrides(hook, *_PER_ROUND) for hook in hooks):
         raise ConfigError(
             "a second `with bn_rules(...)` in the training of one message: the hooks of"
-            " the strategy would begin anew, and what they found in the first block"
-            " would be lost. Write one block around all epochs."
+            " the strategy would start again and lose their results from the first"
+            " block. Write one block around all epochs."
         )
 
 
 def _whole(
     message: Message | None, config: Mapping[str, Any], model: nn.Module
 ) -> Mapping[str, Any] | None:
-    """Return the whole model under the server's names, from the message or from a
-    NumPyClient's loaded model.
+    """Return the whole model under the server's names.
+
+    It comes from the message, or from a NumPyClient's loaded model.
 
     Raises:
         StateError: the names do not fit the model.
@@ -202,11 +203,10 @@ def _whole(
 
 
 class Hooks:
-    """The client hooks of a round in a user's training loop: the value of
-    ``with bn_rules(...) as rules``.
+    """The client hooks of a round in a user's training loop.
 
-    Call ``survey``, ``wrap`` and ``step`` where the method needs them; where it does
-    not they do nothing.
+    It is the value of ``with bn_rules(...) as rules``. Call ``survey``, ``wrap`` and
+    ``step`` if the method needs them; otherwise they do nothing.
 
     Attributes:
         metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of
@@ -218,18 +218,18 @@ class Hooks:
         self.metrics: dict[str, Any] = {}
         self._model = model
         self._hooks = hooks
-        # The weights as the hooks stored them, and as the last step left them: a user's
-        # loop may load others in between.
+        # The weights when the hooks stored them, and after the last step: a user's loop
+        # may load others in between.
         self._at_start, self._after_step = NotedModel(model), NotedModel(model)
-        self._wrapped: list[torch.optim.Optimizer] = []  # those that take the steps
+        self._wrapped: list[torch.optim.Optimizer] = []  # the ones that take the steps
         self._steps = 0
         self._passes = 0
-        # New gradients tell a step from the one before: several optimizers may share a
-        # backward pass, and a closure may make several passes in a step.
+        # New gradients distinguish a step from the one before: several optimizers may
+        # share a backward pass, and a closure may make several passes in a step.
         self._watched: set[nn.Parameter] = set()
         self._stepped: list[torch.optim.Optimizer] = []
         self._new_gradients = self._new_step = True
-        self._has_gradients = False  # of the open pass of ``begin_step``
+        self._has_gradients = False  # in the open pass of ``begin_step``
         self._surveyed = False
         self._trained = False
         self._exit = ExitStack()
@@ -244,8 +244,8 @@ class Hooks:
         self._compares = any(hook.compares_with_start for hook in hooks.values())
         if self._compares or self._acting_stores:
             self._at_start.note()
-        # The first pass with gradients is the last moment of a survey, and of loading
-        # the received weights. Only the layers see it in every loop.
+        # The first pass with gradients is the last moment for a survey, and for loading
+        # the received weights. Only the layers notice it in every kind of loop.
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
@@ -255,38 +255,35 @@ class Hooks:
 
     @property
     def _acting_stores(self) -> bool:
-        """Whether a hook that acts in steps stores something of the model at the start
-        of the block.
-        """
+        """Whether a hook that acts in steps stores values of the model at the start."""
         return any(overrides(hook, "begin") for hook in self._acting)
 
     def survey(self, batches: Any, forward: Callable[[Any], Any] | None = None) -> None:
-        """Pass the training data through the model before the first step, for methods
-        that measure statistics there.
+        """Pass the training data through the model before the first step.
 
-        No gradient is computed, and running statistics do not change. Other methods do
-        nothing.
+        Methods that measure statistics need this call, for the others it does nothing.
+        No gradient is computed, and running statistics do not change.
 
         Args:
-            batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in
-                the order of its data set and without its last batch left out. The
-                statistics are those of the examples as it gives them: take one without
-                random transforms.
-            forward: called with the inputs of each batch in the place of the model,
-                where the training calls BatchNorm layers that the model's own forward
-                does not reach: ``lambda x: net.decoder(net.encoder(x))``.
+            batches: a ``DataLoader`` whose batches are (inputs, targets). There is one
+                pass, in the order of its data set and including the last batch. The
+                statistics depend on the examples as the loader returns them: use a
+                loader without random transforms.
+            forward: called with the inputs of each batch instead of the model. Pass it
+                if the training calls BatchNorm layers that the model's own forward does
+                not reach: ``lambda x: net.decoder(net.encoder(x))``.
 
         Raises:
             ConfigError: a step was taken before, or the model had a forward pass in
                 train mode with gradients.
-            DataError: the data set has no length, or a batch is no pair.
+            DataError: the data set has no length, or a batch is not a pair.
         """
         if self._steps or self._passes or self._trained:
             raise ConfigError(
                 "rules.survey(loader) came after a step, or after a forward pass in"
-                " train mode: call it first; try a model with torch.no_grad()"
+                " train mode: call it first, and try a model with torch.no_grad()"
             )
-        # The passes of the survey are none of the training.
+        # The passes of the survey are not passes of the training.
         self._watching.close()
         self._surveyed = True
         data = LoadedBatches(batches)
@@ -296,23 +293,22 @@ class Hooks:
                 hook.survey(self._model, data, data.batch_size, 0)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the client hooks act before every step of ``optimizer`` (by a torch
-        hook), and return ``optimizer``.
+        """Let the client hooks act before every step of ``optimizer``, and return it.
 
-        A loop may have several optimizers, each with parameters of its own: wrap each.
-        Of an optimizer around another one, as Opacus' or one of sharpness-aware
-        minimisation, the hooks act in the steps of the inner one.
+        A loop may have several optimizers, each with its own parameters: wrap each. If
+        an optimizer wraps another (Opacus, sharpness-aware minimisation), the hooks act
+        in the steps of the inner optimizer. They are attached as a torch hook.
 
         Raises:
-            ConfigError: the optimizer is of another model or none of torch (fastai's is
-                refused only if a client hook acts in every step), a client hook needs
-                plain SGD or refuses its settings, an optimizer with the same parameters
-                was already wrapped, or the model has changed or moved to another device
-                inside the block. A model that changes later is refused in the first
-                step.
+            ConfigError: the optimizer belongs to another model or is not from torch
+                (fastai's is refused only if a client hook acts in every step), a client
+                hook needs plain SGD or refuses its settings, an optimizer with the same
+                parameters was already wrapped, or the model has changed or moved to
+                another device inside the block. If the model changes later, the first
+                step raises the error.
         """
-        # In the steps of fastai's own optimizer no hook could act; if none does, the
-        # loop may have it.
+        # No hook could act in the steps of fastai's own optimizer. If no hook acts in
+        # steps, the loop may use it.
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
         if not self._acting and hasattr(optimizer, "zero_grad") and not is_of_torch:
             return optimizer
@@ -324,23 +320,23 @@ class Hooks:
         own = parameters_of(optimizer)
         if any(own & parameters_of(other) for other in self._wrapped):
             raise ConfigError(
-                "rules.wrap was called twice in a block for the same parameters: make"
+                "rules.wrap was called twice in a block for the same parameters: create"
                 " and wrap one optimizer for all epochs"
             )
         if self._acting:
-            # Hooks that store nothing before ``start`` take the model as it is now; the
-            # others have stored it, and it must still be the same.
+            # Hooks that store nothing before ``start`` take the present model. Other
+            # hooks have stored the model, and it must be unchanged.
             if self._acting_stores:
                 if not self._steps:
                     self._at_start.check_device()
                     self._at_start.check_parameters()
             elif not self._wrapped:
                 self._at_start.note()
-            # Else the hooks would change nothing.
+            # Otherwise the hooks would change nothing.
             if own.isdisjoint(self._model.parameters()):
                 raise ConfigError(
-                    "the optimizer has no parameter of the model that `bn_rules` was"
-                    " given: give both the same model, and no copy of it"
+                    "the optimizer has no parameter of the model that was passed to"
+                    " `bn_rules`: pass the same model to both, not a copy"
                 )
             # A hook refuses an optimizer that it cannot use.
             for hook in self._acting:
@@ -350,8 +346,9 @@ class Hooks:
 
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
-        """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN
-        synchronises the first one.
+        """Wrap forward and backward pass of a step with ``batch_size`` examples.
+
+        FedTAN synchronises the first step.
         """
         self.begin_step(batch_size)
         try:
@@ -362,11 +359,11 @@ class Hooks:
         self._passes += 1
 
     def begin_step(self, batch_size: int) -> None:
-        """Begin ``step`` before a forward pass that is in a framework's hands: for its
-        callbacks, with ``end_step``.
+        """Begin ``step`` before a forward pass that a framework controls.
 
-        An exception that leaves the block of ``bn_rules`` ends the step. So does the
-        next step if no backward pass came, as in an epoch that measures BatchNorm's
+        It is for the framework's callbacks, together with ``end_step``. An exception
+        that leaves the block of ``bn_rules`` ends the step. The next step also ends it
+        if there was no backward pass, as in an epoch that measures BatchNorm's
         statistics.
 
         Raises:
@@ -375,9 +372,9 @@ class Hooks:
         self._end_without_backward()
         if self._in_step:
             raise ConfigError(
-                "a step began inside another one: call rules.begin_step(batch_size)"
-                " before each training batch and no other, and rules.end_step() after"
-                " its backward pass"
+                "a step began inside another step: call rules.begin_step(batch_size)"
+                " before each training batch and no other batch, and rules.end_step()"
+                " after its backward pass"
             )
         self._open_step.enter_context(
             around_step(self._hooks.values(), self._passes, self._model, batch_size)
@@ -386,9 +383,7 @@ class Hooks:
         self._in_step, self._has_gradients = True, False
 
     def _watch_gradients(self) -> None:
-        """Note when a backward pass makes gradients, also of a parameter that was frozen
-        until now.
-        """
+        """Notice the gradients of a backward pass, even of newly unfrozen parameters."""
         for p in self._model.parameters():
             if p.requires_grad and p not in self._watched:
                 self._watched.add(p)
@@ -402,8 +397,9 @@ class Hooks:
         self._has_gradients = self._new_gradients = True
 
     def _end_without_backward(self) -> None:
-        """End an open step that had a forward pass alone, as in an epoch that measures
-        BatchNorm's statistics.
+        """End an open step that had no backward pass.
+
+        An epoch that measures BatchNorm's statistics has such steps.
         """
         alone = self._in_step and not self._has_gradients
         if alone and not any(
@@ -427,9 +423,7 @@ class Hooks:
         self._passes += 1
 
     def _note(self, *_: Any) -> None:
-        """Note a training pass that no other call sees: the optimizer need not be
-        wrapped.
-        """
+        """Notice a training pass, even if the optimizer is not wrapped."""
         trains = self._model.training and torch.is_grad_enabled()
         if self._trained or not trains:
             return
@@ -438,16 +432,17 @@ class Hooks:
             self._at_start.check_parameters()
 
     def _act(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
-        """Apply the hooks to the gradients of the optimizer's parameters; return the
-        sum of the penalties.
+        """Apply the hooks to the gradients of the optimizer's parameters.
+
+        Return the sum of the penalties.
         """
         if any(overrides(hook, "begin", "start") for hook in self._hooks.values()):
             self._at_start.check_device()
             if not self._steps:
                 self._at_start.check_parameters()
                 self._at_start.forget()
-        # Parameters that another optimizer steps have no gradient for the hooks: theirs
-        # would be changed once in each optimizer's step.
+        # Hide the gradients of parameters that another optimizer steps. Otherwise the
+        # hooks would change them once in the step of each optimizer.
         own = parameters_of(optimizer)
         trained: list[nn.Parameter] = []
         set_aside: dict[nn.Parameter, Tensor] = {}
@@ -466,8 +461,9 @@ class Hooks:
         return total
 
     def _change_gradients(self, parameters: list[nn.Parameter]) -> float | Tensor:
-        """Add the gradients of the penalties, then let the hooks change the sums; return
-        the sum of the penalties.
+        """Add the gradients of the penalties, then let the hooks change the sums.
+
+        Return the sum of the penalties.
         """
         total: float | Tensor = 0.0
         for hook in self._hooks.values():
@@ -475,7 +471,7 @@ class Hooks:
                 penalty = hook.penalty(self._model)
             if penalty is None or not parameters:
                 continue
-            # A tensor and not a number: that would wait for the device in each step.
+            # Keep a tensor: a number would wait for the device in each step.
             total = total + penalty.detach()
             gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
             for p, grad in zip(parameters, gradients, strict=True):
@@ -488,11 +484,11 @@ class Hooks:
         """Check a step of any optimizer of the process.
 
         Raises:
-            ConfigError: it is of this model and not wrapped, and the method acts in
-                every step; or the weights are not those of the step before, and a hook
-                needs it.
+            ConfigError: the optimizer belongs to this model and is not wrapped, but the
+                method acts in every step; or a hook needs the weights of the last step,
+                and they have changed.
         """
-        # One around another, as Opacus': the other one takes the step, and is seen then.
+        # If it wraps another optimizer (Opacus), the inner one takes the step.
         if optimizer not in stepping_optimizers(optimizer):
             return
         own = parameters_of(optimizer)
@@ -502,7 +498,7 @@ class Hooks:
         if self._acting and optimizer not in self._wrapped:
             raise ConfigError(
                 f"{type(optimizer).__name__} steps {len(names)} parameters"
-                f" ('{names[0]}', ...) and was not wrapped, and the method acts in"
+                f" ('{names[0]}', ...) and was not wrapped, but the method acts in"
                 " every step. Write: optimizer = rules.wrap(optimizer). A loop with"
                 " several optimizers wraps each."
             )
@@ -518,33 +514,33 @@ class Hooks:
             self._after_step.note(parameters_of(optimizer))
 
     def _check_last_step(self, changed: list[str]) -> None:
-        """Refuse weights that no step has made, where a hook belongs to all steps."""
+        """Refuse weights that no step has made, if a hook depends on all steps."""
         if not changed:
             return
         for name, hook in self._hooks.items():
             if hook.of_all_steps:
                 raise ConfigError(
                     f"{len(changed)} parameters ('{changed[0]}', ...) have changed"
-                    " inside `with bn_rules(...)` after a step, as by loading the best"
-                    f" epoch or an average. Client hook '{name}': {hook.of_all_steps}."
+                    " inside `with bn_rules(...)` after a step, for example by loading"
+                    " the best epoch or an average. Client hook"
+                    f" '{name}': {hook.of_all_steps}."
                 )
 
     def _check(self) -> None:
-        """Check that every client hook took part, and that the weights fit what it has
-        found.
+        """Check that every client hook took part, and that the weights fit its results.
 
         Raises:
             ConfigError: a call is missing, or other weights were loaded; the error
-                names it.
+                names the call or the weights.
         """
-        # A step left open has not run what the hooks do after its backward pass.
+        # If a step is open, the hooks' work after its backward pass is missing.
         self._end_without_backward()
         if self._in_step:
             raise ConfigError(
                 "the block ended inside a step: call rules.end_step() after each"
                 " backward pass"
             )
-        # Thorough: a load by ``.data`` leaves a tensor's version as it was.
+        # Be thorough: a load by ``.data`` does not change a tensor's version.
         if self._belongs_to_all_steps:
             self._check_last_step(self._after_step.changed(thorough=True))
         # A hook that took no part has changed nothing: the run would be plain FedAvg.
@@ -552,14 +548,14 @@ class Hooks:
             if overrides(hook, "start", "penalty", "gradients") and not self._steps:
                 missing = "took no step" if self._wrapped else "was not wrapped"
                 raise ConfigError(
-                    f"client hook '{name}' acts in every step, and the optimizer"
+                    f"client hook '{name}' acts in every step, but the optimizer"
                     f" {missing} inside `with bn_rules(...) as rules`. Write: optimizer"
                     " = rules.wrap(optimizer)."
                 )
             if overrides(hook, "survey") and not self._surveyed:
                 raise ConfigError(
                     f"client hook '{name}' measures statistics of the training data"
-                    " under the received weights. Write before the first step:"
+                    " with the received weights. Write before the first step:"
                     " rules.survey(loader)."
                 )
             if overrides(hook, "around") and not self._passes:
@@ -570,12 +566,13 @@ class Hooks:
 
     @contextmanager
     def _block(self) -> Iterator[None]:
-        """Begin the hooks; at the end of the block check that each took part, end them
-        and collect their metrics.
+        """Begin the hooks, and end them after the block.
+
+        At the end, check that each hook took part, and collect the metrics.
         """
         with self._exit:
-            # Torch's hooks for all optimizers of the process see also those that the
-            # loop did not wrap.
+            # Torch's hooks for all optimizers of the process also notice optimizers
+            # that the loop did not wrap.
             if self._belongs_to_all_steps or self._acting:
                 before = register_optimizer_step_pre_hook(self._before_any_step)
                 self._exit.callback(before.remove)
@@ -583,8 +580,8 @@ class Hooks:
                 after = register_optimizer_step_post_hook(self._after_any_step)
                 self._exit.callback(after.remove)
             with begun(self._hooks.values(), self._model), self._open_step:
-                # An exception may leave a framework's loop between its callbacks: the
-                # step is closed, too.
+                # An exception may leave a framework's loop between its callbacks. The
+                # open step is closed in that case as well.
                 with makes_no_entries(self._model):
                     yield
                 self._check()
@@ -596,5 +593,5 @@ class Hooks:
 
     @property
     def _belongs_to_all_steps(self) -> bool:
-        """Whether what a hook sends or keeps fits only the weights of the last step."""
+        """Whether the results of a hook fit only the weights of the last step."""
         return any(hook.of_all_steps for hook in self._hooks.values())

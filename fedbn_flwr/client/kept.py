@@ -1,10 +1,10 @@
-"""What a client keeps between rounds, in Flower's ``Context.state``: checked against the
-model, and against what the server expects.
+"""A client's local state between rounds, in Flower's ``Context.state``.
 
-A context exists as long as its node's process and its run. Copies in the node's state
-folder (``kept_files``) remain after both, so that a run can be resumed on another day or
-another machine. The server's half is ``server.runs.kept``: it knows the hash of what
-each client kept, and sends the one that a client goes on from.
+It is checked against the model, and against the state that the server expects. A
+context exists as long as the process of its node and the run. Copies in the node's
+state folder (``kept_files``) outlast both, so that a run can be resumed on another day
+or another machine. The server's counterpart is ``server.runs.kept``: it has the hash of
+each client's local state, and sends the hash from which a client continues.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ __all__ = ["ClientStorage", "KeptState", "own_entries", "state_dir"]
 
 _VERSION = 1
 _RECORDS = (KEPT, KEPT_BY_HOOKS)
-# the records as they were before the round, by the name that they have now
+# Names of the records' copies from before the round, by the name of the record.
 _ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (*_RECORDS, KEPT_ABOUT)}
 
 
 @dataclass(frozen=True)
 class ClientStorage:
-    """Where a ``TorchClient`` keeps its state.
+    """The place in which a ``TorchClient`` keeps its local state.
 
     Attributes:
         context: Flower's context of the node; None for a client that cannot keep
             entries.
-        partition_id: names the client in a state folder.
-        folder: the state folder; None = the one that the context names, if any.
+        partition_id: the name of the client in a state folder.
+        folder: the state folder; None uses the folder that the context names, if any.
     """
 
     context: Context | None
@@ -74,7 +74,7 @@ class ClientStorage:
     folder: Path | None
 
     def open(self, parts: Parts, fingerprint: str, sent: MessageConfig) -> KeptState:
-        """Return what the client keeps, restored to the state that the server expects.
+        """Return the client's local state, restored to the state the server expects.
 
         Raises:
             StateError: a state folder needs a partition id, or the client does not have
@@ -84,7 +84,7 @@ class ClientStorage:
         folder = self.folder
         if folder is None and self.context is not None:
             folder = state_dir(self.context)
-        # Without a name of the run its files would be another run's in the next one.
+        # Without a name of the run, the next run would find the files of this run.
         if folder is not None and sent.continuity is not None:
             if self.partition_id is None:
                 raise StateError(
@@ -97,29 +97,32 @@ class ClientStorage:
 
 
 def own_entries(kept: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
-    """Return the entries of a client's own model, given its kept records: those that
-    stay with it, and all of the model that a hook keeps as ``OWN_MODEL``.
+    """Return the entries of a client's own model, given its kept records.
+
+    They are the entries that stay with the client, and the whole model that a hook
+    keeps as ``OWN_MODEL``.
     """
     return {**kept.get(KEPT, {}), **_below(OWN_MODEL, kept.get(KEPT_BY_HOOKS, {}))}
 
 
 def _below(place: str, entries: State) -> dict[str, Array]:
-    """Return what is kept in this place, by the names that its hook gave."""
+    """Return the entries kept in this place, by the names that the hook gave them."""
     start = f"{place}/"
     return {n.removeprefix(start): a for n, a in entries.items() if n.startswith(start)}
 
 
 def state_dir(context: Context, of_run: str | None = None) -> Path | None:
-    """Return a node's state folder: its own ``state-dir``, or that of the run; None
-    without either.
+    """Return a node's state folder, or None if there is none.
+
+    The node's own ``state-dir`` takes precedence over the run's.
 
     Args:
         context: the node's context.
-        of_run: the run's folder; None = the one that the run config names.
+        of_run: the run's folder; None uses the folder that the run config names.
 
     Raises:
-        ConfigError: the path is not absolute, or it is the run's and the node does not
-            allow it.
+        ConfigError: the path is not absolute, or it comes from the run and the node
+            does not allow it.
     """
     if of_run is None:
         of_run = str(context.run_config.get(STATE_DIR, ""))
@@ -130,21 +133,21 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
     if not named:
         return None
     if not Path(named).is_absolute():
-        raise ConfigError(f"state-dir={named!r} is relative; write an absolute path")
+        raise ConfigError(f"state-dir={named!r} is relative: write an absolute path")
     return Path(named)
 
 
 class KeptState:
-    """What one client keeps: its own entries of the model, and those of its hooks.
+    """The local state of a client: its entries of the model, and its hooks' entries.
 
     Args:
         context: Flower's context of the node; None for a client that cannot keep
             entries.
         parts: the split of the model's state.
-        fingerprint: that of the split with the model's shapes, which kept entries must
-            fit.
-        start_id: id of the strategy's start: ``restore`` removes what was kept in
-            another. None = it does not.
+        fingerprint: the fingerprint of the split and the model's shapes, which kept
+            entries must match.
+        start_id: id of the strategy's start. ``restore`` removes the state from any
+            other start; None disables this.
     """
 
     def __init__(
@@ -163,57 +166,56 @@ class KeptState:
 
     @property
     def _state(self) -> RecordDict:
-        """``Context.state``; not stored, because a mod or an app may replace it."""
+        """``Context.state``; read each time, because a mod or an app may replace it."""
         return self._without_context if self._context is None else self._context.state
 
     def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
         """Write copies to the state folder ``root`` from now on; see ``KeptFiles``."""
         self._files = KeptFiles(root, continuity, partition_id, self._fingerprint)
 
-    # Before the round: go on from the state that the server expects.
+    # Before the round: continue from the state that the server expects.
 
     def restore(self, expected: str | None, used: str | None = None) -> None:
-        """Restore the state that the server expects, and undo a round whose reply it
-        has not used.
+        """Restore the expected state, and undo a round whose reply was not used.
 
         Args:
-            expected: the hash of the state, "" for no state in this run; None = the
-                client takes its newest state.
+            expected: the hash of the state that the server expects; empty for no state
+                in this run. With None the client takes its newest state.
             used: the hash of the state after the last round whose reply the server
-                used, "" if there was none; None = nothing is undone. A client that does
-                not have this state begins anew, and its reply says so.
+                used; empty if there was none. With None nothing is undone. A client
+                that lacks this state starts again, and reports it in its reply.
 
         Raises:
             StateError: the client does not have the expected state.
         """
-        # A context may see several starts of a strategy, as in a notebook: each begins
-        # with the model that it is given.
+        # A context may see several starts of a strategy, as in a notebook: each start
+        # begins with its own model.
         if self._start_id is not None and self._is_of_another_start():
             self.replace(None)
         if expected is None:
-            # A new process has an empty context, and its state folder is the memory.
+            # A new process has an empty context: continue from the state folder.
             if self._files is not None and not self._has_any():
                 self.replace(self._files.newest())
         else:
-            self._go_on_from(expected)
+            self._continue_from(expected)
         if used is None:
             return
-        # The round before may have ended here and not at the server: an answer that was
-        # lost or late, a round that was not accepted. The client must not be ahead.
+        # The last round may have ended here but not at the server: its reply was lost
+        # or late, or the round was not accepted. The client must not be ahead.
         if used != self.sha256():
             self.replace(self._before_last_round(used))
-        # In a state folder the file before this round's is the way back.
+        # With a state folder, the previous file allows the server to undo this round.
         if self._files is None:
             self._set_aside()
 
     def _is_of_another_start(self) -> bool:
         return self._has_any() and self._about().get(START_ID) != self._start_id
 
-    def _go_on_from(self, expected: str) -> None:
-        """Restore the state with this hash; "" = none of this run.
+    def _continue_from(self, expected: str) -> None:
+        """Restore the state with this hash; empty for no state of this run.
 
         Raises:
-            StateError: it is gone.
+            StateError: the state is lost.
         """
         if expected and expected == self.sha256():
             return
@@ -223,16 +225,17 @@ class KeptState:
             lacks = f"no good file with it in {self._files.path}"
         if expected and content is None:
             raise _lost(expected, lacks)
-        # Without a folder, too: a context may have what an earlier run kept.
+        # Even without a folder, a context may contain the state of an earlier run.
         self.replace(content)
 
     def _before_last_round(self, used: str) -> dict[str, Any] | None:
-        """Return the kept state ``used``, from the state folder or as it was set aside;
-        None if it is gone.
+        """Return the local state with the hash ``used``, or None if it is lost.
+
+        It comes from the state folder, or from the copy that was set aside.
         """
         if self._files is not None:
-            content = self._files.find(used)  # and removes the files of what is undone
-            # It is of an earlier run, whose server the hooks' entries belong to.
+            content = self._files.find(used)  # also removes the files of undone rounds
+            # It is from an earlier run, to whose server the hooks' entries belong.
             if content and not used:
                 content["kept"].pop(KEPT_BY_HOOKS, None)
             return content
@@ -247,16 +250,17 @@ class KeptState:
         return {"round": about[SERVER_ROUND], "kept": kept}
 
     def _set_aside(self) -> None:
-        """Name the kept records once more, so that the coming round can be undone; they
-        share their arrays.
+        """Store the kept records under a second name, to undo the coming round.
+
+        Both names share the arrays.
         """
-        self.sha256()  # the copy has it, too
+        self.sha256()  # so that the copy contains the hash as well
         for key, aside in _ASIDE.items():
             self._state.pop(aside, None)
             if key in self._state:
                 self._state[aside] = self._state[key]
 
-    # In the round: what is kept, under the model's names.
+    # In the round: the local state, under the names of the model.
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
         """Return the kept entries among ``names``; empty before the first round.
@@ -268,18 +272,19 @@ class KeptState:
         return {name: kept[name] for name in names if name in kept}
 
     def tested(self, names: Collection[str]) -> Mapping[str, Array]:
-        """Return what this client is tested with: ``load``, and a second model."""
+        """Return the local entries for a test: ``load``, and a second model."""
         return {**self.load(names), **_below(OWN_MODEL, self._read(KEPT_BY_HOOKS))}
 
     def hook_state(self, hook: ClientHook) -> Entries:
-        """Return the entries that a client hook kept in the client's last round, else
-        none. Raises as ``load``.
+        """Return the entries that a client hook kept in the client's last round.
+
+        They are empty if there are none. It raises the errors of ``load``.
         """
         entries = _below(_place(hook), self._read(KEPT_BY_HOOKS))
-        # copies: the hook may change them, and the round may be undone
+        # Copy them: the hook may change them, and the round may be undone.
         return tensors({name: array.copy() for name, array in entries.items()})
 
-    # After the round: keep what the next one needs.
+    # After the round: keep the entries that the next round needs.
 
     def keep(self, entries: State, server_round: int) -> None:
         """Keep ``entries`` until the client's next round.
@@ -290,8 +295,9 @@ class KeptState:
         self._write(KEPT, entries, server_round)
 
     def save_hook_state(self, hooks: Iterable[ClientHook], server_round: int) -> None:
-        """Keep the entries of the client hooks until the client's next round. Raises as
-        ``keep``.
+        """Keep the entries of the client hooks until the client's next round.
+
+        It raises the errors of ``keep``.
         """
         entries = {}
         for hook in hooks:
@@ -301,7 +307,7 @@ class KeptState:
             self._write(KEPT_BY_HOOKS, entries, server_round)
 
     def save(self, server_round: int) -> None:
-        """Write the kept state to the state folder, if there is one.
+        """Write the local state to the state folder, if there is one.
 
         Raises:
             StateError: the folder cannot be written.
@@ -313,14 +319,14 @@ class KeptState:
         self._files.write({"sha256": sha256, "kept": kept}, server_round)
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
-        """Return the reply's entries about the kept state; empty if nothing is kept."""
+        """Return the reply's entries about the local state; empty if it is empty."""
         began = _begun(self._about(), server_round) == server_round
         return ReplyInfo(
             local_sha256=self.sha256(), durable=self._files is not None, began=began
         ).write()
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the kept state; "" if nothing is kept."""
+        """Return the SHA-256 of the local state; empty if nothing is kept."""
         about = self._about()
         if not about:
             return ""
@@ -332,16 +338,16 @@ class KeptState:
         for key in _RECORDS:
             for name, array in self._read(key).items():
                 kept[f"{key}/{name}"] = array
-        # Hashing takes longer than small trainings: once, and every write forgets it.
+        # Hashing takes longer than small trainings: keep the hash until the next write.
         sha256 = state_sha256(kept)
         self._records[KEPT_ABOUT][LOCAL_SHA256] = sha256
         return sha256
 
     def _check(self, about: Mapping[str, Any]) -> None:
-        """Check that the kept entries are of this model and of this version."""
+        """Check that the kept entries belong to this model and this version."""
         if about[VERSION] != _VERSION or about[FINGERPRINT] != self._fingerprint:
             raise StateError(
-                f"what this client kept (version {about[VERSION]!s}, round"
+                f"the local state of this client (version {about[VERSION]!s}, round"
                 f" {about[SERVER_ROUND]!s}) belongs to another model: its names, layer"
                 " types or shapes changed (its first entry is now"
                 f" '{self._parts.names[0]}'). Start a new run, or use the earlier model"
@@ -359,9 +365,9 @@ class KeptState:
         return not self._records.keys().isdisjoint(_RECORDS)
 
     def _about(self) -> dict[str, Any]:
-        """Return what is known of the kept state; empty if nothing is kept."""
+        """Return the facts about the local state; empty if nothing is kept."""
         record = self._records.get(KEPT_ABOUT)
-        # a copy by items: Flower's record checks types at each look-up
+        # Copy the items: Flower's record checks types at each look-up.
         return {} if record is None else dict(record.items())
 
     def _read(self, key: str) -> Mapping[str, Array]:
@@ -384,8 +390,9 @@ class KeptState:
         self._describe(server_round, begun)
 
     def replace(self, content: Mapping[str, Any] | None) -> None:
-        """Replace what is kept with the content of a file of the state folder; None =
-        nothing.
+        """Replace the local state with the content of a file of the state folder.
+
+        None removes it.
         """
         for key in _ASIDE:
             self._state.pop(key, None)
@@ -410,8 +417,9 @@ def _place(hook: ClientHook) -> str:
 
 
 def _refuse_diverged(entries: State) -> None:
-    """Refuse entries that are not finite: the engine then restores the context, and what
-    was kept in the round before stays.
+    """Refuse entries that are not finite.
+
+    The engine then restores the context, so the state of the last round remains.
     """
     bad = [
         name
@@ -421,14 +429,14 @@ def _refuse_diverged(entries: State) -> None:
     if bad:
         text = (
             f"entry '{bad[0]}' is not finite after training ({len(bad)} of"
-            f" {len(entries)} entries). The client keeps its values of the round"
-            " before. Look for NaN in the inputs; else use a smaller learning-rate."
+            f" {len(entries)} entries). The client keeps its values from the round"
+            " before. Look for NaN in the inputs, or use a smaller learning-rate."
         )
         raise StateError(coded(NOT_FINITE, text))
 
 
 def _begun(about: Mapping[str, Any], server_round: int) -> int:
-    """Return the round in which the kept state began, if this is that round, else 0."""
+    """Return the round in which the local state began, if it is this round, else 0."""
     if about.get(SERVER_ROUND) != server_round:
         return 0
     return int(about.get(BEGUN, 0))
@@ -436,7 +444,7 @@ def _begun(about: Mapping[str, Any], server_round: int) -> int:
 
 def _lost(expected: str, why: str) -> StateError:
     return StateError(
-        "the server expects the part that this client kept with SHA-256"
-        f" {expected[:12]}..., and the client has {why}: the part is lost, and the"
-        " server will send the whole state again"
+        "the server expects the local state of this client with SHA-256"
+        f" {expected[:12]}..., but the client has {why}: the local state is lost, and"
+        " the server will send the whole state again"
     )

@@ -1,9 +1,9 @@
-"""The files of what a client keeps (``kept``): the newest, and one for each round from
-which a run can resume.
+"""The files with a client's local state (``kept``).
 
-``STATE_DIR/EXPERIMENT/partition-P/SEQUENCE.RUN.ROUND.safetensors``, checked files. RUN
-names a run and its resumptions. EXPERIMENT, the experiment id, may have several runs:
-each continues with the client state of the run before.
+There is the newest file, and a file for each round from which a run can resume. The
+paths are ``STATE_DIR/EXPERIMENT/partition-P/SEQUENCE.RUN.ROUND.safetensors``, and the
+files are checked files. RUN names a run and its resumptions. EXPERIMENT, the experiment
+id, may have several runs: each continues with the local state of the run before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeptFiles:
     ) -> None:
         self.path = partition_folder(root, continuity, partition_id)
         self._continuity = continuity
-        # A file that says something else was copied here from another client or model.
+        # A file with other values was copied here from another client or model.
         self._owner = {
             "kind": "client",
             "series": continuity.series,
@@ -63,16 +63,18 @@ class KeptFiles:
         }
 
     def newest(self) -> dict[str, Any] | None:
-        """Return the newest content of any run; a damaged or foreign file is skipped,
-        with a warning.
+        """Return the newest content of any run.
+
+        A damaged or foreign file is skipped, with a warning.
         """
         for _, content in self._readable():
             return content
         return None
 
     def find(self, sha256: str) -> dict[str, Any] | None:
-        """Return the content with this hash ("": of another run), and remove what this
-        run wrote after it.
+        """Return the content with this hash, and remove this run's later files.
+
+        An empty hash selects the newest file of another run.
         """
         for file, content in self._readable():
             if sha256:
@@ -80,7 +82,7 @@ class KeptFiles:
             else:
                 found = file.run != self._continuity.run
             if found:
-                # Later files are of rounds that the server has undone.
+                # Later files are from rounds that the server has undone.
                 self._remove_after(file.sequence)
                 return content
         if not sha256:
@@ -88,8 +90,9 @@ class KeptFiles:
         return None
 
     def look_up(self, sha256: str) -> dict[str, Any] | None:
-        """Return the content with this hash ("": of this run, which keeps nothing), and
-        change nothing.
+        """Return the content with this hash, without changing files.
+
+        An empty hash only matches files of this run, for a client that keeps nothing.
         """
         for file, content in self._readable():
             of_run = bool(sha256) or file.run == self._continuity.run
@@ -98,18 +101,18 @@ class KeptFiles:
         return None
 
     def write(self, content: Mapping[str, Any], server_round: int) -> None:
-        """Write the kept state after a round; remove files that neither the client nor
-        a resume needs.
+        """Write the local state after a round.
 
-        The file before stays: the round may have to be undone, and a run that is ended
-        in mid-round saves the last one.
+        Also remove files that neither the client nor a resume needs. The previous file
+        is kept, because the round may have to be undone, and a run that ends in the
+        middle of a round saves the round before.
 
         Args:
-            content: the kept state.
+            content: the local state.
             server_round: the round.
 
         Raises:
-            StateError: the folder cannot be written; the files in it stay.
+            StateError: the folder cannot be written; its files are kept.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -121,7 +124,7 @@ class KeptFiles:
             write_checked(
                 path, {**self._owner, "run": run, "round": server_round, **content}
             )
-            # Only now: a full disk must not cost the files that are there.
+            # Only now, because a full disk must not destroy the existing files.
             needed = {
                 self._standing(earlier, committed)
                 for committed in self._continuity.committed
@@ -132,13 +135,14 @@ class KeptFiles:
         except OSError as error:
             raise StateError(
                 f"state folder {self.path} cannot be written: {error}. The state of"
-                " earlier rounds stays. Free disk space, or set another folder"
+                " earlier rounds is kept. Free disk space, or set another folder"
                 " (state-dir)."
             ) from error
 
     def _standing(self, files: Iterable[_File], committed: int) -> _File | None:
-        """Return the file for a resume from this round: this run's newest up to it,
-        else another run's newest.
+        """Return the file for a resume from this round.
+
+        It is this run's newest file up to the round, or another run's newest file.
         """
         of_others = None
         for file in files:  # newest first
@@ -167,7 +171,7 @@ class KeptFiles:
         return sorted(files, reverse=True)
 
     def _readable(self) -> Iterator[tuple[_File, dict[str, Any]]]:
-        """Yield the files that are whole and of this client, newest first."""
+        """Yield the files that are complete and belong to this client, newest first."""
         for file in self._files():
             wanted = {**self._owner, "run": file.run, "round": file.server_round}
             try:
@@ -177,7 +181,7 @@ class KeptFiles:
                         raise StateError(f"{file.path} was written for another {key}")
             except StateError as error:
                 logger.warning(
-                    "looking for an earlier file, because this one is not used: %s",
+                    "skipping a file, and looking for an earlier file: %s",
                     error,
                 )
                 continue

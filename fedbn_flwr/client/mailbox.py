@@ -1,8 +1,7 @@
-"""What the mod ``bn_mod`` and ``bn_rules`` hand each other during a message, in
-``Context.state``.
+"""Records that ``bn_mod`` and ``bn_rules`` exchange during a message.
 
-The mod fills the inbox with the method's further records of the message, ``bn_rules``
-the outbox with additions to the reply.
+They are in ``Context.state``. The mod fills the inbox with the method's further records
+of the message, and ``bn_rules`` fills the outbox with additions to the reply.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
 
 
 def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
-    """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the
-    context.
+    """Return the records of ``box`` (INBOX or OUTBOX) by name.
+
+    Remove them from the context.
     """
     records = records_in(context, box)
     for name in records:
@@ -41,7 +41,7 @@ def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
 
 
 def open_outbox(context: Context) -> None:
-    """Put an empty outbox into the context, for the training of one message."""
+    """Add an empty outbox to the context, for the training of one message."""
     take_records(context, OUTBOX)
     context.state[OUTBOX] = ConfigRecord()
 
@@ -54,10 +54,11 @@ def is_filled(context: Context) -> bool:
 def fill_outbox(
     context: Context, metrics: Mapping[str, Any], hooks: Iterable[ClientHook]
 ) -> None:
-    """Store the metrics and records of the client hooks for the reply, if the mod has
-    opened the outbox.
+    """Store the metrics and records of the client hooks for the reply.
+
+    Nothing is stored if the mod has not opened the outbox.
     """
-    if OUTBOX not in context.state:  # without the mod nobody would empty it
+    if OUTBOX not in context.state:  # without the mod, the outbox would stay full
         return
     context.state[OUTBOX] = ConfigRecord(dict(metrics))
     for hook in hooks:

@@ -1,9 +1,8 @@
-"""``masked_update``: the mod of a client that masks what it sends, so that the server
-sees sums alone.
+"""``masked_update``: a client's mod that masks its numbers, leaving only sums.
 
 It answers the three queries of a round's masks, and masks the update and the tensors of
-a synchronised step. What it sends is described in ``privacy.masked_sums``, its secrets
-in ``privacy.masks``; they stay in ``Context.state``.
+a synchronised step. ``privacy.masked_sums`` describes its messages, and
+``privacy.masks`` its secrets. The secrets stay in ``Context.state``.
 """
 
 from __future__ import annotations
@@ -72,17 +71,16 @@ _IN_THE_CLEAR = (APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, PARTITION_ID)
 def masked_update(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Return the app's reply with masked numbers in place of its update, if the server
-    asks for it: a Flower mod.
+    """Return the app's reply with its update masked, if the server asks for it.
 
-    It must be the first mod, so that it masks what leaves the client:
-    ``ClientApp(mods=[masked_update, bn_mod])``. Before it stands ``packed`` alone,
-    which changes no value. Without ``masked-sums=true`` nothing changes. In the clear
-    remain the number of examples, the names of the client hooks and hashes.
+    It is a Flower mod. It must be the first mod, so that it masks everything that
+    leaves the client: ``ClientApp(mods=[masked_update, bn_mod])``. Only ``packed`` may
+    precede it, because it changes no value. Without ``masked-sums=true`` nothing changes. The
+    number of examples, the names of the client hooks and hashes are sent unmasked.
 
     Raises:
-        MaskingError: the server asks for something that would tell more than a sum.
-        DataError: a value is out of the range of masked numbers.
+        MaskingError: the server's request would reveal more than a sum.
+        DataError: a value is outside the range of masked numbers.
     """
     config = merged_config(message)
     if MASK_STAGE in config:
@@ -91,10 +89,10 @@ def masked_update(
         return call_next(message, context)
     party = _party(context, config)
     masking = _Masking(party, config, context)
-    # The update is the difference to this. Mods further in put the whole model in its
-    # place.
+    # The update is the difference to this model. Later mods replace it by the whole
+    # model.
     key, before = _received(message, context)
-    # FedTAN by its channel sends tensors inside the step, not in the reply.
+    # FedTAN's channel sends tensors inside the step, not in the reply.
     with wrap_reducers(masking.reducer):
         reply = call_next(message, context)
     if reply.has_content():
@@ -104,7 +102,7 @@ def masked_update(
 
 
 class _Masking:
-    """How this client's numbers leave it in a round."""
+    """The masking of this client's numbers in a round."""
 
     def __init__(
         self, party: Party, config: Mapping[str, Any], context: Context
@@ -117,21 +115,21 @@ class _Masking:
         total = float(config[MASK_TOTAL])
         party.set_present(config[MASK_PRESENT], about(total, self.equal))
         self._point = FixedPoint(total)
-        # Under dp=client a weight would tell the number of a client's examples; without
-        # it the weight is checked against that number, see ``check_weight``.
+        # Under dp=client a weight would reveal the number of a client's examples.
+        # Otherwise ``check_weight`` compares the weight with that number.
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
             raise MaskingError(
                 "the server's weights do not fit its dp setting. With dp=client the"
-                " server must clip updates and give all clients weight 1, without it"
-                " neither. The server has another version of this package, or other"
-                " code changes its messages. The client has sent no update."
+                " server must clip updates and give all clients weight 1. Without it, the"
+                " server must do neither. The server has another version of this package,"
+                " or other code changes its messages. The client has sent no update."
             )
 
     def exchange(self, tag: str, array: Array) -> Array:
         """Return the masked tensor of an exchange."""
         vector = self._point.vector({tag: array}, self.weight)
         masked = self.party.exchange(tag, vector).reshape(array.shape)
-        # before it leaves: the training may fail later, and be asked for again
+        # Keep it before it is sent: the training may fail later and be requested again.
         _keep(self._context, self.party)
         return masked
 
@@ -145,19 +143,19 @@ class _Masking:
         return self.party.masked(self._point.vector(values, self.weight))
 
     def check_weight(self, counts: Sequence[int]) -> None:
-        """Refuse a weight of the server's that is not the number of examples.
+        """Refuse a weight from the server that is not the number of examples.
 
         Raises:
-            MaskingError: it is another one.
+            MaskingError: the numbers differ.
         """
         if not self.equal and [self.weight] != counts:
             raise MaskingError(
-                f"the server gives this client the weight {self.weight:g}, and it has"
+                f"the server gives this client the weight {self.weight:g}, but it has"
                 f" trained on {counts} examples"
             )
 
     def reducer(self, reducer: Reducer) -> Reducer:
-        """Return the reducer as one that sends masked tensors."""
+        """Return a reducer that sends masked tensors through ``reducer``."""
         return _MaskedReducer(reducer, self)
 
 
@@ -180,8 +178,9 @@ class _MaskedReducer:
 
 
 def _received(message: Message, context: Context) -> tuple[str, State]:
-    """Return the key of the model's record, and the round's model; by messages only the
-    first one of a step has it.
+    """Return the key of the model's record, and the round's model.
+
+    By messages, only the first message of a step has the model.
     """
     key, record = next(iter(of_kind(message.content, ArrayRecord).items()))
     if not record:
@@ -193,10 +192,10 @@ def _received(message: Message, context: Context) -> tuple[str, State]:
 def _masked(
     content: RecordDict, key: str, before: State, masking: _Masking
 ) -> RecordDict:
-    """Return what the server may see of a reply."""
+    """Return the part of a reply that the server may see."""
     records, metrics = of_kind(content, ArrayRecord), of_kind(content, MetricRecord)
-    # Begin with nothing, and let through what is known to tell no more than a sum: an
-    # app may have records and metrics of its own.
+    # Start with an empty record, and add only values that reveal no more than a sum: an
+    # app may have its own records and metrics.
     seen: RecordDict = RecordDict({key: ArrayRecord()})
     if EXCHANGE in records:
         seen[EXCHANGE] = to_record(
@@ -228,12 +227,12 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
     stage = config[MASK_STAGE]
     answer: dict[str, Any]
     if stage == "keys":
-        # fresh in each round: that of a lost client may be revealed
+        # New in each round, because the key of a lost client may be revealed.
         party = Party.new(int(config[SERVER_ROUND]))
         answer = {MASK_KEYS: party.publics}
     elif stage == "shares":
         party = _party(context, config)
-        # two keys for each client of the round, in one list
+        # One list, with two keys for each client of the round.
         keys = list(config[MASK_KEYS])
         pairs = map(PublicKeys, keys[::2], keys[1::2])
         encrypted = party.shares(
@@ -251,7 +250,7 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
             dict(zip(numbers, shares, strict=True)),
         )
         answer = {MASK_NUMBERS: list(revealed), MASK_SHARES: list(revealed.values())}
-    # The stage is kept, too: the same query again must not reveal the other share.
+    # Keep the stage as well: a repeated query must not reveal the other share.
     _keep(context, party)
     content: RecordDict = RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))})
     return Message(content, reply_to=message)
@@ -261,15 +260,15 @@ def _party(context: Context, config: Mapping[str, Any]) -> Party:
     """Return this client's secrets of the round.
 
     Raises:
-        MaskingError: it has none.
+        MaskingError: the client has none.
     """
     kept: Mapping[str, Any] = of_kind(context.state, ConfigRecord).get(MASK_PARTY, {})
     party = Party.load(kept[MASK_SECRETS]) if MASK_SECRETS in kept else None
     if party is None or party.server_round != config[SERVER_ROUND]:
         raise MaskingError(
             f"this client has no keys for the masks of round {config[SERVER_ROUND]}:"
-            " its node was probably restarted in this round; it takes part again in"
-            " the next"
+            " its node was probably restarted in this round. It takes part again in"
+            " the next round"
         )
     return party
 

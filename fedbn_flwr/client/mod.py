@@ -1,13 +1,12 @@
-"""``bn_mod``: the client part of the strategies for apps on Flower's Message API, a
-mod.
+"""``bn_mod``: the client code of the strategies as a mod, for Flower's Message API.
 
 ::
 
     app = ClientApp(mods=[bn_mod])
 
 ``bn_mod`` needs only the arrays of the messages, not the model. It keeps the entries
-that stay with the client, names the partition and the applied client hooks
-(``bn_rules``) in the reply, and sends FedTAN's exchanges.
+that stay with the client, adds the partition and the names of the applied client hooks
+(``bn_rules``) to the reply, and sends FedTAN's exchanges.
 """
 
 from __future__ import annotations
@@ -70,41 +69,40 @@ _LOST = (
 @repeatable
 @with_names
 def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Return the app's reply with the client part of the strategy done: a Flower mod
-    for every strategy.
+    """Return the app's reply after applying the client code of any strategy.
 
-    The app's functions receive the whole model, in the order of the server's first
-    message, and reply with the whole model. The mod adds the entries that stay with the
-    client before the call and removes them after it; it checks names, layer types and
-    shapes. It keeps them in ``Context.state``, and also on disk if the node's or the
-    run's config names a ``state-dir`` and the server sends its run
-    (``strategy.continuity``). If the strategy needs no client part, the arrays pass
-    unchanged. The default generators of torch, NumPy and Python are seeded for each
-    message while the app's function works, so what it draws repeats; what other mods
-    draw does not (``repeatable``).
+    It is a Flower mod. The app's functions receive the whole model, in the order of the
+    server's first message, and reply with the whole model. The mod adds the local
+    entries before the call and removes them after it. It checks names, layer types and
+    shapes. It keeps the local entries in ``Context.state``, and also on disk if the
+    node's or the run's config names a ``state-dir`` and the server sends its run
+    (``strategy.continuity``). If the strategy needs no client code, the arrays are
+    unchanged. During the app's function, the default generators of torch, NumPy and
+    Python are seeded for each message, so that its draws repeat; the draws of other
+    mods do not (``repeatable``).
 
     The mod also works on the messages of ``to_legacy``:
     ``ClientApp(client_fn, mods=[bn_mod])``.
 
     Raises:
-        StateError: an entry was neither sent nor kept here, the kept state belongs to
+        StateError: an entry was neither sent nor kept here, the local state belongs to
             another model or is not finite, or the app's reply is not the whole model.
         ConfigError: the app's model has made entries.
     """
-    # A query without arrays, and the app's own messages.
+    # Queries without arrays, and the app's own messages, need only the answer.
     if not of_kind(message.content, ArrayRecord):
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if config.fine_tune and not trains:
         raise ConfigError("fine-tune needs a TorchClient: train in your own test")
-    # Before the app: the whole model, and nothing else, is in the message.
+    # Before the app: put the whole model, and nothing else, into the message.
     if config.attempt is not None:
         _reopen(message, context)
     key, received = _set_aside_extras(message, context, config.extras)
     whole, store = _completed(received, context, config)
     if config.local_entries or config.extras or config.attempt is not None:
-        # A TorchClient keeps its part itself, and refuses to work under the mod.
+        # A TorchClient keeps its local state itself, and refuses to work with the mod.
         next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "bn_mod"
     if trains:
         open_outbox(context)
@@ -119,11 +117,11 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
         log_sent(context, stop.exchange)
         return _exchange_reply(message, key, stop.exchange)
     if trains:
-        ours.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
-    # The app may have put another state into the context, without what is ours.
+        ours.pop(KEPT_BY_HOOKS, None)  # they belong to an earlier round
+    # The app may have replaced the state in the context: restore our records.
     for name in ours.keys() - context.state.keys():
         context.state[name] = ours[name]
-    # After the app: what stays is kept and taken out, what the hooks send is added.
+    # After the app: keep and remove the local entries, and add the hooks' records.
     if trains:
         clear_log(context)
         take_records(context, INBOX)
@@ -135,8 +133,9 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
 
 
 def _exchange_reply(message: Message, key: str, exchange: NextExchange) -> Message:
-    """Return the reply with the tensor of an exchange; without one if the step has all
-    its answers.
+    """Return the reply with the tensor of an exchange.
+
+    It has no tensor if the step has all its answers.
     """
     # Flower's strategies expect arrays and a number of examples in each reply.
     content: RecordDict = RecordDict(
@@ -159,8 +158,8 @@ def _call(
 ) -> Message:
     """Call the app, and repeat the call if a client was lost in the synchronised step.
 
-    A call that stops in mid-step runs again, now or in the next message, so what it
-    wrote into ``Context.state`` is undone. Without client hooks there is no such step.
+    A call that stops within the step runs again, now or in the next message, so its
+    changes of ``Context.state`` are undone. Without client hooks there is no such step.
     """
     while True:
         message.content[key] = ArrayRecord(dict(whole))
@@ -177,10 +176,10 @@ def _call(
 def _completed(
     received: ArrayRecord, context: Context, config: TrainConfig
 ) -> tuple[ArrayRecord, KeptState]:
-    """Return the whole model in the server's order, and the kept state."""
+    """Return the whole model in the server's order, and the local state."""
     location = StateLocation.of(context, config.continuity)
-    # The mod knows no model: its names, order and shapes are those of the message that
-    # is whole, the first one of the run, and those that it noted then.
+    # The mod has no model. Names, order and shapes come from the first message of the
+    # run, which contains the whole model, and are saved for later messages.
     spec: ModelSpec | None
     if not config.local_entries:
         spec = ModelSpec.of(received)
@@ -207,7 +206,7 @@ def _completed(
 
 
 def _refuse_made(reply: Message, key: str, whole: ArrayRecord) -> None:
-    """Refuse a reply with the whole model and more entries."""
+    """Refuse a reply that has more entries than the whole model."""
     state = of_kind(reply.content, ArrayRecord).get(key, ArrayRecord())
     if whole.keys() < state.keys():
         refuse_made([name for name in state if name not in whole])
@@ -231,7 +230,7 @@ def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
     """Return the record of the reply with the whole model.
 
     Raises:
-        StateError: it is absent, or lacks an entry that stays.
+        StateError: it is missing, or lacks an entry that stays.
     """
     records = of_kind(reply.content, ArrayRecord)
     state = records.get(key, ArrayRecord())
@@ -247,7 +246,7 @@ def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
         raise StateError(
             f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its"
             f" ArrayRecord '{key}'. Reply with the whole state dict, under the"
-            " names received: the mod takes out what stays."
+            " names received: the mod removes the entries that stay."
         )
     return state
 
@@ -255,7 +254,7 @@ def _whole_reply(reply: Message, key: str, local: Sequence[str]) -> ArrayRecord:
 def _add_outbox(reply: Message, context: Context) -> None:
     """Add the metrics and records of the client hooks to the reply."""
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
-    # A MetricRecord, which strategies average, takes numbers alone.
+    # A MetricRecord, which strategies average, can only have numbers.
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     for name, value in report.items():
@@ -273,10 +272,10 @@ def _add_outbox(reply: Message, context: Context) -> None:
 def _set_aside_extras(
     message: Message, context: Context, names: Sequence[str]
 ) -> tuple[str, ArrayRecord]:
-    """Return the key and the record of the model; move the method's records into the
-    context.
+    """Return the key and the record of the model.
 
-    Further records are the user's, and stay.
+    Move the method's records into the context. Further records belong to the user, and
+    are not changed.
     """
     records = of_kind(message.content, ArrayRecord)
     key, received = next(iter(records.items()))
@@ -288,12 +287,10 @@ def _set_aside_extras(
 
 
 def _answered(query: Message, reply: Message) -> Message:
-    """Return the reply; in place of a later mod's refusal of the strategies' query an
-    answer that tells of it.
-    """
+    """Return the reply, or an answer about a later mod's refusal of the query."""
     if query.metadata.message_type != MessageType.QUERY or not is_mod_refusal(reply):
         return reply
-    # An error says nothing of the node; by this answer the server can name the mod.
+    # An error has no details of the node. With this answer the server can name the mod.
     properties = NodeProperties(refusal=str(reply.error.reason)).write()
     return Message(RecordDict(dict(properties)), reply_to=query)
 

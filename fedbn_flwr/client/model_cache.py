@@ -1,11 +1,13 @@
-"""The models of this process: each is built once, for one client at a time; and
-the model's entries in a message: which stay with the client, how the received ones get
-into the model, and which go back.
+"""The models of this process, and the entries of a model in a message.
 
-To build a model and draw its first weights for every message takes longer than many
-clients' training. A client's message brings every entry of the model's state dict, and
-buffers that are not in it are put back, so one model serves all clients. What a model
-keeps in other Python attributes stays: let ``client_fn`` build such a model itself.
+Each model is built once, and serves one client at a time: building a model and drawing
+its first weights for every message takes longer than the training of many clients. A
+client's message contains every entry of the model's state dict, and other buffers are
+restored, so one model can serve all clients. Values that a model keeps in other Python
+attributes are not restored: let ``client_fn`` build such a model itself.
+
+The functions for messages determine which entries stay with the client, load the
+received entries into the model, and select the entries of the reply.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]
 
-# the models that nobody uses now, by the function that built them
+# The models that are not in use, by the function that built them.
 _FREE: weakref.WeakKeyDictionary[BuildModel, list[CachedModel]] = (
     weakref.WeakKeyDictionary()
 )
@@ -74,22 +76,22 @@ _FREE: weakref.WeakKeyDictionary[BuildModel, list[CachedModel]] = (
 
 @dataclass
 class CachedModel:
-    """A model, and what is derived from it once.
+    """A model, with values that are derived from it once.
 
     Attributes:
-        model: the model, possibly compiled or in DDP.
+        model: the model, possibly compiled or wrapped in DDP.
         layout: the module inside such wrappers, with the places of its entries.
         parts: the split of its state.
-        fingerprint: that of the parts and the shapes, which kept entries must fit.
-        buffers: buffers that are not in the state dict, as they were built: module,
-            name, value.
-        by_copy: whether a state is loaded by copies of its entries; if not, by
-            ``load_state_dict``.
-        build: what has built the model; None = it was given.
+        fingerprint: the fingerprint of the parts and the shapes, which local state must
+            match.
+        buffers: the buffers outside the state dict, as they were built: module, name,
+            value.
+        by_copy: whether a state is loaded by copying its entries; otherwise
+            ``load_state_dict`` loads it.
+        build: the function that built the model; None if it was given.
         tried: whether a synchronised step was tried with it.
         looked_at: whether it had its first look.
-        head: the entries that it has as its head, once they were compared with those of
-            a server.
+        head: the entries of its head, once they were compared with those of a server.
     """
 
     model: nn.Module
@@ -105,7 +107,7 @@ class CachedModel:
 
     @classmethod
     def of(cls, model: nn.Module, build: BuildModel | None = None) -> CachedModel:
-        """Return the model with what is derived from it."""
+        """Return the model with the values that are derived from it."""
         plain = unwrap(model)
         buffers = []
         for module in plain.modules():
@@ -136,15 +138,16 @@ class CachedModel:
         return self.layout.state
 
     def current(self) -> CachedModel:
-        """Return this model; if the client's code has added or removed layers since it
-        was read, read anew.
+        """Return this model, read again if its layers have changed.
+
+        The client's code may add or remove layers.
         """
         if self.layout.is_current:
             return self
         return CachedModel.of(self.model, self.build)
 
     def initial(self) -> State:
-        """Return the state with which the model is built; of a given one as it is."""
+        """Return the state of a newly built model, or the present one of a given model."""
         if self.build is None:
             return to_state(self.state)
         with seeded(0):
@@ -159,7 +162,7 @@ class CachedModel:
             load_state(self.plain, state)
 
     def look(self, inputs: Callable[[], Any], task: Task) -> None:
-        """Have a first look at such a model, once in a process.
+        """Take a first look at a model of this kind, once in a process.
 
         Raises:
             ConfigError: its forward pass makes entries.
@@ -177,7 +180,7 @@ class CachedModel:
         self.head = head
 
     def refuse_made(self) -> None:
-        """Raise ConfigError if the training has made entries, which nobody would get."""
+        """Raise ConfigError if the training has made entries that would be lost."""
         if not self.layout.is_current:
             state = self.plain.state_dict(keep_vars=True)
             refuse_made([name for name in state if name not in self.parts.part_of])
@@ -197,8 +200,8 @@ class CachedModel:
             self.tried = True
         except NormLayerError:
             raise
-        # User code may raise anything; if training raises it too, the server hears of
-        # it.
+        # User code may raise anything. If training raises it as well, the server is
+        # informed.
         except Exception as error:
             logger.warning(
                 "the model could not be tried in a synchronised step: %s: %s",
@@ -210,12 +213,11 @@ class CachedModel:
 def model_cache(
     model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[CachedModel]]:
-    """Return the cache of a model: the given one, or one that this process
-    builds with the given function.
+    """Return the cache of a model, which is given or built by the given function.
 
-    A built model that is free serves the next client. It is thrown away if its
-    client raised an exception, and with the function that builds it. ``example`` is
-    that of ``set_memory_format``.
+    A built model that is free serves the next client. It is discarded if its client
+    raised an exception, or with the function that builds it. ``example`` is the
+    argument of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
         return functools.partial(_given, model, example, [])
@@ -225,7 +227,7 @@ def model_cache(
 def _given(
     model: nn.Module, example: Callable[[], Any] | None, read: list[CachedModel]
 ) -> AbstractContextManager[CachedModel]:
-    """Lend the given model; ``read`` has it once it was read."""
+    """Lend the given model; ``read`` contains it after the first call."""
     cached = read.pop().current() if read else _prepared(model, example)
     read.append(cached)
     return nullcontext(cached)
@@ -239,16 +241,16 @@ def _built(
     if free:
         cached = free.pop().current()
     else:
-        # The first weights are drawn in some processes only; what the client draws is
-        # as in the others.
+        # Only some processes draw first weights. The client's draws must be the same in
+        # all of them.
         with seeded(0):
             cached = _prepared(build(), example, build)
-    # After an exception the model is not free again: its modes and hooks are as the
-    # exception left them.
+        # After an exception the model is not free again, because its modes and hooks
+        # may have changed.
     yield cached
     for parameter in cached.layout.parameters():
         parameter.grad = None
-    # The next client's message brings the state; other buffers are as they were built.
+    # The next client's message has the state. Restore the other buffers as built.
     for module, name, buffer in cached.buffers:
         module._buffers[name] = buffer.clone()
     free.append(cached)
@@ -259,11 +261,11 @@ def _prepared(
     example: Callable[[], Any] | None,
     build: BuildModel | None = None,
 ) -> CachedModel:
-    """Return the model with what is derived from it.
+    """Return the model with the values that are derived from it.
 
     Raises:
-        StateError: a lazy layer does not know its shapes yet.
-        ConfigError: the state has entries that are no tensors.
+        StateError: a lazy layer has no shapes yet.
+        ConfigError: the state has entries that are not tensors.
     """
     plain = unwrap(model)
     why = no_tensors(plain)
@@ -290,18 +292,19 @@ def _warn(text: str) -> None:
 
 
 def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ...]:
-    """Return the entries that stay here under this model's own names; those that are
-    sent may have a wrapper's prefix.
+    """Return the entries that stay here, under this model's own names.
+
+    The names in messages may have a wrapper's prefix.
 
     Raises:
-        ConfigError: gamma and beta of some BatchNorm layers stay, and those of others
-            do not, though the server has not chosen between layers; or an entry that
-            stays is the same tensor as a shared one.
+        ConfigError: gamma and beta of only some BatchNorm layers stay, although the
+            server has not selected layers; or an entry that stays is the same tensor as
+            a shared entry.
     """
     prefix = wrapper_prefix(sent.local_entries, cached.parts.names)
     names = tuple(name.removeprefix(prefix) for name in sent.local_entries)
-    # Without a choice of layers the server has split the model by names alone, and the
-    # client knows its layers.
+    # Without selected layers, the server has split the model only by names, but the
+    # client can find its layers by type.
     affine = () if sent.layers else cached.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
     affine = tuple(name for name in affine if name not in personal)
@@ -319,7 +322,7 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
 
 
 class Received(NamedTuple):
-    """What a message has besides the model's values.
+    """The contents of a message in addition to the model's values.
 
     Attributes:
         extras: entries of further records, by record.
@@ -337,25 +340,24 @@ def load_received(
     sent: MessageConfig,
     kept: Mapping[str, Array],
 ) -> Received:
-    """Load the received entries into the model, kept entries in place of received ones;
-    check that none is missing.
+    """Load the received entries and the local state into the model.
 
-    The config names the arrays, those of further records ``record/entry``; else they
-    are the model's own in its order. A personal entry that has another shape here than
-    at the server starts as the client's model is built.
+    Local entries replace received ones, and no entry may be missing. The config names
+    the arrays (``record/entry`` in further records); without names they are the model's
+    own entries in its order. A personal entry with another shape than on the server
+    starts with the client's own initial value.
 
     Raises:
-        StateError: an entry is missing, is not the model's, or has another shape.
+        StateError: an entry is missing, is unknown to the model, or has another shape.
     """
     model = cached.state
     names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(model)
     if len(names) != len(parameters):
         raise StateError(
             f"received {len(parameters)} arrays for {len(names)} entries; the model has"
-            f" {len(model)}. Build the client's model as the server's initial arrays"
-            " were built."
+            f" {len(model)}. Build the client's model like the server's initial arrays."
         )
-    # Take the further records out. An entry of the model may have a "/" in its name.
+    # Separate the further records. An entry of the model may have a "/" in its name.
     received: dict[str, Array] = {}
     further: dict[str, dict[str, Tensor]] = {}
     for name, array in zip(names, parameters, strict=True):
@@ -364,10 +366,10 @@ def load_received(
             continue
         record, _, entry = name.partition("/")
         further.setdefault(record, {}).update(tensors({entry: array}))
-    # The server may have a compiled model's names, and this model be none.
+    # The server may have the names of a compiled model, and this model be plain.
     prefix = wrapper_prefix(received, model)
     state = {name.removeprefix(prefix): array for name, array in received.items()}
-    # What is kept wins: the server's values of these entries are of its first message.
+    # Local state wins: the server's values of these entries are from its first message.
     state.update(kept)
     for name in (one.removeprefix(prefix) for one in sent.personal):
         if name in state and name in model and state[name].shape != model[name].shape:
@@ -385,14 +387,13 @@ def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, A
     """Return the state with each array as the model's entry needs it.
 
     Raises:
-        StateError: names or shapes are not the model's.
+        StateError: names or shapes differ from the model's.
     """
     extra = [name for name in state if name not in model]
     if extra:
         raise StateError(
-            f"received {len(extra)} entries the model does not have ('{extra[0]}',"
-            " ...). Build the client's model as the server's initial arrays were"
-            " built."
+            f"received {len(extra)} entries that the model lacks ('{extra[0]}', ...)."
+            " Build the client's model like the server's initial arrays."
         )
     missing = [name for name in model if name not in state]
     if missing:
@@ -401,15 +402,15 @@ def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, A
             " neither sent nor kept by this client; the server will send the whole"
             " state again"
         )
-    # A cast to the entry's dtype is left to torch; a shape would be broadcast.
+    # Torch casts to the entry's dtype. It would also broadcast, so compare the shapes.
     for name, like in model.items():
         array = state[name]
         if array.shape != like.shape:
             raise StateError(
-                f"entry '{name}' has shape {tuple(array.shape)}, the model has"
+                f"entry '{name}' has shape {tuple(array.shape)}, but the model has"
                 f" {tuple(like.shape)}"
             )
-        # A counter that was averaged, 9.999999: a cast to int64 would cut it to 9.
+        # Round averaged counters such as 9.999999: a cast to int64 would give 9.
         is_float = like.is_floating_point() or like.is_complex()
         if array.dtype.kind == "f" and not is_float:
             state[name] = np.asarray(np.rint(array))
@@ -419,8 +420,9 @@ def _fitted(state: dict[str, Array], model: Mapping[str, Tensor]) -> dict[str, A
 def returned_entries(
     state: State, local: Collection[str], hooks: Iterable[ClientHook], prefix: str
 ) -> dict[str, Array]:
-    """Return the entries of the reply under the server's names: the shared ones, and
-    the records of the hooks.
+    """Return the entries of the reply under the server's names.
+
+    They are the shared entries and the records of the hooks.
     """
     stay = set(local)
     returned: dict[str, Array] = {}

@@ -1,7 +1,6 @@
-"""The names, order and shapes of a model's entries: all that the mod knows of a model
-that it never builds.
+"""The names, order and shapes of a model's entries, for the mod, which has no model.
 
-The first message of a run holds the whole model. The mod keeps its spec in
+The first message of a run contains the whole model. The mod keeps its spec in
 ``Context.state`` and in the node's state folder, if there is one, so that a restarted
 node can complete the model again.
 """
@@ -37,9 +36,7 @@ _FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class StateLocation:
-    """The place of a node's kept state on disk: its state folder, its run, its
-    partition.
-    """
+    """The place of a node's local state on disk: state folder, run and partition."""
 
     root: Path
     continuity: Continuity
@@ -49,8 +46,9 @@ class StateLocation:
     def of(
         cls, context: Context, continuity: Continuity | None
     ) -> StateLocation | None:
-        """Return the location if the node or the run names a ``state-dir`` and the
-        server sends its run, else None.
+        """Return the location, or None if there is none.
+
+        The node or the run must name a ``state-dir``, and the server must send its run.
 
         Raises:
             ConfigError: the folder is not absolute, or the partition id is no number.
@@ -95,7 +93,7 @@ class ModelSpec:
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         content = {"shapes": shapes}
         context.state[MODEL_SPEC] = ConfigRecord({SPEC_SHAPES: json.dumps(content)})
-        # Flower's context ends with the node's process; the folder does not.
+        # Flower's context ends with the node's process, but the folder remains.
         if location is not None:
             try:
                 location.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -114,7 +112,7 @@ class ModelSpec:
                 str(of_kind(context.state, ConfigRecord)[MODEL_SPEC][SPEC_SHAPES])
             )
         elif location is not None:
-            # Absent or damaged: the client says that it is lost, and gets all again.
+            # If it is missing or damaged, the client reports this and gets the model.
             with suppress(StateError):
                 content = read_checked(location.path)
         if content is None:
@@ -124,7 +122,7 @@ class ModelSpec:
     def store(
         self, context: Context, location: StateLocation | None, start_id: str | None
     ) -> KeptState:
-        """Return the kept state of a model with this spec."""
+        """Return the local state of a model with this spec."""
         parts = split_state(self.shapes)
         store = KeptState(context, parts, parts.fingerprint(self.shapes), start_id)
         if location is not None:

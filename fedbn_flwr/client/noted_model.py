@@ -1,5 +1,6 @@
-"""A model's parameters as they were noted, in a training loop that may move, change or
-copy the model afterwards.
+"""A model's parameters at an earlier time, to detect later changes of the model.
+
+A training loop may move, change or copy the model.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ class _Noted(NamedTuple):
 
 
 class NotedModel:
-    """A model with its device and its parameters, as client hooks stored them or as the
-    last step left them.
+    """A model with its device and its parameters at an earlier time.
 
-    A tensor's version tells whether torch has changed it, at no cost; its value tells
-    whether the change remained. Some optimizers, as SAM, move the weights and put them
-    back before a step.
+    It is the time when client hooks stored them, or the end of the last step. A
+    tensor's version reveals at no cost whether torch has changed it. Its value reveals
+    whether the change remained: some optimizers, such as SAM, move the weights and
+    restore them before a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # A table with a largest norm changes its weights in each forward pass.
+        # An embedding with a maximum norm changes its weights in each forward pass.
         self._changing: set[Tensor] = set()
         for module in model.modules():
             if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -43,8 +44,9 @@ class NotedModel:
         self._device = self._now()
 
     def note(self, parameters: Collection[Tensor] | None = None) -> None:
-        """Note the present device, and the present values of all trainable parameters
-        or of those among these.
+        """Store the present device and the present values of trainable parameters.
+
+        If ``parameters`` is given, store only the values of those.
         """
         self._device = self._now()
         for name, p in self._model.named_parameters():
@@ -52,7 +54,7 @@ class NotedModel:
                 continue
             if parameters is not None and p not in parameters:
                 continue
-            # into the memory of the value before, where it fits: this is after each step
+            # Reuse the memory of the earlier value if it fits: this runs in every step.
             value = self._noted[name].value if name in self._noted else None
             if value is None or value.shape != p.shape or value.device != p.device:
                 value = p.detach().clone()
@@ -69,10 +71,10 @@ class NotedModel:
         return next((p.device for p in self._model.parameters()), None)
 
     def changed(self, thorough: bool = False) -> list[str]:
-        """Return the parameters that have other values than noted; ``thorough``: also
-        where the version is the same.
+        """Return the parameters whose values differ from the stored ones.
 
-        A change as small as a rounding error is none.
+        With ``thorough`` also compare values of the same version. A change as small as
+        a rounding error does not count.
         """
         now = dict(self._model.named_parameters())
         changed = []
@@ -86,38 +88,39 @@ class NotedModel:
         return changed
 
     def check_device(self) -> None:
-        """Check that the model is where it was when the hooks stored their tensors.
+        """Check that the model is still on the device where the hooks stored tensors.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is on another device.
         """
         now = self._now()
         if now != self._device:
             raise ConfigError(
-                f"the model was on {self._device} when the method stored what it"
-                f" compares with, and is on {now} now: call model.to(device) before"
+                f"the model was on {self._device} when the method stored its values for"
+                f" comparison, but is on {now} now: call model.to(device) before"
                 " `with bn_rules(...)`, and do not move the model inside it"
             )
 
     def check_parameters(self) -> None:
-        """Check that the parameters are those that the hooks have stored as received.
+        """Check that the parameters still have the values that the hooks have stored.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: they have changed.
         """
         changed = self.changed()
         if changed:
             raise ConfigError(
                 f"{len(changed)} parameters ('{changed[0]}', ...) have changed inside"
-                " `with bn_rules(...)` before the first step, and the method compares"
+                " `with bn_rules(...)` before the first step, but the method compares"
                 " with the model as it was received: load the received state before"
                 " the block"
             )
 
 
 def _differ(parameter: Tensor, value: Tensor) -> bool:
-    """Return whether the values differ by more than the rounding of adding a number of
-    size 1 and subtracting it.
+    """Return whether the values differ by more than rounding errors.
+
+    Adding a number of size 1 and subtracting it makes such errors.
     """
     if parameter.device != value.device:
         return True

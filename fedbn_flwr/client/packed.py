@@ -1,4 +1,4 @@
-"""``packed``: the mod by which an app takes and sends its arrays in one piece."""
+"""``packed``: the mod that lets an app receive and send its arrays in one piece."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ logger = logging.getLogger("flwr")
 
 
 def packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Return the app's reply with its arrays in one piece if those of the message are:
-    a Flower mod.
+    """Return the app's reply with its arrays in one piece if the message has this form.
 
-    Over a network each array of a message costs the server as much as two megabytes of
-    it, whatever its size (docs/scale.md). With this mod the server sends all arrays of
-    a message as one, and gets those of the reply as one. The app and its other mods see
-    ordinary records, with the same bits.
+    It is a Flower mod. Over a network, each array of a message costs the server as much
+    as two megabytes of it, whatever its size (docs/scale.md). With this mod the server
+    sends and receives all arrays of a message as one array. The app and its other mods
+    see ordinary records, with the same bits.
 
     It must be the first mod of the app: ``ClientApp(mods=[packed, bn_mod])``.
-    ``client_app`` has it already. The app says in its answer to the strategies' query
-    (``answer_query``) that it reads such messages. Without that answer, in simulation,
-    in process and under Flower's own loops arrays travel one by one.
+    ``client_app`` already includes it. In its answer to the strategies' query
+    (``answer_query``), the app reports that it reads such messages. Without this
+    answer, in simulation, in process and in Flower's own loops, arrays are sent one by
+    one.
 
     Raises:
         PackingError: the arrays of the message do not fit their manifest.
@@ -40,13 +40,13 @@ def packed(message: Message, context: Context, call_next: ClientAppCallable) -> 
             reply.content = in_one_piece(reply.content)
         return reply
     reply = call_next(message, context)
-    # In the answer to its query the server learns that it may send in one piece.
+    # The answer to its query informs the server that it may send in one piece.
     if message.metadata.message_type == MessageType.QUERY and reply.has_content():
         earlier = earlier_mods()
         if earlier:
             logger.warning(
                 "the mod packed comes after %d other mod(s) of the app, which do not"
-                " read arrays in one piece, so that arrays travel one by one. Put it"
+                " read arrays in one piece, so arrays are sent one by one. Put it"
                 " first: ClientApp(mods=[packed, ...]).",
                 earlier,
             )

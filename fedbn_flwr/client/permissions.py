@@ -1,9 +1,10 @@
-"""What a run may ask of a node: the paths and modules that the server names.
+"""Permissions of a node: the paths and modules that a run's config may name.
 
-A node's own settings win always. ``allow-paths`` and ``allow-modules`` of its config
-say what a run may name besides them; over a network nothing, unless they say so, and on
-one machine everything. They hold where the node's operator has chosen the app: an app
-that comes with the run is code, and reads and writes what its process may.
+A node's own settings always take precedence. ``allow-paths`` and ``allow-modules`` of
+the node's config list the other paths and modules that a run may name. Without them, a
+run may name nothing over a network, and everything on one machine. The rules protect a
+node whose operator has chosen the app. An app that comes with the run is code, and can
+read and write everything that its process can.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ __all__ = ["check_module", "check_path"]
 
 
 def check_path(context: Context, key: str, path: str) -> None:
-    """Refuse a path of the run's config that lies in no folder of the node's
-    ``allow-paths``, symbolic links resolved.
+    """Refuse a path of the run's config outside the folders of ``allow-paths``.
+
+    Symbolic links are resolved.
 
     Raises:
-        ConfigError: it does not. The text has nothing of the node, so that it is the
-            same for all nodes.
+        ConfigError: no folder contains the path. The text has no details of the node,
+            so that it is equal for all nodes.
     """
     allowed = _allowed(context, ALLOW_PATHS)
     if allowed is None:
@@ -35,7 +37,7 @@ def check_path(context: Context, key: str, path: str) -> None:
     if any(real.is_relative_to(Path(folder).resolve()) for folder in allowed):
         return
     raise ConfigError(
-        f"{key}={path!r} is a path of this run's config, and a node opens those alone"
+        f"{key}={path!r} is a path of this run's config, but a node opens only paths"
         " that its operator allows. On the node, add to --node-config"
         f" {ALLOW_PATHS}='FOLDER', a comma list of absolute folders; or leave {key}"
         " out.",
@@ -44,26 +46,27 @@ def check_path(context: Context, key: str, path: str) -> None:
 
 
 def check_module(context: Context, key: str, module: str) -> None:
-    """Refuse a module of the run's config that is not in the node's ``allow-modules``,
-    nor in a package of it.
+    """Refuse a module of the run's config that the node's ``allow-modules`` lacks.
+
+    Modules inside a listed package are allowed.
 
     Raises:
-        ConfigError: it is not. The text has nothing of the node, so that it is the same
-            for all nodes.
+        ConfigError: the module is not allowed. The text has no details of the node, so
+            that it is equal for all nodes.
     """
     allowed = _allowed(context, ALLOW_MODULES)
     if allowed is None or any(f"{module}.".startswith(f"{name}.") for name in allowed):
         return
     raise ConfigError(
-        f"{key}={module!r} is a module of this run's config, and a node imports those"
-        " alone that its operator allows. On the node, add to --node-config"
+        f"{key}={module!r} is a module of this run's config, but a node imports only"
+        " modules that its operator allows. On the node, add to --node-config"
         f" {ALLOW_MODULES}='MODULE', a comma list; or use a model of the package.",
         code=NOT_ALLOWED,
     )
 
 
 def _allowed(context: Context, key: Key) -> list[str] | None:
-    """Return the entries of a comma list in the node's config; None = everything."""
+    """Return the entries of a comma list in the node's config; None allows all."""
     if key not in context.node_config and not on_network_node():
         return None
     entries = str(context.node_config.get(key, "")).split(",")

@@ -1,5 +1,6 @@
-"""The model of a finished run, and a client's own model: the shared entries joined with
-what the client kept.
+"""The model of a finished run, and a client's own model.
+
+A client's own model consists of the shared entries and the client's local state.
 """
 
 from __future__ import annotations
@@ -35,33 +36,31 @@ __all__ = [
 ]
 
 ABSENT = "absent: it stays with the clients"
-"""The metadata of ``model.safetensors`` for a part of the state whose entries are left
-out.
-"""
+"""The metadata of ``model.safetensors`` for a part of the state that is left out."""
 
 AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
 """The metadata of ``model.safetensors`` for a part of the state that is the average of
-what the clients kept.
+the clients' local states.
 """
 
 FINE_TUNED = "fine-tune"
-"""The metadata of ``model.safetensors`` with the steps by which each client trains its
-model before a test.
+"""The metadata of ``model.safetensors`` with the number of steps for which each client
+trains its model before a test.
 """
 
 KEPT_HASHES = "kept-sha256"
-"""The metadata of ``model.safetensors`` with the SHA-256 of what each client kept at
-the end of the run, JSON.
+"""The metadata of ``model.safetensors`` with the SHA-256 of each client's local state
+at the end of the run, as JSON.
 """
 
 
 def client_file(run: Path, client: int | str) -> Path:
-    """Return the file with the entries that a client kept."""
+    """Return the file with the local state of a client."""
     return run / "clients" / f"client-{client}.safetensors"
 
 
 def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
-    """Return why ``model.safetensors`` lacks these parts, and what to do.
+    """Return the reason why ``model.safetensors`` lacks these parts, and the remedy.
 
     Args:
         absent: the parts.
@@ -88,8 +87,8 @@ def global_state(run: str | Path) -> dict[str, torch.Tensor]:
         run: the output folder.
 
     Raises:
-        StateError: the folder has no model, or entries are left out, because they stay
-            with the clients.
+        StateError: the folder has no model, or it lacks entries, because they stay with
+            the clients.
     """
     state, absent = _shared(Path(run))
     if absent:
@@ -98,12 +97,12 @@ def global_state(run: str | Path) -> dict[str, torch.Tensor]:
 
 
 def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
-    """Return the state of a client's own model after a run: the shared entries, and
-    those that this client kept.
+    """Return the state of a client's own model after a run.
 
     It is the model that ``personal-own`` tested in the last round, after the steps of
-    ``fine-tune``. A client without entries of its own has the global model, if that is
-    whole: where nothing stays with the clients, or with ``eval-on=averaged-bn``.
+    ``fine-tune``: the shared entries, and the client's local state. A client without
+    local state has the global model, if that is complete: if nothing stays with the
+    clients, or with ``eval-on=averaged-bn``.
 
     Args:
         run: the output folder of a run whose clients shared its disk
@@ -111,8 +110,8 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         client: the partition id.
 
     Raises:
-        StateError: the folder has no model, or not what this client kept; the error
-            says where it is.
+        StateError: the folder lacks the model or this client's local state; the error
+            names its place.
     """
     folder = Path(run)
     state, absent = _shared(folder)
@@ -122,17 +121,18 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     about = metadata(folder)
     if FINE_TUNED in about:
         raise StateError(
-            f"{run}: the model of client={client} after its {about[FINE_TUNED]} steps of"
-            f" fine-tune is not here ({_here(_clients(folder))}). A run whose data and"
-            " clients share the server's disk writes it at its end, also with --resume."
+            f"{run}: the model of client={client} after its {about[FINE_TUNED]} steps"
+            f" of fine-tune is not here ({_here(_clients(folder))}). If the data and"
+            " the clients share the server's disk, a run writes it at its end, even with"
+            " --resume."
         )
-    # No file: it never had entries of its own, or they are on another disk. The hashes
-    # in the model's metadata tell which.
+    # There is no file: the client never had local state, or it is on another disk. The
+    # hashes in the model's metadata tell the two apart.
     there = "export its model there, with `fedbn-flwr export --state-dir DIR`"
     if str(client) in json.loads(about.get(KEPT_HASHES, "{}")):
         raise StateError(
-            f"{run}: what client={client} kept is not here ({_here(_clients(folder))})."
-            f" It is on its node: {there}."
+            f"{run}: the local state of client={client} is not here"
+            f" ({_here(_clients(folder))}). It is on its node: {there}."
         )
     if absent:
         raise StateError(
@@ -153,32 +153,31 @@ class SiteState(NamedTuple):
 def site_state(
     run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None
 ) -> SiteState:
-    """Return the state of a site's own model: the shared entries, and those in the
-    site's state folder.
+    """Return the state of a site's own model from the site's state folder.
 
-    What the site kept never left it. The server knows its SHA-256 only, so that no
-    other run's entries are used.
+    The model consists of the shared entries and the local state, which never left the
+    site. The server has only its SHA-256, which prevents the use of another run's
+    entries.
 
     Args:
         run: a folder with ``model.safetensors`` of the run.
         state_dir: the state folder of the site's node.
         fingerprint: the fingerprint of the model, see ``Parts.fingerprint``.
-        client: the partition id; None = the only one in the folder.
+        client: the partition id; None selects the only client in the folder.
 
     Raises:
-        StateError: the folder has no file that this run left; the error says what each
-            file is.
+        StateError: the folder has no file from this run; the error describes each file.
         ConfigError: the folder has several clients of this run, and ``client`` is None.
     """
-    # The server knows hashes alone: by them a file is of this run and of its last round.
+    # The server has only hashes. They identify the files from the end of this run.
     state, _ = _shared(Path(run))
     expected = json.loads(metadata(run).get(KEPT_HASHES, "{}"))
     if not expected:
         raise StateError(
-            f"{run}: model.safetensors does not say what its clients kept. The run kept"
-            " nothing with them (leave --state-dir out)."
+            f"{run}: model.safetensors names no local state of its clients. They kept"
+            " nothing in this run (leave --state-dir out)."
         )
-    # A folder may have files of many runs and rounds; the error says why none is used.
+    # A folder may have files of many runs and rounds: collect why each is not used.
     found: dict[int, dict[str, Any]] = {}
     others: list[str] = []
     for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):
@@ -188,12 +187,12 @@ def site_state(
             others.append(str(error))
             continue
         found[content["partition"]] = content
-    # Which of them: the one that is asked for, or the only one.
+    # Select the requested client, or the only one.
     if client is None and len(found) > 1:
         here = ", ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"{state_dir} has what several clients of this run kept: {here}. Choose one"
-            " with --client."
+            f"{state_dir} has the local states of several clients of this run: {here}."
+            " Choose one with --client."
         )
     chosen = next(iter(found), None) if client is None else client
     if chosen is None or chosen not in found:
@@ -205,7 +204,7 @@ def site_state(
                 f" {len(found)}."
             )
         raise StateError(
-            f"{state_dir} has nothing that {who} kept at the end of the run in {run}."
+            f"{state_dir} has no local state of {who} from the end of the run in {run}."
             " Give the state folder of the node that took part in this run, and the"
             f" model.safetensors of this run.\n{why}"
         )
@@ -216,26 +215,26 @@ def site_state(
 def _kept_at_the_end(
     path: Path, fingerprint: str, expected: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the content of a file with what a client kept at the end of the run.
+    """Return the content of a file with a client's local state at the end of the run.
 
     Args:
         path: the file.
-        fingerprint: that of the model.
-        expected: the SHA-256 of what each client kept, by partition id.
+        fingerprint: the fingerprint of the model.
+        expected: the SHA-256 of each client's local state, by partition id.
 
     Raises:
-        StateError: it has something else.
+        StateError: the file contains something else.
     """
     content = read_checked(path)
     if content.get("kind") != "client":
-        raise StateError(f"{path} is not what a client kept")
+        raise StateError(f"{path} is not the local state of a client")
     if content[FINGERPRINT] != fingerprint:
         raise StateError(
             f"{path} belongs to another model: its names, layer types or shapes differ"
         )
     if content["sha256"] != expected.get(str(content["partition"])):
         raise StateError(
-            f"{path} is of another run, or of another round than the last of this one"
+            f"{path} belongs to another run, or not to the last round of this run"
         )
     return content
 
@@ -256,7 +255,7 @@ def _clients(run: Path) -> list[str]:
         path.stem.removeprefix("client-")
         for path in (run / "clients").glob("client-*.safetensors")
     ]
-    # 2 before 10
+    # Sort by length first, so that 2 comes before 10.
     return sorted(names, key=lambda name: (len(name), name))
 
 
@@ -276,10 +275,10 @@ def read_state(path: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
         StateError: the file is absent or cannot be read.
     """
     if not path.is_file():
-        raise StateError(f"{path} is absent. A run writes it at its end.")
+        raise StateError(f"{path} is missing. A run writes it at its end.")
     try:
         with safe_open(path, "pt") as file:
-            names = file.keys()  # it cannot be iterated
+            names = file.keys()  # the file itself cannot be iterated
             entries = {name: file.get_tensor(name) for name in names}
             return entries, file.metadata() or {}
     except (OSError, SafetensorError) as error:

@@ -1,8 +1,7 @@
-"""Which part of a client's work repeats: what the app's own function draws, and nothing
-that a mod draws.
+"""Repeatable random draws for the app's own function, but not for mods.
 
-The server knows the run's seed. Noise that followed it, as that of Flower's
-``LocalDpMod``, could be subtracted again.
+The server has the run's seed, and could subtract noise that depends on it, such as the
+noise of Flower's ``LocalDpMod``.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ __all__ = ["repeatable"]
 
 
 def repeatable(mod: Mod) -> Mod:
-    """Return ``mod`` as one that seeds the default generators of torch, NumPy and
-    Python for the app's function alone.
+    """Return ``mod`` as a mod that seeds the random draws of the app's function.
 
-    The seed is that of the message (``message_seed``): what the function draws repeats,
-    and is the same in every engine. Mods between this one and the function, and those
-    before it once it has answered, draw from the operating system's entropy.
+    It seeds the default generators of torch, NumPy and Python with the seed of the
+    message (``message_seed``), so that the draws of the function repeat, and are equal
+    in every engine. The mods between this mod and the function, and the mods before it
+    after the answer, draw from the operating system's entropy.
     """
 
     @functools.wraps(mod)
@@ -41,8 +40,8 @@ def repeatable(mod: Mod) -> Mod:
         message: Message, context: Context, call_next: ClientAppCallable
     ) -> Message:
         seed = message_seed(message, context)
-        # Flower hands over the rest as one function: take it apart, so that the seed is
-        # set between the last mod and the app's function.
+        # Flower passes the rest as one function. Take it apart, to set the seed between
+        # the last mod and the app's function.
         mods, function = later_mods(call_next)
         of_function: list[Exception] = []
 
@@ -56,7 +55,7 @@ def repeatable(mod: Mod) -> Mod:
             finally:
                 seed_secretly()
 
-        if mods:  # they draw before the function, from what was there
+        if mods:  # they draw before the function, so remove the seed set before
             seed_secretly()
         if message.metadata.message_type.startswith(MessageType.QUERY):
             mods = [_named(later, of_function) for later in mods]
@@ -66,9 +65,9 @@ def repeatable(mod: Mod) -> Mod:
 
 
 def _named(mod: Mod, of_function: Sequence[Exception]) -> Mod:
-    """Return a mod whose exception on a query says which mod raised it, and what to do.
+    """Return a mod whose exceptions on queries name the mod and the remedy.
 
-    Exceptions ``of_function`` pass unchanged, and so do those of this package.
+    Exceptions in ``of_function``, and exceptions of this package, are unchanged.
     """
 
     @functools.wraps(mod)

@@ -1,8 +1,7 @@
-"""The replay log of a step that travels in messages: the round's model and the answers
-so far.
+"""The replay log of a synchronised step by messages: the model and the answers so far.
 
-It is in Flower's ``Context.state`` from the first message of the round to the last. If
-the app raises an error, the engine restores the context, and the log with it.
+The log is in Flower's ``Context.state`` from the first message of the round to the last
+message. If the app raises an error, the engine restores the context, including the log.
 """
 
 from __future__ import annotations
@@ -37,12 +36,13 @@ __all__ = ["clear_log", "log_answer", "log_sent", "replay"]
 def log_answer(
     context: Context | None, parameters: list[Array], config: dict[str, Any]
 ) -> tuple[list[Array], dict[str, Any]]:
-    """Add one message of the step to the log; return the round's model, and the config
-    with the names of its arrays.
+    """Add one message of the step to the log, and return the round's model.
+
+    Also return the config with the names of the model's arrays.
 
     Args:
         context: the context with the log.
-        parameters: the model in the round's first message, the newest answer in every
+        parameters: the model in the round's first message, or the newest answer in a
             later message.
         config: has ``ARRAY_NAMES`` (JSON; answers are named ``fedtan/TAG``),
             ``ATTEMPT`` and ``UNION``.
@@ -52,7 +52,7 @@ def log_answer(
     """
     if context is None:
         raise StateError(
-            "FedTAN by messages keeps the step in the client's Context; pass context="
+            "FedTAN by messages keeps the step in the client's Context: pass context="
             " from client_fn"
         )
     state = context.state
@@ -67,20 +67,20 @@ def log_answer(
         else:
             model[name] = array
     about = dict(of_kind(state, ConfigRecord).get(STEP_ABOUT, {}))
-    # The first message of a round begins the log anew, whatever an earlier round left.
+    # The first message of a round starts a new log, whatever an earlier round left.
     if model:
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
         state.pop(STEP_SENT, None)
     elif about.get(SERVER_ROUND) != server_round:
         raise StateError(
-            f"the model of round {server_round} came in an earlier message, and this"
-            " client's Context does not have it any more: the node was restarted in"
-            " the middle of the synchronised step. The client leaves this step, and"
-            " takes part in the next round. If it happens in each round, use"
+            f"the model of round {server_round} came in an earlier message, but this"
+            " client's Context no longer has it: the node was restarted in the middle"
+            " of the synchronised step. The client leaves this step, and takes part in"
+            " the next round. If this happens in every round, use"
             " fedtan-transport=channel, which needs no earlier message."
         )
     elif about.get(STEP_ATTEMPT) != attempt:
-        # Another client was lost: the step begins anew, with the same model.
+        # Another client was lost, so the step starts again with the same model.
         state[STEP_ANSWERS] = ArrayRecord()
         state.pop(STEP_SENT, None)
     state[STEP_ABOUT] = ConfigRecord(
@@ -92,7 +92,7 @@ def log_answer(
 
 
 def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
-    """Return the reducer that answers from the log; None for a message of another kind."""
+    """Return the reducer that answers from the log; None for other messages."""
     if context is None or ATTEMPT not in config:
         return None
     records = of_kind(context.state, ArrayRecord)
@@ -108,8 +108,9 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
 
 
 def log_sent(context: Context, exchange: NextExchange) -> None:
-    """Add the sent tensor to the log, to check that a user's training repeats itself
-    exactly.
+    """Add the sent tensor to the log.
+
+    It is used to check that a user's training repeats itself exactly.
     """
     sent = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
     context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})

@@ -1,7 +1,8 @@
 """``TorchClient``: a NumPyClient around local training.
 
-A message of the server's has the shared entries of the model; the client adds those
-that it keeps, trains or tests, keeps its own part, and returns the shared one.
+A message from the server contains the shared entries of the model. The client adds its
+local state, trains or tests the model, stores its local state, and returns the shared
+entries.
 """
 
 from __future__ import annotations
@@ -74,54 +75,58 @@ __all__ = ["TorchClient"]
 
 
 class TorchClient(NumPyClient):
-    """Trains and evaluates a torch model for any strategy of this package, in any
-    engine.
+    """Trains and evaluates a torch model for any strategy of this package.
+
+    It works in any engine.
 
     Args:
-        model: the model on its device; it is trained in place. It may be compiled or in
-            DDP: sent and kept entries have the names of the inner module, or the
-            received names. Or a function that builds it: a process calls it once, again
-            only for clients that work at the same time, and gives the model to one
-            client after another. Pass the same function object for every message.
+        model: the model on its device; it is trained in place. It may be compiled or
+            wrapped in DDP: sent and kept entries have the names of the inner module, or
+            the received names. It may also be a function that builds the model. A
+            process calls the function once, and again only for clients that work at the
+            same time, and passes the model from one client to the next. Pass the same
+            function object for every message.
         train_data: the client's training data, a torch ``Dataset`` of (input, target)
-            with a length, or ``Batches``, as ``training.batches_of(loader)`` makes them
-            of a loader with a ``collate_fn``; may be empty for a client that only
-            evaluates. Batches and their order are those of the settings. An input may
-            be several tensors in a tuple, a list or a dict: the model is called with
-            this one structure. BatchNorm's statistics (HBN, FBN and BN-SCAFFOLD by a
-            pass, StaticBN, ``recalibrate``) are measured without random transforms if
-            ``training.batches_of(loader, plain)`` has the examples without them.
+            with a length, or ``Batches``. ``training.batches_of(loader)`` makes
+            ``Batches`` from a loader with a ``collate_fn``. It may be empty if the
+            client only evaluates. The settings determine the batches and their order.
+            An input may be several tensors in a tuple, a list or a dict: the model is
+            called with this one structure. BatchNorm's statistics (HBN, FBN and
+            BN-SCAFFOLD by a pass, StaticBN, ``recalibrate``) are measured without
+            random transforms if ``training.batches_of(loader, plain)`` has the examples
+            without them.
         test_data: one test set, or several by name (their metrics are then called
             ``<name>-accuracy``, ...). The set "validation" has examples that the client
-            does not train on; FedBS may weigh the client by its loss there.
+            does not train on; FedBS may weigh the client by its loss on them.
         settings: steps, batch size, optimizer.
-        context: Flower's context from ``client_fn(context)``; its ``state`` holds what
-            a method keeps with the client, its ``node_config["partition-id"]`` names
-            the client.
+        context: Flower's context from ``client_fn(context)``. Its ``state`` contains
+            the client's local state, and its ``node_config["partition-id"]`` names the
+            client.
         partition_id: replaces the partition id of the context.
         seed: batches, augmentation and dropout use streams of (seed, round, partition
             id). Without a partition id they use the context's node id, which changes in
-            every run. None = the strategy's seed, 0 under a strategy that sends none.
+            every run. None uses the strategy's seed, or 0 if the strategy sends none.
         task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or
-            ``SEGMENTATION`` of ``fedbn_flwr.training``: targets, loss and metrics.
-            ``dataclasses.replace(task, loss=...)`` has a loss of your own, ``replace(
-            task, training_loss=...)`` one for training steps alone, and
-            ``task.measuring(["auroc"])`` further metrics.
-        state_dir: folder for durable copies of what a method keeps with the client,
-            used if the server sends its run. They remain after the node's process and
-            the run. A partition id is needed. A function opens a folder on another
-            machine. None = the ``state-dir`` that the context's node config or run
-            config names, if any.
+            ``SEGMENTATION`` of ``fedbn_flwr.training``, with targets, loss and metrics.
+            Use ``dataclasses.replace(task, loss=...)`` for your own loss, ``replace(
+            task, training_loss=...)`` for a loss that only training steps use, and
+            ``task.measuring(["auroc"])`` for further metrics.
+        state_dir: folder for durable copies of the client's local state, used if the
+            server sends its run. They outlast the node's process and the run. The
+            folder needs a partition id.
+            None uses the ``state-dir`` that the context's node config or run config
+            names, if any.
 
     ``fit`` and ``evaluate`` take the entries named in
-    ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without it, the whole state
-    dict in its order. ``fit`` needs the round, ``config["server-round"]``; it returns
-    the shared entries, and names them in its metrics if they are not all.
+    ``config["fedbn-flwr.array-names"]`` (a JSON list). If the config names none, they
+    take the whole state dict in its order. ``fit`` needs the round,
+    ``config["server-round"]``. It returns the shared entries, and names them in its
+    metrics if they are not all entries.
 
     Attributes:
-        data: what the client trains and tests on.
-        streams: the random streams by which it draws.
-        storage: where it keeps its part between rounds.
+        data: the data for training and tests.
+        streams: the random streams that draw from the data.
+        storage: the place of the local state between rounds.
     """
 
     def __init__(
@@ -155,20 +160,20 @@ class TorchClient(NumPyClient):
         """Train for one round.
 
         Returns:
-            The shared entries, the size of the training set |D_i| (not the examples
-            processed), and the metrics ``train-loss``, ``train-accuracy`` (not for a
-            regression), ``examples-processed``, ``steps``, ``dropped-batches`` and
-            those of the client hooks.
+            The shared entries; the size of the training set |D_i| (not the number of
+            processed examples); and the metrics ``train-loss``, ``train-accuracy`` (not
+            for a regression), ``examples-processed``, ``steps``, ``dropped-batches``
+            and the metrics of the client hooks.
 
-        Under FedTAN by messages it returns the one array of the next exchange, named
-        ``fedtan/TAG``, until the synchronised step has all answers, and no array when
-        it has.
+        Under FedTAN by messages, it returns only the array of the next exchange, named
+        ``fedtan/TAG``, until the synchronised step has all answers. Then it returns no
+        array.
 
         Raises:
-            StateError: the arrays or the kept entries do not fit the model.
+            StateError: the arrays or the local state do not fit the model.
             DataError: there is nothing to train on.
             ConfigError: the config names no round.
-            NormLayerError: the server asks for masked sums, and a BatchNorm layer has
+            NormLayerError: the server asks for masked sums, but a BatchNorm layer has
                 ``momentum=None``.
         """
         arrays, num_examples, metrics = self.fit_uncopied(parameters, config)
@@ -177,15 +182,16 @@ class TorchClient(NumPyClient):
     def fit_uncopied(
         self, parameters: list[Array], config: Config
     ) -> tuple[list[Array], int, Config]:
-        """Do ``fit``, and return arrays that share the model's memory: copy them before
-        the next message.
+        """Do ``fit``, and return arrays that share the model's memory.
+
+        Copy them before the next message.
         """
         with self._cached_model() as cached:
             try:
                 returned, metrics = self._fit(cached, parameters, config)
             except StopStep as stop:
-                # By messages a synchronised step stops where it needs an exchange with
-                # the other clients; it goes on with the answer in the next message.
+                # By messages, a synchronised step stops when it needs an exchange with
+                # the other clients. The answer in the next message continues it.
                 sent = stop.exchange.tensors
                 returned = {
                     f"{EXCHANGE}/{tag}": t.cpu().numpy() for tag, t in sent.items()
@@ -203,8 +209,7 @@ class TorchClient(NumPyClient):
         cached.check_head(sent.head, self.data.two_inputs)
         local = entries_that_stay(cached, sent)
         kept = self._open_kept(cached, config, sent)
-        # In an exchange by messages the model came in an earlier message, and the log
-        # has it.
+        # In an exchange by messages, the log has the model from an earlier message.
         reducer = None
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
@@ -222,7 +227,7 @@ class TorchClient(NumPyClient):
                 self.settings.num_steps(len(self.data.train)),
             )
             hooks = make_hooks(sent.hooks, about)
-        # The model begins as the server's, but for the entries that stay here.
+        # The model starts as the server's model, except for the local entries.
         extras, prefix = load_received(
             cached, parameters, config, sent, kept.load(local)
         )
@@ -234,8 +239,8 @@ class TorchClient(NumPyClient):
             load_received(cached, parameters, config, sent, kept.load(local))
             size = self.settings.batch_size
             refuse_first_pass(cached.plain, self.data.train, self.task, size)
-        # Nothing is kept before all steps were taken: an exception leaves the client as
-        # it was before the round.
+        # Nothing is kept before all steps were taken, so that an exception leaves the
+        # client in its state before the round.
         if sent.attempt is not None:
             clear_log(self.context)
         state = to_state(cached.state)
@@ -243,7 +248,7 @@ class TorchClient(NumPyClient):
             kept.keep({name: state[name] for name in local}, sent.server_round)
         kept.save_hook_state(hooks.values(), sent.server_round)
         kept.save(sent.server_round)
-        # The reply has the shared entries; their names where they are not all.
+        # The reply has the shared entries, and their names if they are not all entries.
         returned = returned_entries(state, local, hooks.values(), prefix)
         metrics = _metrics(result)
         if hooks:
@@ -256,7 +261,7 @@ class TorchClient(NumPyClient):
     def _training(
         self, sent: TrainConfig, settings: LocalTraining
     ) -> Callable[..., TrainResult]:
-        """Return what trains a model on the client's data in this round."""
+        """Return a function that trains a model on the client's data in this round."""
         return functools.partial(
             train,
             data=self.data.train,
@@ -275,8 +280,9 @@ class TorchClient(NumPyClient):
         kept: KeptState,
         local: frozenset[str],
     ) -> None:
-        """Train the model before its test as in the round, without what ties it to other
-        clients.
+        """Train the model before its test as in the round, but without other clients.
+
+        Terms that depend on other clients are left out.
         """
         sent = TrainConfig.read(config)
         hooks = make_hooks(sent.hooks, HookContext(config, local)).values()
@@ -288,17 +294,17 @@ class TorchClient(NumPyClient):
     def evaluate(
         self, parameters: list[Array], config: Config
     ) -> tuple[float, int, Config]:
-        """Evaluate the received entries, completed with the kept ones, on each test
-        set.
+        """Evaluate the received entries and the local state on each test set.
 
         Returns:
             Mean loss on the first test set that is not empty, its size, and for each
-            set the metrics ``<name>-loss``, ``<name>-num-examples`` and those of the
-            task, such as ``<name>-accuracy`` (no prefix for a single unnamed set); of
-            a set without targets that count only its size. NaN where a test set does not define a metric.
+            set the metrics ``<name>-loss``, ``<name>-num-examples`` and the metrics of
+            the task, such as ``<name>-accuracy`` (without prefix for a single unnamed
+            set). A set without counted targets has only its size. A metric is NaN if
+            the test set does not define it.
 
         Raises:
-            ConfigError: a test set is not known here.
+            ConfigError: the client lacks a test set.
         """
         sent = EvaluateConfig.read(config)
         test_sets = self.data.asked_for(sent.test_sets)
@@ -315,7 +321,7 @@ class TorchClient(NumPyClient):
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
                 result = evaluate(cached.model, data, task=self.task)
                 metrics[count] = result.num_examples
-                # A loss of no target is NaN, in every mean over the clients.
+                # Without targets the loss is NaN, which would spoil means over clients.
                 if not result.num_examples:
                     continue
                 if not math.isfinite(result.loss):
@@ -330,13 +336,14 @@ class TorchClient(NumPyClient):
     def statistics(
         self, parameters: list[Array], config: Config
     ) -> tuple[list[Array], int, Config]:
-        """Re-estimate BN statistics under the received weights, in one pass over the
-        training data.
+        """Re-estimate BN statistics with the received weights.
+
+        This is one pass over the training data; nothing is kept.
 
         Returns:
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of
             the training set, and their names in ``fedbn-flwr.array-names``. See
-            ``batchnorm.reestimation``; nothing is kept.
+            ``batchnorm.reestimation``.
         """
         sent = MessageConfig.read(config)
         with self._cached_model() as cached:
@@ -358,11 +365,11 @@ class TorchClient(NumPyClient):
     def _open_kept(
         self, cached: CachedModel, config: Config, sent: MessageConfig
     ) -> KeptState:
-        """Return the client's kept state, restored to the one that the server expects."""
+        """Return the client's local state, restored to the state the server expects."""
         if MOD in config:
             raise StateError(
-                f"the app has the mod {config[MOD]}, and its client is a TorchClient,"
-                " which keeps and sends its part itself. Leave the mod out."
+                f"the app has the mod {config[MOD]}, but its client is a TorchClient,"
+                " which keeps and sends its local state itself. Leave the mod out."
             )
         return self.storage.open(cached.parts, cached.fingerprint, sent)
 
@@ -372,12 +379,14 @@ class TorchClient(NumPyClient):
             return [array.copy() for array in to_state(cached.state).values()]
 
     def get_properties(self, config: Config) -> Config:
-        """Return ``num-examples`` of the training set, ``batch-size`` of its first step
+        """Return the properties of the client for the strategies' query.
+
+        They are ``num-examples`` of the training set, ``batch-size`` of the first step
         and the ``partition-id``.
 
         Raises:
-            NormLayerError: the method synchronises BN layers, and this model's cannot
-                be.
+            NormLayerError: the method synchronises BN layers, but this model's layers
+                cannot be synchronised.
         """
         size = len(self.data.train)
         if config.get(SYNCHRONISES) and size:
@@ -398,14 +407,15 @@ class TorchClient(NumPyClient):
 
 
 def _refuse_before_training(cached: CachedModel, config: Config) -> None:
-    """Refuse a round without a number; under masked sums also layers that divide by
-    their counter, which then counts rounds.
+    """Refuse a round without a number, or layers that masked sums would break.
+
+    Such layers divide by their counter, which counts rounds under masked sums.
     """
     if round_in(config) is None:
         raise ConfigError(
-            f"the config of fit has no '{SERVER_ROUND}', by which a client draws other"
-            " batches in each round. Flower's legacy strategies send none by"
-            " themselves: give yours on_fit_config_fn=lambda server_round:"
+            f"the config of fit has no '{SERVER_ROUND}', but a client needs it to draw"
+            " other batches in each round. Flower's legacy strategies do not send it by"
+            " default: give yours on_fit_config_fn=lambda server_round:"
             f" {{'{SERVER_ROUND}': server_round}}"
         )
     if MASK_PRESENT in config:
@@ -413,7 +423,7 @@ def _refuse_before_training(cached: CachedModel, config: Config) -> None:
 
 
 def _metrics(result: TrainResult) -> Config:
-    """Return what a reply says of the training."""
+    """Return the reply's metrics of the training."""
     metrics: Config = {TRAIN_LOSS: result.loss}
     if result.accuracy is not None:
         metrics[TRAIN_ACCURACY] = result.accuracy

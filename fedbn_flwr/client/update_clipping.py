@@ -1,6 +1,4 @@
-"""``clipped_update``: the mod of a client that clips its own update, for differential
-privacy with ``dp=client``.
-"""
+"""``clipped_update``: a client's mod that clips its own update, for ``dp=client``."""
 
 from __future__ import annotations
 
@@ -19,15 +17,16 @@ __all__ = ["clipped_update"]
 def clipped_update(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Return the app's reply with its update clipped as the server asks: a Flower mod.
+    """Return the app's reply with its update clipped to the server's bound.
 
-    It must be the first mod, so that it sees what leaves the client:
-    ``ClientApp(mods=[clipped_update, bn_mod])``. Before it stands ``packed`` alone,
-    which changes no value. Counters leave as they came, since they tell the number of
-    batches. Without ``dp=client`` nothing changes. Metrics leave as they are.
+    It is a Flower mod. It must be the first mod, so that it clips everything that
+    leaves the client: ``ClientApp(mods=[clipped_update, bn_mod])``. Only ``packed`` may
+    precede it, because it changes no value. Counters return as they came, since they
+    would reveal the number of batches. Metrics are unchanged, and without ``dp=client``
+    nothing changes.
 
     Raises:
-        StateError: the reply does not hold the model as it was received; nothing is
+        StateError: the reply does not contain the model as it was received; nothing is
             sent.
     """
     config = merged_config(message)
@@ -35,7 +34,7 @@ def clipped_update(
         return call_next(message, context)
     if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
-    # Noted before the call: mods further in put the whole model in its place.
+    # Keep it before the call: later mods replace it by the whole model.
     key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     before = views(ArrayRecord(dict(received)))
     reply = call_next(message, context)
@@ -49,12 +48,12 @@ def clipped_update(
         for name, array in state.items():
             if name not in before or array.shape != before[name].shape:
                 raise StateError(
-                    f"clipped_update: the reply's entry '{name}' is not one that was"
-                    " received; nothing is sent"
+                    f"clipped_update: the reply's entry '{name}' was not received in"
+                    " this shape; nothing is sent"
                 )
-        # The shared entries: what stays with the client does not leave it.
+        # Only the shared entries: local state does not leave the client.
         sent = {name: before[name] for name in state}
-        # Their difference to what was received is the update that dp bounds.
+        # Their difference to the received values is the update that dp bounds.
         coordinates = Coordinates(sent, split_state(sent))
         update, _ = clipped(coordinates.update(state), float(config[CLIP]))
         reply.content[key] = to_record(coordinates.state(update, 0.0))

@@ -55,9 +55,7 @@ PROXIMAL = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}
 def test_an_optimizer_of_a_copy_is_refused() -> None:
     """FedProx would be FedAvg, bit for bit."""
     model = nn.Linear(2, 1)
-    with pytest.raises(
-        ConfigError, match="give both the same model, and no copy of it"
-    ):
+    with pytest.raises(ConfigError, match="pass the same model to both, not a copy"):
         Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(
             torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
         )
@@ -182,7 +180,7 @@ def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
             for again in (optimizer, torch.optim.SGD(model[3].parameters(), 0.1)):
                 with pytest.raises(
                     ConfigError,
-                    match=r"wrap was called twice .*make and wrap one optimizer",
+                    match=r"wrap was called twice .*create and wrap one optimizer",
                 ):
                     rules.wrap(again)
             if hooks:

@@ -266,8 +266,8 @@ def test_a_step_that_raises_is_over() -> None:
 @pytest.mark.parametrize(
     ("calls", "why"),
     [
-        (["begin", "begin"], "a step began inside another one"),
-        (["begin", "block"], "a step began inside another one"),
+        (["begin", "begin"], "a step began inside another step"),
+        (["begin", "block"], "a step began inside another step"),
         (["begin", "end", "end"], r"rules.end_step\(\) without rules.begin_step"),
         (["begin"], r"the block ended inside a step: call rules.end_step\(\)"),
     ],

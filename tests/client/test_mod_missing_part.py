@@ -104,7 +104,7 @@ def test_an_app_that_measures_no_statistics_is_told_the_handler(
     app = user_app(hooked_loop)
     with pytest.raises(
         ClientPartError,
-        match=r"Add to it a function with @app.query\('statistics'\) that",
+        match=r"Add to the app a function with @app.query\('statistics'\) that",
     ):
         run_app(strategy(), app)
 

@@ -99,7 +99,7 @@ def test_replies_are_lost(
     ]
     assert used == [some, some, some, CLIENTS, some, CLIENTS]
     assert_mean(run)
-    assert "had lost what it kept" not in caplog.text
+    assert "had lost its local state" not in caplog.text
 
 
 def test_a_refused_reply_takes_all_back_that_the_client_keeps(
@@ -175,7 +175,7 @@ def test_a_client_without_its_variate_begins_with_zero_and_is_named(
     assert [
         text
         for text in caplog.messages
-        if "(partition 0) had lost what it kept between rounds" in text
+        if "(partition 0) had lost its local state" in text
     ]
 
 

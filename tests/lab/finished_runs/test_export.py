@@ -202,7 +202,7 @@ def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(
     bring(group, 1)
     with pytest.raises(StateError) as caught:
         take("foreign")
-    assert "is of another run, or of another round than the last of this one" in str(
+    assert "belongs to another run, or not to the last round of this run" in str(
         caught.value
     )
     assert "belongs to another model" in str(caught.value)
@@ -214,10 +214,10 @@ def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(
     bring(run, 2)
     with pytest.raises(
         ConfigError,
-        match=r"what several clients of this run kept: 1, 2\. Choose one with --client",
+        match=r"the local states of several clients of this run: 1, 2\. Choose one with --client",
     ):
         take("several")
-    with pytest.raises(StateError, match="nothing that client=0 kept"):
+    with pytest.raises(StateError, match="no local state of client=0"):
         take("absent", 0)
 
 
@@ -234,7 +234,8 @@ def test_averaged_bn_is_exported_where_the_run_saved_it(
     with pytest.raises(
         StateError,
         match=(
-            r"client=1 kept is not here .*: export its model there, with .* --state-dir"
+            r"the local state of client=1 is not here .*: export its model there, with"
+            r" .* --state-dir"
         ),
     ):
         export(run, tmp_path / "other/model.safetensors", "torch", Choice(client=1))
@@ -245,7 +246,7 @@ def test_averaged_bn_is_exported_where_the_run_saved_it(
         export(
             plain, tmp_path / "other/model.safetensors", "torch", Choice(averaged=True)
         )
-    with pytest.raises(StateError, match="does not say what its clients kept"):
+    with pytest.raises(StateError, match="names no local state of its clients"):
         export(
             plain,
             tmp_path / "other/model.safetensors",
