@@ -1,8 +1,8 @@
 """Errors of the package: a message names subject, value, allowed values and remedy.
 
-Each class has a ``code``, an instance may have a finer one. Code and tests decide by
-class and code, never by the words of a message. Flower sends a client's error as text
-alone, so a code on which the server acts stands in that text.
+Each class has a ``code``, and an instance may have a finer one. Code and tests decide
+by class and code, never by the words of a message. Flower sends a client's error only
+as text, so the text contains each code on which the server acts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 NOT_FINITE = "not-finite"
 """The code of a value that is NaN or infinite."""
 INPUTS_NOT_FINITE = "inputs-not-finite"
-"""The code of a loss that is not finite because a client's inputs are not."""
+"""The code of a non-finite loss that is caused by a client's non-finite inputs."""
 FIRST_PASS_NOT_FINITE = "first-pass-not-finite"
 """The code of a loss or gradient that is not finite before a step is taken."""
 STATISTICS_NOT_FINITE = "statistics-not-finite"
@@ -59,26 +59,26 @@ STATISTICS_NOT_FINITE = "statistics-not-finite"
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
-"""The code of an error of a node's data whose text has nothing of the data."""
+"""The code of an error of a node's data whose text reveals nothing about the data."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
 MOD_RAISED = "mod-raised"
 """The code of an exception of a mod of the app."""
 MOD_ON_QUERIES = (
-    "A mod of the whole app meets the strategies' queries, too, whose config lacks"
-    " entries of training messages: give it to the training function alone,"
+    "A mod of the whole app also receives the strategies' queries, whose config lacks"
+    " entries of training messages: use it only for the training function, with"
     " @app.train(mods=[...]) or client_app(..., train_mods=[...]), or let it return"
-    " call_next(message, context) where message.metadata.message_type begins with"
+    " call_next(message, context) if message.metadata.message_type begins with"
     " 'query'."
 )
-"""What to do with a mod that raises on a query."""
+"""The remedy for a mod that raises an exception on a query."""
 MOD_ORDER = (
     "A mod of the app refuses messages that it was not made for. Put bn_mod first,"
-    " ClientApp(mods=[bn_mod]), and give mods that act on training to the training"
-    " function alone, @app.train(mods=[...]) or client_app(..., train_mods=[...])"
+    " ClientApp(mods=[bn_mod]), and use mods that act on training only for the"
+    " training function, @app.train(mods=[...]) or client_app(..., train_mods=[...])"
 )
-"""What to do about a mod that refuses a message of this package."""
-_CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
+"""The remedy for a mod that refuses a message of this package."""
+_CLIENTS_CONFIG = "clients-config"  # the code of a ConfigError sent by a client
 _IN_TEXT = (
     NOT_FINITE,
     FIRST_PASS_NOT_FINITE,
@@ -89,8 +89,8 @@ _IN_TEXT = (
     _CLIENTS_CONFIG,
 )
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
-# A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's or
-# Ray's text names the class.
+# A user's app may raise a ConfigError outside ``NamedConfigErrors``. Then the text from
+# Flower or Ray names the class.
 _CONFIG_ERROR = re.compile(rf"\[{_CLIENTS_CONFIG}\] |\bConfigError(?:: |'>:<')")
 
 
@@ -98,25 +98,25 @@ class FedBNError(Exception):
     """Base of all errors that this package defines.
 
     Args:
-        text: the message; it may have a code, see ``coded``.
-        code: a finer code than that of the class.
+        text: the message; it may contain a code, see ``coded``.
+        code: a code that is finer than the code of the class.
 
     Attributes:
-        code: what kind of error it is, for code and tests.
+        code: the kind of the error, for code and tests.
     """
 
     code = "error"
 
     def __init__(self, text: object = "", *, code: str | None = None) -> None:
         super().__init__(text)
-        # A client's error comes back as text: its code is in it.
+        # A client's error comes back as text, which contains its code.
         finer = code or code_of(str(text))
         if finer:
             self.code = finer
 
     @property
     def reason(self) -> str:
-        """The text with the code, if it is one on which the server acts."""
+        """The text, with the code if the server acts on it."""
         text = str(self)
         if self.code in _IN_TEXT and code_of(text) is None:
             return coded(self.code, text)
@@ -124,13 +124,13 @@ class FedBNError(Exception):
 
 
 class ConfigError(FedBNError, ValueError):
-    """A setting is unknown, out of range or contradicts another one."""
+    """A setting is unknown, out of range or contradicts another setting."""
 
     code = "config"
 
 
 class NotResumableError(ConfigError):
-    """A run has no checkpoint with which it could continue; it can only begin anew."""
+    """A run has no checkpoint from which it could continue; it must start again."""
 
     code = "not-resumable"
 
@@ -154,7 +154,7 @@ class DataError(FedBNError, ValueError):
 
 
 class StateError(FedBNError, ValueError):
-    """A model state, or a part that a client keeps, does not fit the model."""
+    """A model's state, or a client's local state, does not fit the model."""
 
     code = "state"
 
@@ -166,13 +166,13 @@ class ReplyError(FedBNError, ValueError):
 
 
 class ClientPartError(ReplyError):
-    """A client's app lacks the method's client half; if all do, the run ends."""
+    """A client's app lacks the method's client code; if all apps do, the run ends."""
 
     code = "client-part"
 
 
 class PackingError(FedBNError, ValueError):
-    """Arrays that travel in one piece do not fit their manifest."""
+    """Arrays that were sent in one piece do not fit their manifest."""
 
     code = "packing"
 
@@ -193,9 +193,9 @@ class RunFailedError(EngineError):
     """A run ended without a usable model.
 
     Attributes:
-        result: what the call would have returned: for ``start`` Flower's ``Result``
-            with the last global model, for ``sweep`` the table; None if it is not
-            known.
+        result: the value that the call would have returned: for ``start``, Flower's
+            ``Result`` with the last global model; for ``sweep``, the table. None if it
+            is unknown.
     """
 
     code = "run-failed"
@@ -228,12 +228,12 @@ class DivergedError(RunFailedError):
 
 
 class NamedConfigErrors(ContextDecorator):
-    """Let the text of a ConfigError of the block say that it is one.
+    """Mark the text of a ConfigError from the block with its code.
 
-    Flower sends a client's error as text only. It is also a decorator.
+    Flower sends a client's error only as text. The class is also a decorator.
     """
 
-    # A class, as Ray must pickle it with the app, and cannot pickle a generator.
+    # A class, because Ray must pickle it with the app and cannot pickle a generator.
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -241,13 +241,13 @@ class NamedConfigErrors(ContextDecorator):
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        """Raise the ConfigError with the code that stands in its text."""
+        """Raise the ConfigError again, with the code in its text."""
         if isinstance(error, ConfigError) and error.code != _CLIENTS_CONFIG:
             raise ConfigError(coded(_CLIENTS_CONFIG, str(error))) from error
 
 
 def coded(code: str, text: str) -> str:
-    """Return the text of an error that travels as text: with its code."""
+    """Return the text of an error with its code, for errors that are sent as text."""
     return f"[{code}] {text}"
 
 
@@ -257,20 +257,20 @@ def split_code(reason: str) -> tuple[str | None, str]:
 
 
 def code_of(reason: str) -> str | None:
-    """Return the code in the text of an error; None without one."""
-    # Anywhere in it: Flower puts words of its own in front of a client's text.
+    """Return the code in the text of an error; None if there is none."""
+    # Search the whole text: Flower adds words before a client's text.
     match = _CODE.search(reason)
     return match[1] if match else None
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
-    """Raise the ConfigError that all clients raised, if so.
+    """Raise the ConfigError that all clients raised, if they all raised the same.
 
     Args:
         reasons: the reasons of the error replies.
         num_asked: number of clients that were asked.
     """
-    # It would come again in every round. One client's error may be its own.
+    # All clients: it would come again in every round. One client: it may be its own.
     texts = {_text_of_config_error(reason) for reason in reasons}
     if len(reasons) != num_asked or len(texts) != 1:
         return
@@ -283,25 +283,25 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
 
 
 def _text_of_config_error(reason: str) -> str:
-    """Return the text of the ConfigError in a reason of Flower's; "" if it is none."""
+    """Return the text of the ConfigError in a reason from Flower; empty if none."""
     _, *texts = _CONFIG_ERROR.split(reason)
     if not texts:
         return ""
-    # without what Flower and Python write behind it
+    # Remove the text that Flower and Python add after it.
     return texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>")
 
 
 def install_extra(extra: str) -> str:
-    """Return the line that installs an extra of the package, from a checkout."""
+    """Return the command that installs an extra of the package from a checkout."""
     return f'pip install ".[{extra}]" in the checkout of fedbn-flwr'
 
 
 @contextmanager
 def needs_package(package: str, what: str) -> Iterator[None]:
-    """Name the package, and what needs it, if an import in the block fails.
+    """Name the package and its user if an import in the block fails.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package is not installed.
     """
     try:
         yield
@@ -313,11 +313,11 @@ def needs_package(package: str, what: str) -> Iterator[None]:
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name, which suggests the nearest allowed one."""
+    """Return the error for an unknown name, with the nearest allowed name."""
     names = sorted(allowed)
     hint = ""
     for name in difflib.get_close_matches(str(value), names, n=2):
-        # a name of another kind may be spelled like an allowed one
+        # A name of another kind may have the spelling of an allowed name.
         if name != value:
             hint = f" Did you mean {name!r}?"
             break
