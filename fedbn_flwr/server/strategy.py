@@ -1,5 +1,4 @@
-"""Flower's door: a strategy has the interface of Flower's own, and hands each of its
-calls to the run.
+"""Flower's interface: a strategy passes each of Flower's calls to the run.
 
 ``server.rounds.round`` does the work; a strategy sends its messages. The run never
 refers to the strategy.
@@ -58,12 +57,14 @@ ShouldStop = Callable[[int, Result], bool]
 
 
 AggregateMetrics = Callable[[list[RecordDict], str], MetricRecord]
-"""Flower's: it makes one record of the replies' ones, given the weights' key."""
+"""Merges the replies' metric records into one, as in Flower; the second argument is the
+key of the weights.
+"""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Methods that make one strategy. It is called as a strategy's class.
+    """Methods that form one strategy. It is called like a strategy's class.
 
     ::
 
@@ -88,7 +89,7 @@ class Combination:
 
     @property
     def combination(self) -> Combination:
-        """The combination itself, as of a strategy's class."""
+        """The combination itself, as in a strategy's class."""
         return self
 
     @property
@@ -107,14 +108,14 @@ class Combination:
 
 
 def _aggregation_note(aggregate: object) -> str:
-    """Return that metrics are averages; "" for those of the user's own function."""
+    """Return a note that metrics are averages; empty for the user's own function."""
     return f" ({AVERAGED})" if aggregate is average_metrics else ""
 
 
 class CommonOptions(TypedDict, total=False):
     """The arguments of ``Strategy`` that are not Flower's.
 
-    The methods' constructors name this class, so that an editor shows them.
+    The methods' constructors name this class, so that an editor shows the arguments.
     """
 
     layers: str | Sequence[str]
@@ -139,16 +140,16 @@ class CommonOptions(TypedDict, total=False):
 
 @dataclass
 class _Half:
-    """Half of a round, between its messages and their replies.
+    """One half of a round, between its messages and their replies.
 
     Attributes:
         configure: name of the method that made the messages.
         server_round: the round.
         played: the generator that waits for the replies.
         messages: the messages.
-        arrays: the model in them, as the loop gave it.
-        early_replies: replies of a synchronised round, which runs while it is
-            configured.
+        arrays: the model in the messages, as the loop passed it.
+        early_replies: replies of a synchronised round, which runs during the call of
+            ``configure_train``.
     """
 
     configure: str
@@ -162,50 +163,51 @@ class _Half:
 class Strategy(FlowerFedAvg):
     """A method as a strategy of Flower: Flower's arguments, and the method's settings.
 
-    ``start`` runs all rounds; Flower's own loops call a strategy call by call. A class
+    ``start`` runs all rounds. Flower's own loops use the single calls instead. A class
     may override Flower's methods (``configure_train``, ``aggregate_train``, ...) and
     call ``super()``.
 
-    ``state_dict()`` is the state to checkpoint with the global model; after
+    A checkpoint consists of ``state_dict()`` and the global model. After
     ``load_state_dict`` the next ``start`` continues from it.
 
-    The first ten arguments are those of ``flwr.serverapp.strategy.FedAvg``, with their
-    defaults. Those from ``layers`` to ``agc`` are settings of every method:
-    ``server.methods.params.Params`` says what each does.
+    The first ten arguments are the arguments of ``flwr.serverapp.strategy.FedAvg``,
+    with their defaults. The arguments from ``layers`` to ``agc`` are settings of every
+    method; ``server.methods.params.Params`` describes each.
 
     Args:
-        parts: the split of the model's state (``split_state(model)``); by default made
-            from the names of the initial arrays.
+        parts: the split of the model's state (``split_state(model)``); by default it
+            follows from the names of the initial arrays.
         on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the
-            end of each round, with the model that the run would return if it ended
-            there, and the round's metrics by the names of Flower's ``Result``
-            (``train_metrics_clientapp``, ...). What it raises ends the run.
-        on_replies: called with the replies that a round used, and the global state
-            before and after it; it reads only.
-        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a
-            caller who completes the global model with ``server.rounds.testing`` sets it
-            to False.
-        num_partitions: number of the parts of the data that nodes with one of them must
-            name; 0 = any, all the same; None = not compared.
-        combination: the methods of ``combined``, in place of the class's own; it passes
-            them itself.
+            end of each round. It receives the model that the run would return if it
+            ended there, and the round's metrics by the names of Flower's ``Result``
+            (``train_metrics_clientapp``, ...). An exception raised by it ends the run.
+        on_replies: called with the used replies of a round, and the global state before
+            and after it. It must not change them.
+        completes_tests: whether ``evaluate_fn`` receives averaged BN parts, or a
+            warning is logged. Set it to False if you complete the global model yourself
+            with ``server.rounds.testing``.
+        num_partitions: number of data partitions that every node holding one must
+            report. 0 accepts any number on which the nodes agree; None disables the
+            check.
+        combination: the methods of ``combined``, which replace the methods of the
+            class; ``combined`` passes them itself.
         **settings: the method's own settings, fields of ``Params``.
 
     Attributes:
-        method: the method's class, or what ``combined`` returns.
+        method: the method's class, or the result of ``combined``.
         params: the settings.
         methods: the options and methods in use.
-        run: what the server knows of the run.
-        on_replies: as given.
-        on_round_end: as given.
-        completes_tests: as given.
-        num_partitions: as given.
-        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further
-            round; ``should_stop`` sets it.
-        protection: what happens to the replies before the method sees them.
+        run: the server's knowledge of the run.
+        on_replies: the argument.
+        on_round_end: the argument.
+        completes_tests: the argument.
+        num_partitions: the argument.
+        stopped: if set to True, for example in ``evaluate_fn``, ``start`` runs no
+            further round. ``should_stop`` sets it as well.
+        protection: the protection of the replies before the method sees them.
 
     Raises:
-        TypeError: there is no such argument.
+        TypeError: an argument does not exist.
         ConfigError: a value is out of range, or a setting has no effect.
     """
 
@@ -218,18 +220,18 @@ class Strategy(FlowerFedAvg):
     __signature__: ClassVar[inspect.Signature | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Take the name and the settings of the class's method."""
+        """Take the name and the settings from the class's method."""
         super().__init_subclass__(**kwargs)
         if isinstance(cls.method, Combination):
             cls.combination = cls.method
         else:
             cls.combination = Combination((cls.method,), cls.method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params
-        # The signature's default holds, so a Params with another needs its own.
+        # The signature's default wins, so a Params with another default needs its own.
         own = cls.combination.own_defaults
         if own and "__init__" not in vars(cls):
             cls.__init__ = functools.partialmethod(cls.__init__, **own)  # type: ignore[assignment]
-        # A class without a constructor shows the method's own settings all the same.
+        # A class without a constructor shows the method's own settings as well.
         cls.__signature__ = None
         if cls.__init__ is Strategy.__init__:
             shown = inspect.signature(Strategy)
@@ -296,7 +298,8 @@ class Strategy(FlowerFedAvg):
             train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn,
         )
-        # Flower's divides by the weight of all clients, also where only some report
+        # Flower's function divides by the weight of all clients, even of those that do
+        # not report the metric.
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
@@ -305,7 +308,7 @@ class Strategy(FlowerFedAvg):
         self._refuse_unknown(combination, settings)
         if callable(layers):
             raise ConfigError(
-                f"strategy {self.name!r}: layers is a function, and a strategy knows no"
+                f"strategy {self.name!r}: layers is a function, but a strategy has no"
                 " modules: pass parts=split_state(model, layers=...)"
             )
         if parts is not None and not personal:
@@ -347,7 +350,7 @@ class Strategy(FlowerFedAvg):
         for kind in combination.kinds:
             for name in kind.ignored.keys() & settings.keys():
                 value = settings.pop(name)
-                # Nobody has set what is Flower's default, which the signature shows.
+                # Flower's default, as in the signature: the user did not set it.
                 if value is None or (name in shown and value == shown[name].default):
                     continue
                 logger.warning(
@@ -363,7 +366,7 @@ class Strategy(FlowerFedAvg):
         self, combination: Combination, settings: Mapping[str, Any]
     ) -> None:
         """Raise Python's own error for an unknown argument, with the nearest one."""
-        # Python cannot: a user's own settings are known to their Params alone.
+        # Python cannot do this: only their Params contain a user's own settings.
         own = combination.Params.model_fields
         for name in settings:
             if name in own:
@@ -384,27 +387,27 @@ class Strategy(FlowerFedAvg):
             )
 
     def protect(self, protection: Protection) -> None:
-        """Let ``protection`` stand between the clients' replies and the method.
+        """Apply ``protection`` to the clients' replies before the method sees them.
 
-        Under client-level privacy and masked sums BatchNorm's counters count rounds,
-        not batches. The server does not see which layers use them: give it no model
-        with batch renormalisation, whose warm-up would not end, nor with
-        ``momentum=None``.
+        Under client-level privacy and masked sums, BatchNorm's counters count rounds
+        instead of batches. The server cannot see which layers use the counters: do not
+        give it a model with batch renormalisation, whose warm-up would never end, or
+        with ``momentum=None``.
 
         Raises:
-            ConfigError: there is one already, or the strategy has reports of rounds
-                without one.
+            ConfigError: there is a protection already, or the strategy has reports of
+                unprotected rounds.
         """
         if type(self.protection) is not Protection:
             raise ConfigError(
-                f"strategy {self.name!r} has a protection already; make a new strategy"
-                " for another one"
+                f"strategy {self.name!r} has a protection already: make a new strategy"
+                " for another protection"
             )
         if self.reports:
             raise ConfigError(
-                f"strategy {self.name!r} has reports of {len(self.reports)} rounds,"
-                " which nothing protected; call protect() before the first round, or"
-                " make a new strategy"
+                f"strategy {self.name!r} has reports of {len(self.reports)} unprotected"
+                " rounds: call protect() before the first round, or make a new"
+                " strategy"
             )
         self.protection = protection
         self._forget_run(self.run.num_rounds, self.run.timeout)
@@ -428,33 +431,33 @@ class Strategy(FlowerFedAvg):
 
         ``timeout`` also limits the wait for nodes.
 
-        ``should_stop(server_round, result)`` is called after each round's test, with
-        the model and the metrics so far, and before ``on_round_end``; where it returns
-        True, ``start`` does no further round. Flower has it from 1.43 on.
+        ``should_stop(server_round, result)`` is called after each round's test, and
+        before ``on_round_end``, with the model and the metrics so far. If it returns
+        True, ``start`` runs no further round. Flower has it since 1.43.
 
-        ``recording`` listens to this run, in place of ``on_replies`` and
+        ``recording`` listens to this run instead of ``on_replies`` and
         ``on_round_end``.
 
         After ``load_state_dict`` the run continues after the given round;
         ``initial_arrays`` is then the global model of that round.
 
-        With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays hold the
-        average of the clients' values for entries that stay with them. Without it they
-        hold the initial values there, and a warning says so.
+        With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays contain
+        the average of the clients' values for entries that stay with the clients.
+        Otherwise they contain the initial values, and a warning is logged.
 
         Raises:
             EngineError: not enough nodes connect within the timeout.
-            ConfigError: a setting does not fit this run, a config holds a key of this
-                package, or all asked clients raised this error before any client has
-                worked.
-            DivergedError: a loss is not finite; with ``on_divergence="continue"`` it is
+            ConfigError: a setting does not fit this run, a config contains a key of
+                this package, or all asked clients raised this error before any client
+                has worked.
+            DivergedError: a loss is not finite. With ``on_divergence="continue"`` it is
                 only logged.
-            NothingTrainedError: no round had enough usable replies. This error and the
-                one before hold the result.
+            NothingTrainedError: no round had enough usable replies. This error and
+                DivergedError contain the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
 
-        # The run: Flower's loop, told to the recording.
+        # The run follows Flower's loop, and reports to the recording.
         self._in_start, self._recording = True, recording
         try:
             after = self.prepare(initial_arrays, num_rounds, timeout)
@@ -471,17 +474,17 @@ class Strategy(FlowerFedAvg):
                 should_stop,
             )
         finally:
-            # The last checkpoint is known to the recording alone.
+            # Only the recording has the last checkpoint.
             self._follow_recording()
             self._in_start, self._recording = False, None
-            # They refer to the recording, which would keep the run in memory.
+            # The options refer to the recording, which would keep the run in memory.
             self.run.options = self._options()
             self.run.close()
-            # Of this run, not of a next one.
+            # The flag applies to this run, not to the next one.
             self.stopped = False
 
-        # The model of the result. A run that was stopped between two tests has no
-        # statistics of its last weights yet.
+        # Complete the model of the result. A run that was stopped between two tests has
+        # no statistics for its last weights yet.
         last = self.reports[-1].server_round if self.reports else num_rounds
         untested = not self.run.tests_after(last)
         if self.methods.reestimates and untested and not self.run.ends_diverged:
@@ -501,7 +504,7 @@ class Strategy(FlowerFedAvg):
         test_model: TestModel | None,
         should_stop: ShouldStop | None,
     ) -> Result:
-        """Run the rounds as Flower's loop does; here they may begin at any round."""
+        """Run the rounds like Flower's loop, but starting at any round."""
         arrays, after = self.run.arrays, self.run.after
         logger.info("Starting %s strategy:", self.name)
         log_start(num_rounds, arrays, train_config, evaluate_config)
@@ -524,7 +527,7 @@ class Strategy(FlowerFedAvg):
                 result.evaluate_metrics_serverapp[server_round] = metrics
             return metrics
 
-        # As Flower's loop: round 0 is the initial model, and begins no resumed run.
+        # As in Flower's loop, round 0 tests the initial model. A resumed run skips it.
         if not after:
             test(0)
         for server_round in range(after + 1, num_rounds + 1):
@@ -532,7 +535,7 @@ class Strategy(FlowerFedAvg):
                 break
             logger.info("[ROUND %d/%d]", server_round, num_rounds)
 
-            # Training; below ``min_replies`` it gives no model, and the last one stays.
+            # Training. With too few replies there is no new model: keep the last one.
             messages = self.configure_train(server_round, arrays, train_config, grid)
             replies = self.send_training(messages, grid)
             averaged, metrics = self.aggregate_train(server_round, replies)
@@ -564,7 +567,7 @@ class Strategy(FlowerFedAvg):
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round.
 
-        It diverged, was stopped, or has no privacy left to spend.
+        The run diverged or was stopped, or its privacy budget is spent.
         """
         if self.stopped or self.run.ends_diverged:
             return True
@@ -579,7 +582,7 @@ class Strategy(FlowerFedAvg):
 
         Args:
             initial_arrays: the initial state of the global model.
-            num_rounds: rounds of the run; None if Flower's loop does not say.
+            num_rounds: rounds of the run; None if Flower's loop does not report them.
             timeout: seconds to wait for nodes and for replies.
 
         Returns:
@@ -601,13 +604,13 @@ class Strategy(FlowerFedAvg):
             return 0
         after, saved = self._saved
         self.run.resume(after, saved)
-        # Last: a state that does not fit is refused again in a next start.
+        # Last, so that a state that does not fit is refused again in the next start.
         self._saved = None
         return after
 
     def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
-        """Make the run anew, with the split and the continuity of the earlier one."""
-        # A loop of Flower's does not close the run, whose address must be free again.
+        """Make a new run with the split and the continuity of the earlier run."""
+        # Flower's loops do not close a run, but its address must be free again.
         self.run.close()
         self.run = self._new_run(
             num_rounds, timeout, self.run.parts_or_none, self.run.continuity
@@ -621,12 +624,12 @@ class Strategy(FlowerFedAvg):
         parts: Parts | None,
         continuity: Continuity | None,
     ) -> Run:
-        # A client of a synchronised step says whether its model can take part.
+        # A client of a synchronised step reports whether its model can take part.
         asks: dict[str, Any] = {}
         synchronises = self.methods.whole.exchanges is not None
         if synchronises:
             asks = {SYNCHRONISES: True}
-        # Others go on without answers, in an app that has no function for queries.
+        # Other runs continue without answers if the app has no function for queries.
         must_answer = synchronises or self.num_partitions is not None
         nodes = NodeRegistry(
             self.params.seed,
@@ -648,12 +651,12 @@ class Strategy(FlowerFedAvg):
         )
 
     def _follow_recording(self) -> None:
-        """Take the continuity of the recording, which moves on with each checkpoint."""
+        """Take the continuity of the recording, which changes with each checkpoint."""
         if self._recording is not None and self._recording.continuity is not None:
             self.run.continuity = self._recording.continuity
 
     def _options(self) -> Options:
-        """Return the attributes, which a user may change between rounds."""
+        """Return the current attributes; a user may change them between rounds."""
         recording = self._recording
         return Options(
             fraction_train=self.fraction_train,
@@ -676,7 +679,7 @@ class Strategy(FlowerFedAvg):
         run.options = self._options()
         run.refuse_tied()
 
-        # What does not fit; the model first, which no setting mends.
+        # Refuse misfits, those of the model first, because no setting repairs them.
         settings = RunSettings(
             run.num_rounds or 0,
             parts=run.parts,
@@ -685,7 +688,7 @@ class Strategy(FlowerFedAvg):
         )
         problems = self.methods.problems(settings)
         misfits = [
-            f"{problem.text}; the model has {problem.has or 'none'}. Use"
+            f"{problem.text}, but the model has {problem.has or 'none'}. Use"
             f" {problem.remedy}."
             for problem in problems
             if problem.kind == "model"
@@ -696,7 +699,7 @@ class Strategy(FlowerFedAvg):
         if refused:
             raise ConfigError("\n".join(refused))
         for problem in problems:
-            # Most of them compare with the number of rounds.
+            # Skip warnings without a number of rounds: most of them compare with it.
             if problem.kind == "warn" and run.num_rounds:
                 logger.warning("%s", problem.text)
         others = run.parts.others
@@ -705,14 +708,14 @@ class Strategy(FlowerFedAvg):
 
         run.begin()
 
-        # What a user may not expect of the model that the run returns.
+        # Warn about surprises in the model that the run returns.
         treated = self.methods.whole.local | self.methods.whole.frozen
         if Part.AFFINE in treated and Part.REST not in treated:
             testing.warn_of_affine_elsewhere(run)
         if not self.completes_tests:
             return
         testing.warn_of_initial_values(run)
-        # Also a function that was put on the object, which has no __func__.
+        # A function assigned to the object has no __func__.
         own = getattr(self.aggregate_train, "__func__", None)
         if own is not Strategy.aggregate_train and run.options.on_round_end is None:
             testing.warn_of_own_aggregation(run)
@@ -724,12 +727,12 @@ class Strategy(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return a training message for each sampled node with data.
 
-        One of Flower's own loops sends the returned messages once. A synchronised round
-        needs several messages: under such a loop it runs completely in this call, which
-        then returns no messages.
+        Flower's own loops send the returned messages once. A synchronised round needs
+        several messages: in such a loop it runs completely within this call, which then
+        returns no messages.
         """
         refuse_own_keys(config=config)
-        # Round 1 again: a loop of the user's begins anew.
+        # If round 1 comes again, the user's loop has started a new run.
         reports = self.run.reports
         if reports and not self._in_start and server_round <= reports[0].server_round:
             self._forget_run(self.run.num_rounds, self.run.timeout)
@@ -737,7 +740,7 @@ class Strategy(FlowerFedAvg):
         run.set_model(arrays)
         if not run.reports:
             check_wrapper(self.methods, run.parts)
-        # Neither our start nor to_legacy calls: a loop of the user's or of Flower's.
+        # A loop of the user or of Flower, since our start and to_legacy call _begin.
         if not run.begun:
             self._begin()
             run.count_start(grid)
@@ -747,7 +750,7 @@ class Strategy(FlowerFedAvg):
         half = self._open("configure_train", server_round, played, arrays)
         if self._in_start or not run.synchronises:
             return half.messages
-        # Flower's loop sends messages once, and a synchronised step sends many.
+        # Flower's loop sends messages once, but a synchronised step sends several.
         half.early_replies = self.send_training(half.messages, grid)
         return []
 
@@ -756,7 +759,7 @@ class Strategy(FlowerFedAvg):
     ) -> Sequence[Message]:
         """Send the training messages; return the replies that come in time.
 
-        A synchronised step is in between.
+        In a synchronised round it also answers the exchanges of the step.
         """
         messages = list(messages)
         if not messages or not self.run.synchronises:
@@ -773,7 +776,7 @@ class Strategy(FlowerFedAvg):
     def _note_delivery(
         self, messages: Sequence[Message], replies: Sequence[Message]
     ) -> Sequence[Message]:
-        # A class of the user's may leave messages or replies out, before and after.
+        # A user's class may leave out messages before, and replies after this call.
         sent_to = frozenset(message.metadata.dst_node_id for message in messages)
         self.run.delivery = sent_to, replies
         return replies
@@ -781,17 +784,17 @@ class Strategy(FlowerFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the usable replies; report the refused ones.
+        """Average the usable replies and report the refused replies.
 
-        Below ``min_replies`` the previous model stays.
+        With fewer than ``min_replies`` usable replies, the previous model is kept.
 
         Raises:
-            NothingTrainedError: in another loop than our ``start`` no round so far had
-                enough usable replies, and it is the last round or, where the number of
-                rounds is not known, the second.
+            NothingTrainedError: no round so far had enough usable replies. Only loops
+                other than our ``start`` raise it here, in the last round, or in the
+                second round if the number of rounds is unknown.
         """
         read = self._read("configure_train", server_round, replies)
-        # Our start says so at its end; a loop of Flower's would end without an error.
+        # Our start raises it at its end. Flower's loops would end without an error.
         if not self._in_start:
             failures.raise_if_nothing_trains(self.run)
         return read or (None, None)
@@ -807,11 +810,11 @@ class Strategy(FlowerFedAvg):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the clients' metrics; write each client's metrics to the report."""
+        """Average the clients' metrics, and report the metrics of each client."""
         metrics: MetricRecord | None = self._read(
             "configure_evaluate", server_round, replies
         )
-        # The last call in a round of a loop of Flower's.
+        # In Flower's loops this is the last call of a round.
         if not self._in_start:
             self.end_round(server_round, None)
             failures.raise_if_ends(self.run)
@@ -825,7 +828,7 @@ class Strategy(FlowerFedAvg):
     def _open(
         self, configure: str, server_round: int, played: Played, arrays: ArrayRecord
     ) -> _Half:
-        """Play half of a round up to its messages."""
+        """Run one half of a round up to its messages."""
         self._close_unread(arrays)
         self._follow_recording()
         self.run.options = self._options()
@@ -834,15 +837,15 @@ class Strategy(FlowerFedAvg):
         return half
 
     def _close_unread(self, arrays: ArrayRecord) -> None:
-        """Report a training whose replies nobody read, with the same model after it.
+        """Report a training whose replies were never read, if the model is unchanged.
 
-        Flower's wrappers leave ``aggregate_train`` out if a reply is an error. With
-        another model the loop has aggregated by itself.
+        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
+        has changed, the loop has aggregated the replies itself.
         """
         half = self._half
         if half is None or half.configure != "configure_train":
             return
-        # A synchronised round has early replies, and its messages are no longer open.
+        # A synchronised round has early replies: its messages were already answered.
         if not half.messages or half.early_replies or arrays is not half.arrays:
             return
         self._read(half.configure, half.server_round, [])
@@ -852,22 +855,24 @@ class Strategy(FlowerFedAvg):
     def _read(
         self, configure: str, server_round: int, replies: Iterable[Message]
     ) -> Any:
-        """Play half of a round to its end; return its result, None if it never began.
+        """Run one half of a round to its end, and return its result.
+
+        The result is None if the half never began.
 
         Raises:
-            ConfigError: the method ``configure`` is the user's own, and has not called
-                the strategy's in this round.
+            ConfigError: the user's own method ``configure`` did not call the strategy's
+                method in this round.
         """
         self.run.options = self._options()
         half, self._half = self._half, None
         opened = (half.configure, half.server_round) if half else None
         if half is None or opened != (configure, server_round) or not self.reports:
-            # Nothing to read: a class of the user's may ask nobody in a round.
+            # Nothing to read: a user's class may ask no client in a round.
             if [*replies] or not self.reports:
                 raise ConfigError(
                     f"{configure} of {type(self).__name__} did not call"
-                    f" super().{configure}(): take the messages that it returns, and"
-                    " leave out those that you do not want"
+                    f" super().{configure}(): call it, and remove the messages that you"
+                    " do not want from its result"
                 )
             return None
         if half.early_replies:
@@ -885,7 +890,7 @@ class Strategy(FlowerFedAvg):
     def state(self) -> Any:
         """The method's state, a value: ``FixBN().state.frozen_after``.
 
-        Of several methods it is a mapping by name.
+        With several methods it is a mapping by name.
         """
         names = self.name.split("+")
         if len(names) == 1:
@@ -894,7 +899,7 @@ class Strategy(FlowerFedAvg):
 
     @property
     def parts(self) -> Parts | None:
-        """The split of the model's state; None if it is not known yet."""
+        """The split of the model's state; None if it is still unknown."""
         return self.run.parts_or_none
 
     @parts.setter
@@ -908,7 +913,7 @@ class Strategy(FlowerFedAvg):
 
     @property
     def continuity(self) -> Continuity | None:
-        """The run as it is sent to clients with a state folder; None = not sent."""
+        """The run as it is sent to clients with a state folder; None if not sent."""
         return self.run.continuity
 
     @continuity.setter
@@ -916,24 +921,24 @@ class Strategy(FlowerFedAvg):
         self.run.continuity = continuity
 
     def advice(self, server_round: int) -> list[str]:
-        """Return why a loss is not finite in this round, and what to do."""
+        """Return the causes and the remedies of a non-finite loss in this round."""
         return self.methods.advice(self.run.states, server_round)
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Return the model for a round's test, with averaged BN if asked for."""
+        """Return the model for a round's test, with averaged BN if configured."""
         if not self.completes_tests:
             return testing.with_statistics(self.run, arrays)
         return testing.tested_by_server(self.run, server_round, arrays)
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
-        """Return what the summary of a run says of the methods and of the protection."""
+        """Return the summary's entries about the methods and the protection."""
         return {
             **self.methods.outcome(self.run.states, num_rounds),
             **self.protection.outcome(),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint, JSON values and arrays, without the model."""
+        """Return the state for a checkpoint: JSON values and arrays, no model."""
         return self.run.saved()
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
@@ -946,7 +951,7 @@ class Strategy(FlowerFedAvg):
     def go_back(
         self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int
     ) -> ArrayRecord:
-        """Go back to the end of an earlier round; return the model of the result there.
+        """Return to the end of an earlier round, and return the result's model there.
 
         Args:
             arrays: the global model of that round.

@@ -489,9 +489,7 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(
     ):
         DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
     run = federate(FedAvg(), mlp, datasets, rounds=2)
-    with pytest.raises(
-        ConfigError, match="has reports of 2 rounds, which nothing protected"
-    ):
+    with pytest.raises(ConfigError, match="has reports of 2 unprotected rounds"):
         DPWrapper(run.strategy, 1.0)
     assert len(run.strategy.reports) == 2, "they are not lost"
     with pytest.raises(ConfigError, match="where='off' protects nothing"):

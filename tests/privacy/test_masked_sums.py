@@ -795,7 +795,7 @@ def test_a_client_weighs_its_numbers_by_its_own_count(
     strategy = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
     run = federate(strategy, mlp, datasets, rounds=1)
     assert (
-        "the server gives this client the weight 1e+06, and it has trained on [5]"
+        "the server gives this client the weight 1e+06, but it has trained on [5]"
         " examples" in run.reason(1)
     )
     assert strategy.reports[0].participants == [0, 2, 3]

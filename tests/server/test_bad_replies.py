@@ -239,7 +239,7 @@ def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
     node_id, size = run.grid.get_node_ids()[BAD], len(datasets[BAD])
     (said,) = [text for text in caplog.messages if "num-examples" in text]
     assert f"node {node_id} (partition {BAD}): " in said
-    assert f"num-examples=99, and it answered the query with {size}" in said
+    assert f"num-examples=99, but it answered the query with {size}" in said
     run_with_query_count = federate(FedAvg(), mlp, datasets, rounds=2)
     assert all(
         (run.state[name] == array).all()

@@ -268,9 +268,8 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
     )
     assert len(run.strategy.reports) == 3
     assert run.error.diverged_at == 2
-    assert (
-        "in round 2: since round 2 all replies hold values that are not finite"
-        in str(run.error)
+    assert "in round 2: every reply since round 2 contains non-finite values" in str(
+        run.error
     )
     assert "'0.weight'" in str(run.error) or strategy is FedBN, (
         "the first reason is named"

@@ -106,7 +106,7 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     assert [n.node_id for n in loaded_by_users.present(grid, 1)] == [11, 12, 13]
     with pytest.raises(
         ConfigError,
-        match=r"node 11 .* num-partitions=2 and node 12 .* num-partitions=3",
+        match=r"node 11 .* num-partitions=2, but node 12 .* num-partitions=3",
     ):
         nodes.present(grid, 1)
     of_both = {"partition-id": 2, "num-partitions": 3}
@@ -114,7 +114,7 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
         context = Context(1, 1, {**of_both, **own}, RecordDict(), {})
         assert num_partitions_of(context) == said
     with pytest.raises(
-        ConfigError, match=r"the server has num-partitions=1 and node 11"
+        ConfigError, match=r"the server has num-partitions=1, but node 11"
     ):
         NodeRegistry(seed=0, timeout=1, num_partitions=1).present(grid, 1)
     later = grid.nodes.pop(12)
@@ -161,7 +161,7 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
             "node 13: its answer to the query failed: lost. If a mod raised it:"
             f" {MOD_ON_QUERIES}"
         ),
-        "node 12 did not say who it is (error 5: lost); asked again later",
+        "node 12 did not answer the query (error 5: lost); it is asked again later",
     ]
     assert nodes.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)

@@ -378,7 +378,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(
     }, "nothing is known of 0 and 2: they start again"
     (reason,) = outcome.strategy.reports[0].rejected.values()
     assert (
-        "the server expects the part that this client kept with SHA-256 000000000000"
+        "the server expects the local state of this client with SHA-256 000000000000"
         in reason
     )
     assert "no state folder (state-dir)" in reason
@@ -540,7 +540,7 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
         read.append(node.node_id - 7)
     assert (read, found) == ([0, 1, 2], read_before)
     assert caplog.messages == [
-        "round 1: node 7 (partition 0): a further reply to the same message is left out"
+        "round 1: node 7 (partition 0): ignoring a further reply to the same message"
     ]
 
 
@@ -572,11 +572,7 @@ def test_a_client_that_lost_what_it_kept_is_named(
     data = [points(8), points(12, 1), points(6, 2)]
     with caplog.at_level(logging.WARNING, logger="flwr"):
         federate(make(), mlp, data, rounds=4, wrap=forgetful)
-    lost = [
-        text
-        for text in caplog.messages
-        if "had lost what it kept between rounds" in text
-    ]
+    lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text for text in lost)
 
@@ -841,7 +837,7 @@ def test_an_override_of_aggregate_train_is_told_what_its_model_lacks(
     for kind, told in ((Saving, warned), (base, False)):
         caplog.clear()
         federate(kind(**options), mlp, two(points), rounds=2)
-        assert caplog.text.count("aggregate_train of your own") == told
+        assert caplog.text.count("your own aggregate_train") == told
     assert all(not mean.any() for mean in saved) == (base is not FedAvg), (
         "BN as it was made"
     )

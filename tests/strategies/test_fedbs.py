@@ -125,7 +125,7 @@ def test_a_client_without_a_validation_example_is_left_out_with_the_reason(
 ) -> None:
     with pytest.raises(
         NothingTrainedError,
-        match="the loss on its validation data, of which it has none",
+        match="the loss on its validation data, but it has none",
     ):
         federate(FedBS(loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1)
 

@@ -176,7 +176,7 @@ def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_conti
     assert report.participants == [0, 2]
     (reason,) = report.rejected.values()
     assert (
-        "needs to know the training examples and the first batch's size of node"
+        "needs the number of training examples and the size of the first batch of node"
         in reason
     )
 

@@ -348,7 +348,7 @@ def test_fewer_clients_than_the_step_needs_are_not_asked(
     (report,) = made.reports
     assert {m.metadata.message_type for m in done.grid.sent} == {"query"}
     assert (report.asked, report.replied, len(report.rejected)) == (0, 0, 3)
-    why = "needs 4 clients (min_replies), and 3 can take part"
+    why = "needs 4 clients (min_replies), but only 3 can take part"
     assert all(why in done.reason(i) for i in range(4) if i != BAD)
     assert why in str(done.error)
     assert "0 clients asked, 0 replied, 3 refused or lost: 3 x " in str(done.error)

@@ -339,7 +339,7 @@ def test_a_delta_that_is_no_distance_is_refused(
     )
     (reason,) = run.strategy.reports[0].rejected.values()
     assert "(partition 2): metric 'statistics-delta' is " in reason
-    assert f"is {delta}, and strategy 'fixbn' needs a finite number >= 0" in reason
+    assert f"is {delta}, but strategy 'fixbn' needs a finite number >= 0" in reason
     assert "client hook 'report-drift'" in reason
 
 

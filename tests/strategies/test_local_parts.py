@@ -213,7 +213,7 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
     )
     (reason,) = run.strategy.reports[0].rejected.values()
     assert (
-        "the reply holds 5 entries that stay with the client under strategy 'fedbn'"
+        "the reply contains 5 entries that stay with the client under strategy 'fedbn'"
         " ('1.weight', ...)" in reason
     )
 
@@ -235,7 +235,7 @@ def test_a_global_model_without_the_clients_parts_ends_the_run(
 
     said = (
         r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight',"
-        r" ...\): an aggregate_train"
+        r" ...\): your own aggregate_train"
     )
     with pytest.raises(ConfigError, match=said):
         federate(Own(), mlp, [points(8), points(12, 1)])
@@ -314,7 +314,7 @@ def test_gamma_and_beta_that_another_layer_owns_are_named(
     assert len(told) == warned
     assert all(
         "'1.bn'" in text
-        and "'1.beta' and '1.gamma' beside it" in text
+        and "'1.beta' and '1.gamma' next to it" in text
         and "parts=" in text
         for text in told
     )

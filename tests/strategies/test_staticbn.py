@@ -139,7 +139,7 @@ def test_a_layer_that_is_no_batchnorm_is_told_from_a_missing_client_part(
     strategy = StaticBN(parts=split_state(model().state_dict()))
     with pytest.raises(
         ClientPartError,
-        match=r"Or the layers are no BatchNorm: pass parts=split_state\(model\)",
+        match=r"Or the layers are not BatchNorm: pass parts=split_state\(model\)",
     ):
         federate(strategy, model, datasets, rounds=1)
 

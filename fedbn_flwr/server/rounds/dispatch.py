@@ -1,7 +1,7 @@
-"""What each node is sent, and whose replies came back.
+"""The messages that are sent to each node, and the senders of the replies.
 
-A node receives the whole state until it is initialised, and the shared entries after
-that.
+A node receives the whole state until it is initialised, and only the shared entries
+after that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sent:
     Attributes:
         nodes: the nodes asked.
         messages: a message for each node.
-        at: when they were made, by ``time.monotonic``.
+        at: the time of their creation, by ``time.monotonic``.
         timeout: seconds to wait for replies.
     """
 
@@ -68,8 +68,9 @@ def address(
     traffic: Traffic,
     extras: Mapping[str, ArrayRecord] | None = None,
 ) -> Sent:
-    """Return a message for each node and count its bytes; the same arrays to several
-    nodes are one broadcast.
+    """Return a message for each node, and count the bytes.
+
+    The same arrays for several nodes are counted as one broadcast.
 
     Args:
         run: the run.
@@ -77,7 +78,7 @@ def address(
         message_type: Flower's type.
         arrays: the whole state.
         config: the config of all messages.
-        traffic: counts the bytes.
+        traffic: the counter of the bytes.
         extras: further records.
     """
     extras = extras or {}
@@ -87,7 +88,7 @@ def address(
     models = [
         shared if node.node_id in run.nodes.initialised else arrays for node in nodes
     ]
-    # As in the papers a broadcast counts once, whoever receives it.
+    # As in the papers, a broadcast counts once, for any number of receivers.
     traffic.exchanges += bool(nodes)
     for model in {id(model): model for model in models}.values():
         traffic.count_down(num_bytes(model))
@@ -96,8 +97,8 @@ def address(
     if not nodes:
         return Sent(timeout=run.timeout)
 
-    # All messages share the records that are equal: Flower's constructors would check
-    # and copy a model for each node.
+    # The messages share equal records: Flower's constructors would check and copy a
+    # model for each node.
     first = Message(RecordDict(), nodes[0].node_id, message_type)
     common = ConfigRecord(dict(config))
     messages = []
@@ -116,27 +117,27 @@ def address(
 def in_order(
     run: Run, sent: Sent, replies: Iterable[Message], dropped: Collection[int] = ()
 ) -> Iterator[tuple[Node, Message]]:
-    """Yield the replies in the order of partition ids, each as soon as all before it
-    are there; report missing ones.
+    """Yield the replies in the order of partition ids, and report missing replies.
 
-    Where a node may name its partition only in its reply, all are awaited. A reply that
-    comes from none of the nodes asked is left out; it is reported with each node that
-    did not answer. Of several replies of one node the first counts; the log names the
-    node.
+    Each reply is yielded as soon as all replies before it have arrived. If a node may
+    name its partition only in its reply, the function first waits for all replies. It
+    ignores a reply from a node that was not asked, and reports it with each node that
+    did not answer. If a node sends several replies, the first counts, and the log names
+    the node.
 
     Args:
         run: the run.
-        sent: what was sent.
-        replies: the replies, in any order; they may still be on their way.
-        dropped: ids of nodes that the report names already, and from which no reply is
+        sent: the messages that were sent.
+        replies: the replies, in any order; some may not have arrived yet.
+        dropped: ids of nodes that the report already names, and from which no reply is
             expected.
     """
     asked = {node.node_id: node for node in sent.nodes}
     arrived: dict[int, Message] = {}
     strange: list[Message] = []
     yielded: list[tuple[Node, Message]] = []
-    # Sums of floats depend on their order, and it must not be that of arrival. So a
-    # reply waits for those before it, while the clients after it still work.
+    # Sums of floats depend on their order, which must not depend on the arrival. So a
+    # reply waits for the replies before it, while later clients still work.
     due: deque[Node] = deque()
     if all(node.partition_id is not None for node in sent.nodes):
         due.extend(sorted(sent.nodes, key=lambda node: node.order))
@@ -146,7 +147,7 @@ def in_order(
             strange.append(message)
         elif node_id in arrived:
             logger.warning(
-                "round %d: %s: a further reply to the same message is left out",
+                "round %d: %s: ignoring a further reply to the same message",
                 run.report.server_round,
                 asked[node_id],
             )
@@ -157,7 +158,7 @@ def in_order(
             yielded.append((run.nodes.identify_sender(reply), reply))
             yield yielded[-1]
 
-    # All that come are there: those after a missing one are left, or all of them.
+    # No more replies will come. Left are those after a missing one, or all of them.
     answered = {node.node_id for node, _ in yielded}
     rest = []
     for node_id, reply in arrived.items():
@@ -174,32 +175,34 @@ def in_order(
 
 
 def _in_words(strange: Sequence[Message]) -> str:
-    """Return, and log, what replies that come from none of the nodes asked say; ""
-    without any.
+    """Return, and log, a text about replies from nodes that were not asked.
+
+    The text is empty if there are none.
     """
     if not strange:
         return ""
-    # As errors of the SuperLink, whose sender is the SuperLink, not the lost node.
+    # For example, errors whose sender is the SuperLink instead of the lost node.
     texts = dict.fromkeys(
         error_text(message) if message.has_error() else "no error"
         for message in strange
     )
-    text = f"replies from none of the nodes asked ({len(strange)}): {'; '.join(texts)}"
+    text = f"replies from nodes never asked ({len(strange)}): {'; '.join(texts)}"
     logger.warning("%s", text)
     return f"; {text}"
 
 
 def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
-    """Return why there is no reply of a node: left out by the project's code, too late,
-    or lost; ``others`` follows.
+    """Return the reason why there is no reply from a node, followed by ``others``.
+
+    The project's code left it out, it is too late, or it was lost.
     """
     seconds = time.monotonic() - sent.at
     if run.delivery is not None:
         sent_to, came = run.delivery
         if any(reply.metadata.src_node_id == node.node_id for reply in came):
             return (
-                "its reply came, and the project's own aggregate_... method did not"
-                " pass it on to the strategy's"
+                "its reply came, but the project's own aggregate_... method did not"
+                " pass it on to the strategy's method"
             )
         if node.node_id not in sent_to:
             return (
@@ -212,18 +215,19 @@ def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
         return f"no reply, and the wait ended after {seconds:.1f} s{others}"
     return (
         f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
-        " made): none came, or the loop, a wrapper or an overridden method left out"
-        f" the message or the reply{others}"
+        " made): either none came, or the loop, a wrapper or an overridden method left"
+        f" out the message or the reply{others}"
     )
 
 
 def raise_shared_error(
     run: Run, sent: Sent, refused: Sequence[Refused], any_works: bool
 ) -> None:
-    """Raise the ConfigError that all asked clients raised, unless a client is known to
-    work (``any_works``).
+    """Raise the ConfigError that all asked clients raised.
+
+    ``any_works``: a client is known to work, so nothing is raised.
     """
-    # An error that all clients share is the config's, not theirs: the run ends with it.
+    # An error of all clients comes from the config, not from them: it ends the run.
     if not any_works and not run.after:  # clients of a resumed run worked before
         reasons = [
             str(reply.message.error.reason)
@@ -234,10 +238,10 @@ def raise_shared_error(
 
 
 def raise_shared_test_error(run: Run, sent: Sent, refused: Sequence[Refused]) -> None:
-    """Raise the ConfigError of a test that all asked clients raised, unless a client is
-    known to work.
+    """Raise the ConfigError of a test that all asked clients raised.
 
-    It is if it was tested before, or has trained and has not failed now.
+    Nothing is raised if a client is known to work: it was tested before, or it has
+    trained and has not failed now.
     """
     failed = {reply.node.label for reply in refused}
     works = run.tested or bool(run.trained - failed)

@@ -1,8 +1,7 @@
-r"""Re-estimation: BN statistics from a pass over the clients' data, under the current
-global weights.
+r"""Re-estimation: BN statistics from a pass over the clients' data with global weights.
 
-The field calls it "precise BN". No data of the server's is used, and training does not
-see the result.
+The weights are the current ones. The literature calls this "precise BN". The server
+uses no data of its own, and training does not use the result.
 
 ## Algorithm
 
@@ -16,7 +15,7 @@ $$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( 
 
 | | before each test |
 |---|---|
-| sent down | the whole state (a method whose statistics are local: without them) |
+| sent down | the whole state (without the statistics if the method keeps them local) |
 | sent up | $m_i$ and $M_i$ of each BN layer, as many floats as its running statistics; an int64 count |
 | cost | $F$ floats down (one broadcast), $S$ up per client, in one exchange before each test |
 
@@ -68,7 +67,7 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     known = run.known_statistics  # of the same weights
     same_data = run.measured == [node.label for node in nodes]
     if not (known and same_data):
-        # Too few answers leave what is known.
+        # If too few clients answer, keep the known statistics.
         known = _ask(run, nodes, arrays, grid) or known
     run.reestimated = known
 
@@ -76,11 +75,12 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
 def _ask(
     run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid
 ) -> dict[str, Any]:
-    """Return the running statistics of ``arrays`` on the nodes' data; none below
-    ``min_replies`` usable answers.
+    """Return the running statistics of ``arrays`` on the nodes' data.
+
+    The result is empty with fewer than ``min_replies`` usable answers.
     """
     report, before = run.report, views(arrays)
-    # What the method itself needs counts as training traffic, else as that of tests.
+    # Statistics for the method count as training traffic, others as test traffic.
     traffic = report.train if run.methods.reestimates else report.evaluate
 
     # Ask.
@@ -88,9 +88,9 @@ def _ask(
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
     replies = list(grid.send_and_receive(sent.messages, timeout=run.timeout))
 
-    # Read. One reply that cannot be decoded must not spoil the sum.
+    # Read. A single reply that cannot be decoded must not spoil the sum.
     def read(node: Node, message: Message) -> Mapping[str, Moments]:
-        read_metrics(message, NUM_EXAMPLES)  # whatever weighs the models
+        read_metrics(message, NUM_EXAMPLES)  # for any weights of the models
         state, _, sizes = read_arrays(message, run.options.arrays_key)
         moments = decode_moments(state, before, run.parts)
         for size in sizes:
@@ -128,8 +128,9 @@ def _ask(
 
 
 def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
-    """Raise ClientPartError if no app can answer, and the method needs the statistics:
-    they would be those of the start.
+    """Raise ClientPartError if no app can answer and the method needs the statistics.
+
+    Otherwise the method would use the statistics of the start.
     """
     failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
     if not run.methods.reestimates or not failed or len(failed) < len(replies):
@@ -137,10 +138,10 @@ def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
     if lacks_function(failed[0], STATISTICS_QUERY):
         raise ClientPartError(
             "the clients' app does not answer the query"
-            f" {STATISTICS_QUERY.partition('.')[2]!r}, by which strategy"
-            f" {run.methods.name!r} re-estimates statistics. Add to it a function with"
-            " @app.query('statistics') that returns answer_statistics(msg, context,"
-            " Net(), trainloader)."
+            f" {STATISTICS_QUERY.partition('.')[2]!r}, which strategy"
+            f" {run.methods.name!r} needs to re-estimate statistics. Add to the app a"
+            " function with @app.query('statistics') that returns"
+            " answer_statistics(msg, context, Net(), trainloader)."
         )
     raise ClientPartError(
         "no client could measure its statistics:"

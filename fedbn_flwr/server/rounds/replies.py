@@ -41,7 +41,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class Usable(Generic[Read]):
-    """A usable reply: its sender, the message, and what was read of it."""
+    """A usable reply: its sender, the message, and the result of reading it."""
 
     node: Node
     message: Message
@@ -50,7 +50,7 @@ class Usable(Generic[Read]):
 
 @dataclass(frozen=True)
 class Refused:
-    """A refused reply: its sender, the message, and what is wrong with it."""
+    """A refused reply: its sender, the message, and the error."""
 
     node: Node
     message: Message
@@ -64,7 +64,7 @@ class Terms:
     Attributes:
         strategy: name of the strategy, for errors.
         facts: the round.
-        expected: arrays like those that the reply must hold.
+        expected: arrays with the names and shapes that the reply must have.
         hooks: the client hooks that the reply must name as applied.
         arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
@@ -79,25 +79,27 @@ class Terms:
 
     @property
     def extras(self) -> frozenset[str]:
-        """The names of the further records that the methods read; others are the
-        user's.
+        """The names of the further records that the methods read.
+
+        All other records belong to the user.
         """
         return frozenset(extra.key for extra in self.facts.travels.records)
 
     def read(self, node: Node, message: Message) -> Reply:
-        """Return the reply of a node, whose model fits; ``check`` checks what the
-        methods ask for.
+        """Return the reply of a node after checking that its model fits.
+
+        ``check`` checks the requirements of the methods.
 
         Raises:
             ReplyError: the reply is an error, has no count, or its arrays are missing,
                 misshapen or not finite.
-            ClientPartError: the reply shows that the app lacks the method's client
-                part.
+            ClientPartError: the reply reveals that the app lacks the method's client
+                code.
         """
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         info = ReplyInfo.read(message)
-        # Before the arrays are compared: the app's fault is named, not its effect.
+        # First, so that the error names the fault of the app instead of its effect.
         self._refuse_missing_part(state, info)
         if self.expected and not state:
             raise ReplyError(
@@ -107,16 +109,15 @@ class Terms:
         check_state(state, self.expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
-        # The server knows this count from the query, before the round: a sum that is
-        # ahead of the last reply, and one of masked updates, can use no other.
+        # The server has this count from the answer to the query. A sum that is ahead of
+        # the last reply, or a sum of masked updates, cannot use another count.
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes, info)
 
     def check(self, reply: Reply) -> None:
-        """Check what travels besides the model, and that frozen entries return as they
-        were sent.
+        """Check the records besides the model, and that frozen entries are unchanged.
 
         Raises:
             ReplyError: a record or a metric is missing or does not fit.
@@ -133,7 +134,7 @@ class Terms:
         value = reply.metrics.get(extra.key)
         if extra.required and (value is None or not 0 <= value < math.inf):
             raise ReplyError(
-                f"metric '{extra.key}' is {value}, and strategy '{self.strategy}'"
+                f"metric '{extra.key}' is {value}, but strategy '{self.strategy}'"
                 " needs a finite number >= 0:"
                 f" {self._hooks_to_apply()}{_no_batchnorm_hint(self.facts.parts)}"
             )
@@ -142,8 +143,8 @@ class Terms:
         facts = self.facts
         if extra.required and not record:
             raise ReplyError(
-                f"record '{extra.key}' is missing, which strategy '{self.strategy}'"
-                f" needs: {self._hooks_to_apply()}"
+                f"record '{extra.key}' is missing, but strategy '{self.strategy}'"
+                f" needs it: {self._hooks_to_apply()}"
             )
         if extra.size == "moments":
             decode_moments(record, facts.before, facts.parts)
@@ -161,29 +162,28 @@ class Terms:
         return f"the client's training must apply the client hook {named}"
 
     def _refuse_changed(self, reply: Reply) -> None:
-        """Refuse a reply in which an entry changed that the client half leaves as it
-        was sent.
-        """
+        """Refuse a reply that changed an entry frozen by the method in this round."""
         phase = self.facts.travels.phase
         for name in self.facts.frozen:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
-                    f"entry '{name}' changed in training, and strategy"
-                    f" '{self.strategy}' holds it in this round (phase '{phase}'). Run"
-                    " the client's training inside `with bn_rules(model, msg,"
+                    f"entry '{name}' changed during training, but strategy"
+                    f" '{self.strategy}' freezes it in this round (phase '{phase}')."
+                    " Run the client's training inside `with bn_rules(model, msg,"
                     f" context):`{_no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
-        """Refuse a reply from an app without the method's client half; the error names
-        what is missing.
+        """Refuse a reply from an app that lacks the method's client code.
+
+        The error names the missing part.
         """
         local = set(self.facts.local)
         kept = [name for name in state if name in local]
         if kept:
             raise ClientPartError(
-                f"the reply holds {len(kept)} entries that stay with the client under"
-                f" strategy '{self.strategy}' ('{kept[0]}', ...). Make the app"
+                f"the reply contains {len(kept)} entries that stay with the client"
+                f" under strategy '{self.strategy}' ('{kept[0]}', ...). Make the app"
                 " `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
             )
         missing = sorted(self.hooks - info.applied)
@@ -191,8 +191,8 @@ class Terms:
             raise ClientPartError(
                 f"the client did not apply the client hook '{missing[0]}' of strategy"
                 f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
-                " msg, context) as rules:` (docs/flower-projects.md says what to call"
-                " there), and make its app `ClientApp(mods=[bn_mod])`, both from"
+                " msg, context) as rules:` (docs/flower-projects.md lists the calls"
+                " inside), and make its app `ClientApp(mods=[bn_mod])`, both from"
                 " fedbn_flwr.mods."
             )
 
@@ -200,8 +200,9 @@ class Terms:
 def warn_of_other_counts(
     replies: Iterable[Reply], count_key: str, warned: set[int]
 ) -> None:
-    """Warn of nodes whose reply has another count than the one that is used; ``warned``
-    are those told before.
+    """Warn about nodes whose reply has another count than the count that is used.
+
+    ``warned`` has the nodes with an earlier warning.
     """
     for reply in replies:
         node, said, used = reply.node, reply.metrics.get(count_key), reply.num_examples
@@ -209,8 +210,8 @@ def warn_of_other_counts(
             continue
         warned.add(node.node_id)
         logger.warning(
-            "%s: its reply has %s=%s, and it answered the query with %s. %s is used"
-            " as its weight. Let both be the number of its training examples.",
+            "%s: its reply has %s=%s, but it answered the query with %s. %s is used"
+            " as its weight. Report the number of its training examples in both.",
             node,
             count_key,
             said,
@@ -222,26 +223,25 @@ def warn_of_other_counts(
 def _refuse_misshapen(
     record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ReplyError for an entry of a further record that the model does not have in
-    this shape.
-    """
+    """Raise ReplyError for a record with an entry that does not fit the model."""
     for name, array in entries.items():
         if shapes.get(name) != array.shape:
             raise ReplyError(
                 f"record '{record}': entry '{name}' of shape {array.shape} does not fit"
-                " the model: build the client's model as the server's"
+                " the model: build the client's model like the server's"
             )
 
 
 def _no_batchnorm_hint(parts: Parts) -> str:
-    """Return what else may be wrong where layers were found by names, to add to an
-    error, or "".
+    """Return another possible cause, for an error about layers found by their names.
+
+    The text is empty if the layers were found by type.
     """
     if not parts.by_names:
         return ""
     return (
-        ". Or the layers are no BatchNorm: pass parts=split_state(model) to the"
-        " strategy, which goes by their types"
+        ". Or the layers are not BatchNorm: pass parts=split_state(model) to the"
+        " strategy, which then finds layers by their types"
     )
 
 
@@ -251,10 +251,10 @@ def read_replies(
     report: RoundReport,
     what: str = "",
 ) -> tuple[list[Usable[Read]], list[Refused]]:
-    """Read all replies; return the usable and the refused ones, in the given order.
+    """Read all replies; return the usable and the refused replies, in the given order.
 
-    ``read`` raises ReplyError for a bad reply, ``report`` notes it, ``what`` is the
-    kind of reply ("" = training).
+    ``read`` raises ReplyError for a bad reply, and ``report`` records it. ``what`` is
+    the kind of reply; empty for training.
     """
     usable, refused = [], []
     for node, message in replies:
@@ -276,12 +276,12 @@ def read_replies(
 
 
 def error_text(reply: Message) -> str:
-    """Return the error of an error reply, with advice where its cause is known."""
+    """Return the error of an error reply, with advice if its cause is known."""
     reason = str(reply.error.reason)
     text = f"error {reply.error.code}: {reason}"
     if is_mod_refusal(reply):
         return f"{text.removesuffix('.')}. {MOD_ORDER}."
-    # The key that Flower's adapter of a NumPyClient looks for in a message.
+    # Flower's adapter of a NumPyClient looks for this key in a message.
     if "fitins.parameters" in reason:
         return (
             f"{text}. This ClientApp is built from a NumPyClient: make it with"
@@ -294,25 +294,25 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
     """Return the numbers of a reply, including its count.
 
     Raises:
-        ReplyError: the reply is an error or has not one MetricRecord, or its count is
-            not a finite number above 0.
+        ReplyError: the reply is an error, does not have exactly one MetricRecord, or
+            its count is not a finite number above 0.
         ClientPartError: a mod of the client's app has refused the message.
     """
     if message.has_error():
-        # a mod refuses the next message, too
+        # A mod refuses the next message as well.
         kind = ClientPartError if is_mod_refusal(message) else ReplyError
         raise kind(error_text(message))
     records = list(of_kind(message.content, MetricRecord).values())
     if len(records) != 1:
         raise ReplyError(
-            f"the reply has {len(records)} MetricRecords; return exactly one, which"
-            f" contains '{count_key}'"
+            f"the reply has {len(records)} MetricRecords: return exactly one, with the"
+            f" metric '{count_key}'"
         )
     metrics = records[0]
     count = metrics.get(count_key)
     if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
         raise ReplyError(
-            f"'{count_key}' is {count}, which must be a finite number above 0"
+            f"'{count_key}' is {count}, but must be a finite number above 0"
         )
     return {
         key: value for key, value in metrics.items() if isinstance(value, (int, float))
@@ -341,15 +341,16 @@ def read_arrays(
             f"the reply has no ArrayRecord '{arrays_key}': return the model under"
             " this key"
         ) from error
-    except Exception as error:  # bytes from outside: NumPy's parser may raise anything
+    except Exception as error:  # NumPy's parser may raise anything for foreign bytes
         raise ReplyError(
             f"arrays that cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 
 def tested_nothing(message: Message, count_key: str) -> bool:
-    """Return whether a client without test data answered an evaluation: nothing to
-    average, but no error.
+    """Return whether a client without test data answered an evaluation.
+
+    It has nothing to average, but this is not an error.
     """
     if not message.has_content():
         return False

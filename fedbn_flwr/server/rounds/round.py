@@ -1,9 +1,9 @@
 """A round on one page: ``play_training``, then ``play_tests``, then ``close_round``.
 
-The first two are generators, because Flower returns to its caller between sending
-messages and reading the replies: each yields the messages, gets the replies, and yields
-the result. They are two, because a class of a user's may leave one half out.
-``server.strategy`` drives them, under any of Flower's loops.
+``play_training`` and ``play_tests`` are generators, because Flower returns to its
+caller between sending messages and reading replies: each yields the messages, receives
+the replies, and yields the result. There are two, because a user's class may leave out
+one half. ``server.strategy`` runs them in each of Flower's loops.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ Played = Generator[Any, Any, None]
 def play_training(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Played:
-    """Train for a round: yield the messages, get the replies, yield the new model and
-    the metrics (or None).
+    """Train for a round: yield the messages, then the new model and the metrics.
+
+    The generator receives the replies in between. Model and metrics may be None.
     """
-    # Who trains, by which hooks of the methods, and what a reply must hold then.
+    # Determine the nodes, the methods' hooks, and the requirements for a reply.
     run.open_round(number)
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, run.travels)
@@ -61,32 +62,32 @@ def play_training(
     terms = terms_of(run, facts, asks)
     sent = address_training(run, facts, nodes, arrays, config, asks)
 
-    # They travel. A protection may change the messages, and first exchange others of its
-    # own, as for masks; what it returns is sent.
+    # Send the messages. A protection may change them, and may first exchange messages
+    # of its own, for example for masks.
     messages = yield run.protection.protect_messages(
         facts, run.report, sent.pairs, grid, run.timeout
     )
 
-    # Read the replies in the order of the clients, each as soon as all before it are
-    # there; those that a synchronised step has lost are in the report, and not awaited.
-    # Where all weights are known before, each is added to the sum while others still
-    # work.
+    # Read the replies in the order of the clients, each as soon as all replies before
+    # it have arrived. Clients lost in a synchronised step are in the report, so do not
+    # wait for them. If all weights are known in advance, add each reply to the sum
+    # while other clients still work.
     received = in_order(run, sent, messages, run.report.rejected)
     ahead = sum_ahead(run, facts, sent, messages)
     usable, refused = read_training(run, sent, received, terms, ahead)
     replies = release(run, terms, usable)
 
-    # Frozen entries come back as they were sent before the methods fold, so that these
-    # see them. Entries that stay with the clients are in no reply: the last line keeps
-    # the server's.
+    # Frozen entries get the values that were sent before the methods fold, so that the
+    # methods see these values. Replies lack the entries that stay with the clients: the
+    # last line keeps the server's values.
     model = None
     if replies:
         model = facts.with_frozen(average_replies(run, replies, ahead))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
 
-    # A method may undo a round whose replies were not used: then what the clients keep
-    # since that round does not count either.
+    # A method may undo a round whose replies were not used. Then the clients' local
+    # state of that round does not count either.
     note_kept(run, usable, refused, used=bool(replies))
     trained = None if model is None else to_record(model)
     yield trained, training_metrics(run, replies, model, usable)
@@ -95,13 +96,14 @@ def play_training(
 def play_tests(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Played:
-    """Test the model after a round: yield the messages, get the replies, yield the
-    metrics (or None).
+    """Test the model after a round: yield the messages, then the metrics or None.
+
+    The generator receives the replies in between.
     """
     run.arrays = arrays
     sent = NOTHING
     if run.tests_after(number):
-        # Before the model goes out: its test is with these statistics.
+        # Before the model is sent, because the clients test it with these statistics.
         if run.tests_need_statistics:
             reestimate_before_tests(run, arrays, grid)
         sent = address_tests(run, number, arrays, config, grid)
@@ -113,7 +115,7 @@ def play_tests(
 
 
 def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None:
-    """End a round: note the result of the server's own test, and tell ``on_round_end``."""
+    """End a round: record the server's own test, and call ``on_round_end``."""
     if server_test is not None:
         run.metrics["evaluate_metrics_serverapp"] = server_test
         note_losses(run, losses_not_finite({"": server_test}))

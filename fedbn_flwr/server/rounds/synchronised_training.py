@@ -1,5 +1,6 @@
-"""A round of training whose first step is synchronised: who takes part, by which
-transport, whom the step lost.
+"""A round of training whose first step is synchronised.
+
+This module determines the members of the step, its transport, and the clients it lost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger("flwr")
 
 _ANSWER = (
     "answer the query with num-examples and batch-size (fedbn_flwr.client_app around a"
-    " TorchClient does; in an app of your own register `@app.query()` and return"
+    " TorchClient does this; in your own app, register `@app.query()` and return"
     " answer_query(msg, context, loader))."
 )
 _AFTER_THE_STEP = "sent all its exchanges, but no model"
@@ -35,13 +36,12 @@ _KEPT = "the synchronised step keeps its batch; the average of the models leaves
 def train_synchronised(
     run: Run, messages: Sequence[Message], grid: Grid
 ) -> list[Message]:
-    """Send the training messages, answer the exchanges of the first step, and return
-    the replies.
+    """Send the training messages, answer the exchanges, and return the replies.
 
-    Clients that were lost are named in the report and in the log.
+    The exchanges belong to the first step. The report and the log name lost clients.
 
     Raises:
-        ConfigError: no node has reported what the step needs.
+        ConfigError: no node has reported the values that the step needs.
     """
     step = _step(run, messages, grid)
     run.report.train = run.report.train.plus(step.traffic)
@@ -55,19 +55,17 @@ def train_synchronised(
 
 
 def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
-    """Play the step: at a barrier where the grid has one, else by the transport of the
-    settings.
-    """
+    """Run the step at the grid's barrier, if any, or by the configured transport."""
     exchanges = run.travels.exchanges
     link = exchanges.link if exchanges else LinkSettings()
     members = _members(run, messages)
-    # The server has told the others of this batch size: the client must keep to it.
+    # The other clients were told this batch size: the client must use it.
     own = []
     for message in messages:
         member = members.get(message.metadata.dst_node_id)
         if member is not None:
             own.append(with_config(message, {FIRST_BATCH: member.batch_size}))
-    # A protection may need all members to the end: masks of a lost one would stay.
+    # A protection may need all members until the end: a lost member leaves its masks.
     limits = Limits(
         exchange_timeout=link.timeout,
         reply_timeout=max(link.timeout, run.timeout),
@@ -78,25 +76,26 @@ def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
     if len(members) < limits.min_members:
         run.report.asked = 0
         reason = (
-            f"it was not asked: the synchronised step needs {limits.min_members} clients"
-            f" (min_replies), and {len(members)} can take part"
+            "it was not asked: the synchronised step needs"
+            f" {limits.min_members} clients (min_replies), but only {len(members)} can"
+            " take part"
         )
         return StepResult([], Traffic(), (), dict.fromkeys(members, reason))
     if isinstance(grid, BarrierGrid):
         return step_by_barrier(grid, grid, own, members, limits)
-    # One for all rounds: a channel stays open, and what was found out of the nodes'
-    # apps is remembered.
+    # Use one transport for all rounds: a channel stays open, and the transport
+    # remembers its findings about the nodes' apps.
     if run.transport is None:
         run.transport = TRANSPORTS[link.transport](link)
     return run.transport.step(grid, own, members, limits)
 
 
 def _lost(step: StepResult) -> dict[int, str]:
-    """Return node id to the reason why the step lost a client, and what became of it."""
+    """Return the reason, by node id, why the step lost each client, and the effect."""
     trained = {
         reply.metadata.src_node_id for reply in step.replies if reply.has_content()
     }
-    # A member's batch is in the answers that the others have: nothing takes it out.
+    # The answers to the other clients include a member's batch: it cannot be removed.
     silent = [node_id for node_id in step.members if node_id not in trained]
     reasons = dict.fromkeys(silent, _AFTER_THE_STEP) | dict(step.dropped)
     lost = {}
@@ -111,31 +110,30 @@ def _lost(step: StepResult) -> dict[int, str]:
 
 
 def _is_read(reply: Message, step: StepResult) -> bool:
-    """Return whether a reply is read: the model of a dropped client is not used.
+    """Return whether a reply is read. The model of a dropped client is not used.
 
-    A reply without any applied hook is read: it is then refused with the name of what
-    the app lacks.
+    A reply without any applied hook is read: it is then refused with the name of the
+    part that the app lacks.
     """
     used = reply.metadata.src_node_id not in step.dropped.keys() - step.members
     return reply.has_error() or used or not ReplyInfo.read(reply).applied
 
 
 def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
-    """Return the members of the step; refuse nodes that have not reported what the step
-    needs.
+    """Return the members of the step, and refuse nodes that lack the needed values.
 
     Raises:
-        ConfigError: no node has, or the replies are weighed by something else than
-            their examples.
+        ConfigError: no node has reported them, or the replies are not weighted by their
+            examples.
     """
     name, key = run.methods.name, run.options.weighted_by_key
     if key != NUM_EXAMPLES:
         raise ConfigError(
-            f"strategy {name!r} synchronises with the weights of {NUM_EXAMPLES!r}, and"
-            f" weighted_by_key={key!r} averages by others: leave it out"
+            f"strategy {name!r} synchronises with the weights of {NUM_EXAMPLES!r}, but"
+            f" weighted_by_key={key!r} averages with other weights: leave it out"
         )
-    # Weight and batch size come from the answer to the query: an exchange is combined
-    # before any reply.
+    # Weight and batch size come from the answer to the query, because an exchange is
+    # combined before any reply.
     nodes = [run.nodes.node(message.metadata.dst_node_id) for message in messages]
     members = {
         node.node_id: Member(node.num_examples, node.batch_size, str(node))
@@ -151,8 +149,8 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
         elif node.failure:
             remedy = f"its answer to the query failed: {node.failure}"
         problem = (
-            f"strategy {name!r} needs to know the training examples and the first"
-            f" batch's size of {node} before the round: {remedy}"
+            f"strategy {name!r} needs the number of training examples and the size of"
+            f" the first batch of {node} before the round: {remedy}"
         )
         if not members:
             raise ConfigError(problem)

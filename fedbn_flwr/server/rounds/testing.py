@@ -1,9 +1,8 @@
 """The testing half of a round: address, read, average; and the model that is tested.
 
-That model, which a run also returns, is the global one, completed by BN entries that it
-does not have: averages of BN parts that stay with the clients
-(``server.methods.shared_bn``), or re-estimated statistics
-(``server.rounds.reestimation``). Training does not see them.
+The tested model, which a run also returns, is the global model, completed with BN
+entries: averages of BN parts that stay with the clients (``server.methods.shared_bn``),
+or re-estimated statistics (``server.rounds.reestimation``). Training does not use them.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ logger = logging.getLogger("flwr")
 def address_tests(
     run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
 ) -> Sent:
-    """Return the evaluation messages of a round; none if clients do not test, or must
-    not say how they do.
+    """Return the evaluation messages of a round.
+
+    There are none if clients do not test, or if a protection hides their results.
     """
     options = run.options
     if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
@@ -65,8 +65,8 @@ def address_tests(
     count = max(share_of(options.fraction_evaluate, len(able)), least)
     nodes = run.nodes.sample(able, count, "evaluate", number)
     entries = {**config, **run.test_config(number)}
-    # A client without BN parts of its own is tested with the averaged ones, and with
-    # the initial ones before these.
+    # A client without BN parts of its own is tested with the averaged parts, or with
+    # the initial parts if there is no average yet.
     model = completed(run, arrays)
     return address(
         run, nodes, MessageType.EVALUATE, model, entries, run.report.evaluate
@@ -74,22 +74,20 @@ def address_tests(
 
 
 def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message]:
-    """Return the usable replies of clients that have tested; write their metrics to the
-    report.
-    """
+    """Return the usable replies of testing clients, and report their metrics."""
     count_key = run.options.weighted_by_key
 
     def read(node: Node, message: Message) -> dict[str, float]:
         return read_metrics(message, count_key)
 
-    # A client without test data is no failure, and has nothing to average.
+    # A client without test data is not a failure, but has nothing to average.
     received = [
         (node, message)
         for node, message in in_order(run, sent, replies)
         if not tested_nothing(message, count_key)
     ]
     usable, refused = read_replies(received, read, run.report, "evaluation")
-    # A client that lost its own part needs the whole state again.
+    # A client that lost its local state needs the whole state again.
     for failed in refused:
         if failed.message.has_error():
             run.nodes.initialised.discard(failed.node.node_id)
@@ -111,10 +109,10 @@ def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
 
 
 def completing_entries(run: Run, test: str) -> State:
-    """Return the entries that replace the global ones in test "recalibrated" or
-    "averaged-bn"; else empty.
+    """Return the entries that replace the global entries in a test.
 
-    Those of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
+    Only the tests "recalibrated" and "averaged-bn" have such entries. For
+    "recalibrated" they exist after ``configure_evaluate`` of a round with a test.
     """
     if test == SHARED_BN and SHARED_BN in run.methods.tests:
         return run.kept.shared.average(run.parts, run.methods.params.variance)
@@ -124,8 +122,9 @@ def completing_entries(run: Run, test: str) -> State:
 
 
 def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
-    """Return the model with the averages, if a test asks for them, and with statistics
-    that are re-estimated.
+    """Return the model with averaged BN parts and re-estimated statistics, if used.
+
+    A test must ask for the averages; every test must use the statistics.
     """
     return with_statistics(run, _replaced(arrays, completing_entries(run, SHARED_BN)))
 
@@ -138,40 +137,43 @@ def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:
 
 
 def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
-    """Return the completed model for the server's test after a round, 0 = before the
-    first; warn of what it lacks.
+    """Return the completed model for the server's test after a round.
+
+    Round 0 is the state before the first round. Warn about entries that are missing.
     """
     if run.methods.reestimates and number and not run.tests_after(number):
         logger.warning(
             "round %d: the model of evaluate_fn and on_round_end has statistics that"
-            " are not re-estimated: that is done after every %d rounds, with"
-            " eval_every=1 after each",
+            " are not re-estimated: this is done after every %d rounds, or after each"
+            " round with eval_every=1",
             number,
             run.methods.params.eval_every,
         )
     if SHARED_BN in run.methods.tests and number and not run.kept.shared.tree:
         logger.warning(
-            "round %d: no client has shared its BN parts: they are not trained in the"
-            " test of the global model",
+            "round %d: no client has shared its BN parts, so the test of the global"
+            " model uses untrained BN parts",
             number,
         )
     return completed(run, arrays)
 
 
 def warn_of_affine_elsewhere(run: Run) -> None:
-    """Warn, before the first round, of entries that may be gamma and beta and count as
-    none.
+    """Warn, before the first round, about entries that may be gamma and beta.
+
+    They are named unlike gamma and beta, and are treated as other weights.
     """
     found = affine_elsewhere(run.parts, run.shapes)
     if not found:
         return
     path, names = next(iter(found.items()))
     logger.warning(
-        "BatchNorm layer %r has no gamma and beta of its own, and %s beside it has its"
-        " channels (%d such layers). Strategy %r treats them as any other weight. If"
-        " they are its gamma and beta, give the strategy parts=split_state(model),"
-        " which tries the layer's owner; if that did not find them, parts in which the"
-        " layer's entries name them: docs/flower-projects.md shows it.",
+        "BatchNorm layer %r has no gamma and beta of its own, but %s next to it has the"
+        " same number of channels (%d such layers). Strategy %r treats them like any"
+        " other weight. If they are the layer's gamma and beta, give the strategy"
+        " parts=split_state(model), which looks at the module that owns the layer. If"
+        " it does not find them, pass parts in which the layer's entries name them, as"
+        " docs/flower-projects.md shows.",
         path,
         " and ".join(f"'{name}'" for name in names),
         len(found),
@@ -180,18 +182,16 @@ def warn_of_affine_elsewhere(run: Run) -> None:
 
 
 def warn_of_initial_values(run: Run) -> None:
-    """Warn, before the first round, if entries that stay with the clients are not
-    averaged.
-    """
+    """Warn, before the first round, if local entries are not averaged for tests."""
     stay = run.local_entries
     if SHARED_BN in run.methods.tests or not stay:
         return
-    advice = "evaluation on the clients tests each with its own."
-    # If the clients keep all of the model, there is none to complete.
+    advice = "evaluation on the clients tests each client with its own values."
+    # If the clients keep the whole model, there is no global model to complete.
     if Part.REST not in run.methods.local:
-        average = "eval_on='averaged-bn' puts the average of the clients' values there;"
+        average = "eval_on='averaged-bn' uses the average of the clients' values there;"
         advice = f"{average} {advice}"
-    # A protection refuses this average, and asks no client for a test.
+    # A protection refuses this average, and does not ask clients for tests.
     if not run.protection.publishes_metrics:
         advice = "Each client can test its own model in its training function."
     logger.warning(
@@ -206,13 +206,11 @@ def warn_of_initial_values(run: Run) -> None:
 
 
 def warn_of_own_start(run: Run) -> None:
-    """Warn that only our ``start`` completes the model of ``evaluate_fn`` and of the
-    result.
-    """
+    """Warn that only the package's ``start`` completes the tested and final model."""
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests, and this run"
-            " has a start() of your own: there evaluate_fn and the result do not have"
+            "strategy %r re-estimates or averages BN entries for tests, but this run"
+            " uses your own start(): there, evaluate_fn and the result do not have"
             " them. After configure_evaluate call"
             " strategy.for_evaluate_fn(server_round, arrays), which returns the model"
             " with them, or pass on_round_end= to the strategy.",
@@ -221,27 +219,25 @@ def warn_of_own_start(run: Run) -> None:
 
 
 def warn_of_own_aggregation(run: Run) -> None:
-    """Warn that what ``aggregate_train`` returns, to a class that overrides it, is not
-    completed yet.
-    """
+    """Warn that an overridden ``aggregate_train`` receives an incomplete model."""
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests, after"
-            " aggregate_train: in what an aggregate_train of your own gets from super()"
-            " they have the values of the start. To save or test the model, take the"
-            " arrays of on_round_end=, an argument of the strategy, or"
+            "strategy %r re-estimates or averages BN entries for tests after"
+            " aggregate_train: for them, the model that your own aggregate_train gets"
+            " from super() has the values of the start. To save or test the model, take"
+            " the arrays of on_round_end=, an argument of the strategy, or"
             " strategy.for_evaluate_fn(server_round, arrays) after configure_evaluate.",
             run.methods.name,
         )
 
 
 def warn_of_nothing_shared(run: Run) -> None:
-    """Warn, after the last round, if averages are asked for and there are none."""
+    """Warn, after the last round, if a test needs averages and there are none."""
     if SHARED_BN in run.methods.tests and not run.kept.shared.tree:
         logger.warning(
-            "no client has shared its BN parts, which eval_on='averaged-bn' asks for:"
-            " in the returned arrays they have their initial values. A client with a"
-            " training loop of its own shares them if it trains inside `with"
+            "no client has shared its BN parts, but eval_on='averaged-bn' needs them:"
+            " in the returned arrays they have their initial values. A client with its"
+            " own training loop shares them if it trains inside `with"
             " bn_rules(...)`."
         )
 

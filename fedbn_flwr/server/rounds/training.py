@@ -1,5 +1,6 @@
-"""The training half of a round, in the order in which ``server.rounds.round`` calls it:
-sample, address, read, release, average.
+"""The training half of a round: sample, address, read, release, average.
+
+``server.rounds.round`` calls the functions in this order.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ logger = logging.getLogger("flwr")
 
 
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
-    """Return the nodes that train in a round; none if no node shall, or if the
-    protection has no budget left.
+    """Return the nodes that train in a round.
+
+    There are none if no node is supposed to train, or if the protection has no budget
+    left.
     """
     options = run.options
     if options.fraction_train == 0.0:
         return []
     at_least = max(options.min_available_nodes, options.min_train_nodes)
     able = _able_to_train(run, run.present(grid, at_least))
-    run.num_able = len(able)  # N of the papers: before the draw
-    # Both count in a round that is not used, too.
+    run.num_able = len(able)  # N in the papers: the number before the draw
+    # Both of these also count in a round that is not used.
     run.most_able = max(run.most_able, run.num_able)
     run.seen.update(node.label for node in able if node.partition_id is not None)
     nodes = _drawn(run, able, number)
     facts = run.facts(number, run.travels)
-    # A target epsilon may be spent: then nobody is asked, and the run ends.
+    # If the target epsilon is spent, no client is asked, and the run ends.
     if nodes and not run.protection.admits(facts, len(nodes)):
         return []
     run.report.missing = run.nodes.lost
@@ -78,41 +81,38 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
 
 
 def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
-    """Return the nodes of a round: drawn anew, or those of the cohort that trains for
-    several rounds.
-    """
+    """Return the nodes of a round: a new draw, or the cohort of several rounds."""
     fraction, least = run.options.fraction_train, run.options.min_train_nodes
     rounds = run.methods.params.cohort_rounds
     if rounds == 1:
         count = max(share_of(fraction, len(able)), least)
         return run.nodes.sample(able, count, "train", number)
-    # Its size does not shrink with a lost node: else a further node would leave it, and
-    # sums over changing clients tell of single ones.
+    # The size does not shrink when a node is lost. Otherwise a second node would leave
+    # the cohort, and sums over changing clients would reveal single clients.
     count = max(share_of(fraction, run.most_able), least)
     return run.nodes.cohort(able, count, (number - 1) // rounds)
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
-    """Return the nodes that have training data and whose reply can be used; report
-    those that cannot take part.
+    """Return the nodes with training data and usable replies, and report the others.
 
-    Where parts stay with the clients, a mod before ``bn_mod`` would refuse every
-    reply, which lacks their entries.
+    If parts stay with the clients, a mod before ``bn_mod`` would refuse every reply,
+    because replies lack the entries of these parts.
 
     Raises:
         ConfigError: no node can train.
         ClientPartError: a mod would refuse the replies of all nodes.
     """
-    # Nodes without data that the run can use, and those that do not answer.
+    # First report the nodes with unusable data, and the nodes that do not answer.
     for node in present:
         if node.unusable:
             run.report.reject(node.node_id, f"{node}: {node.unusable}")
     if present and all(node.unusable for node in present):
         raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
     for node_id, why in run.nodes.silent.items():
-        run.report.reject(node_id, f"node {node_id} did not say who it is: {why}")
+        run.report.reject(node_id, f"node {node_id} did not answer the query: {why}")
 
-    # None = the app did not say how many examples it has: it is asked.
+    # None means that the app did not report its number of examples: ask the node.
     with_data = [node for node in present if node.num_examples != 0]
     if not run.methods.local:
         return with_data
@@ -130,7 +130,7 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
 
 
 def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
-    """Return what a reply to the training messages of a round must hold."""
+    """Return the requirements for a reply to the training messages of a round."""
     return Terms(
         strategy=run.methods.name,
         facts=facts,
@@ -142,8 +142,9 @@ def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
 
 
 def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Return the records that travel besides the model, by key; {} for one that only
-    clients send.
+    """Return the records that are sent in addition to the model, by key.
+
+    A record is empty if only clients send it.
 
     Raises:
         ConfigError: a client hook sends a record that no method declares.
@@ -153,9 +154,9 @@ def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
         undeclared = ask.sends.keys() - records.keys()
         if undeclared:
             raise ConfigError(
-                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, which no"
-                " method declares: add an Extra with this key to what travels()"
-                " returns"
+                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
+                " method declares it: add an Extra with this key to the result of"
+                " travels()"
             )
         records |= ask.sends
     return records
@@ -169,12 +170,12 @@ def address_training(
     config: ConfigRecord,
     asks: Sequence[Ask],
 ) -> Sent:
-    """Return the training messages of a round; ``config``: the user's entries."""
+    """Return the training messages of a round; ``config`` has the user's entries."""
     if not nodes:
         return NOTHING
     extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
     own = run.train_config(facts, asks, tuple(extras))
-    # The user's entries first: ours and the methods' win.
+    # The user's entries come first: those of the package and the methods replace them.
     entries = {**config, **own, **run.protection.config()}
     run.report.asked = len(nodes)
     return address(
@@ -185,13 +186,12 @@ def address_training(
 def sum_ahead(
     run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]
 ) -> SumAhead | None:
-    """Return the sum to which each reply is added as it comes; None where it would be
-    of no use.
+    """Return the sum to which each reply is added as it comes; None if it is useless.
 
-    All weights must be known before the replies are, and no protection comes in
-    between. Where a reply is lost or refused, ``average_replies`` begins anew.
+    It requires that all weights are known before the replies, and that no protection
+    acts in between. If a reply is lost or refused, ``average_replies`` starts again.
     """
-    # In a list all replies are there, and nothing is gained.
+    # If the messages are a list, all replies have arrived, and nothing is gained.
     if isinstance(messages, list) or type(run.protection) is not Protection:
         return None
     if facts.travels.weights == "equal":
@@ -202,7 +202,7 @@ def sum_ahead(
         return None
     counts = []
     for node in sorted(sent.nodes, key=lambda node: node.order):
-        if not node.num_examples:  # its reply says it
+        if not node.num_examples:  # only its reply contains the number
             return None
         counts.append(node.num_examples)
     return SumAhead(counts)
@@ -215,18 +215,18 @@ def read_training(
     terms: Terms,
     ahead: SumAhead | None = None,
 ) -> tuple[list[Usable[Reply]], list[Refused]]:
-    """Return the usable replies and the refused ones, in order; report both.
+    """Return the usable replies and the refused replies, in order, and report both.
 
-    ``ahead`` gets each usable one as soon as it is read.
+    Each usable reply is added to ``ahead`` as soon as it is read.
 
     Raises:
-        ClientPartError: no app has the method's client half.
+        ClientPartError: no app has the method's client code.
         ConfigError: all clients raised it, and none has worked before.
     """
 
     def read(node: Node, message: Message) -> Reply:
         reply = terms.read(node, message)
-        if run.protection.reads_each:  # else ``pool`` checks the sum
+        if run.protection.reads_each:  # otherwise ``pool`` checks the sum
             terms.check(reply)
         run.protection.check(terms.facts, reply)
         if ahead:
@@ -239,7 +239,7 @@ def read_training(
     run.report.missing += [
         node.label for node in sent.nodes if node.node_id not in used
     ]
-    # A refused client may have lost its own part: it is sent the whole state again.
+    # A refused client may have lost its local state: send it the whole state again.
     run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
     replies = [one.read for one in usable]
     _report_usable(run, replies)
@@ -249,7 +249,7 @@ def read_training(
 
 
 def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
-    """Note who trained, with which metrics and bytes."""
+    """Record the clients that trained, with their metrics and bytes."""
     for reply in replies:
         run.nodes.initialised.add(reply.node.node_id)
         for size in reply.sizes:
@@ -265,10 +265,11 @@ def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
 def _refuse_useless_apps(
     run: Run, sent: Sent, any_usable: bool, refused: Sequence[Refused]
 ) -> None:
-    """Raise the error of apps that do not work, if none does: every further round would
-    fail in the same way.
+    """Raise the error of apps that do not work, if no app works.
+
+    Every further round would fail in the same way.
     """
-    # Of a single app it may be its node: it is refused, and the round goes on.
+    # If only one app fails, its node may be the reason: refuse it and continue.
     for one in refused:
         if isinstance(one.error, ClientPartError) and not any_usable:
             raise one.error
@@ -276,11 +277,12 @@ def _refuse_useless_apps(
 
 
 def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
-    """Return what the methods see of the replies; nothing if too few are usable, or the
-    protection releases nothing.
+    """Return the replies as the methods see them.
+
+    There are none if too few are usable, or if the protection releases nothing.
     """
     replies = [one.read for one in usable]
-    # Differential privacy releases a result whoever replies, also noise alone.
+    # Differential privacy always releases a result, even if it is only noise.
     always = run.protection.always_releases and run.report.asked
     if len(replies) < run.methods.params.min_replies and not always:
         note_too_few(run, len(replies))
@@ -296,8 +298,9 @@ def release(run: Run, terms: Terms, usable: Sequence[Usable[Reply]]) -> Replies:
 def average_replies(
     run: Run, replies: Replies, ahead: SumAhead | None = None
 ) -> dict[str, Any]:
-    """Return the average of the replies with the weights p_i; counters take the
-    maximum.
+    """Return the average of the replies with the weights p_i.
+
+    Counters take the maximum.
     """
     states = [reply.state for reply in replies]
     return average(
@@ -308,11 +311,10 @@ def average_replies(
 def note_kept(
     run: Run, usable: Sequence[Usable[Reply]], refused: Sequence[Refused], used: bool
 ) -> None:
-    """Note what the senders of replies keep; where rounds are undone, of the replies
-    that were used.
+    """Record the local state of the clients that sent replies.
 
-    A client whose first round is undone has nothing left of its own, and is sent the
-    whole state again.
+    If the method undoes rounds, record only the replies that were used. A client whose
+    first round is undone has no local state, so it receives the whole state again.
     """
     replies = [one.read for one in usable]
     if not run.travels.undo:
@@ -331,8 +333,9 @@ def training_metrics(
     model: Mapping[str, Any] | None,
     usable: Sequence[Usable[Reply]],
 ) -> MetricRecord | None:
-    """Return the averaged metrics of the replies that were used, and write them to the
-    report; tell ``on_replies``, the first to know the new model.
+    """Return the averaged metrics of the used replies, and add them to the report.
+
+    Also call ``on_replies``, the first listener that receives the new model.
     """
     if model is None:
         return None

@@ -1,7 +1,7 @@
-"""Rounds and runs that fail: losses that are not finite, too few usable replies.
+"""Failing rounds and runs: non-finite losses and too few usable replies.
 
-What is found out of a run comes first, then what is noted in its report, then what ends
-it; the last part puts it into words.
+The module has four parts: detecting a failure, noting it in the round's report, raising
+the error that ends the run, and composing the error message.
 """
 
 from __future__ import annotations
@@ -48,36 +48,38 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
-# Rounds without a usable reply from the start on, where the number of rounds is not
-# known.
+# If the total number of rounds is unknown, give up after this many rounds without a
+# usable reply, counted from the start.
 _PATIENCE = 2
-# Causes that a client or the arrays of its reply show, with what helps.
+# Causes that a client reports, or that the arrays of its reply reveal, with the remedy.
 _FOUND = {
     INPUTS_NOT_FINITE: (
-        "Cause: NaN or infinity in the clients' inputs. Replace these values, or leave"
-        " out the examples, where the data are made."
+        "Cause: the clients' inputs contain NaN or infinity. Replace these values or"
+        " drop the examples when preparing the data."
     ),
     STATISTICS_NOT_FINITE: (
-        "Cause: running statistics that are not finite, with finite weights: squares"
-        " that half precision does not hold, in a batch whose step the gradient scaler"
-        " left out; those of inputs that are not scaled; or a variance without"
-        " examples. Use bfloat16, or keep BatchNorm in float32, and scale the inputs."
+        "Cause: the weights are finite, but the running statistics are not. Possible"
+        " reasons: squares that overflowed in half precision, in a batch whose step the"
+        " gradient scaler skipped; squares of unscaled inputs; or a variance of no"
+        " examples. Use bfloat16 or keep BatchNorm in float32, and scale the inputs."
     ),
     FIRST_PASS_NOT_FINITE: (
-        "Cause: before any step the loss or a gradient is not finite, by the model, the"
-        " loss or the dtype: the clients' errors say which."
+        "Cause: the loss or a gradient is not finite before the first step, because of"
+        " the model, the loss function or the dtype. The clients' errors name the"
+        " cause."
     ),
 }
-_LONGEST = 300  # characters of a reason; the end of a traceback says most
+_LONGEST = 300  # characters kept of a reason: the end of a traceback is the useful part
 
 
 def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the losses that are not finite, in words.
+    """Return a description of each non-finite loss.
 
     Args:
-        metrics: metrics by the label of the client; "" = the server's. A loss is a
-            metric whose name ends in "loss". A test in which no target counts has no
-            loss: its accuracy (or acc) is NaN, too, or it has no examples.
+        metrics: the metrics of each client by its label; the label "" is the server. A
+            loss is a metric whose name ends in "loss". Tests without a counted target
+            are skipped: their accuracy (or acc) is NaN as well, or they have no
+            examples.
     """
     clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
@@ -95,13 +97,16 @@ def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _losses(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the losses; "loss" repeats the first of several tests."""
+    """Return the names of the losses.
+
+    "loss" is omitted if there are others, since it repeats the first of them.
+    """
     losses = [name for name in values if name.endswith("loss")]
     return [name for name in losses if name != "loss"] or losses
 
 
 def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a test had an example that counts."""
+    """Return whether the test had at least one counted example."""
     if values.get(f"{prefix}{NUM_EXAMPLES}") == 0:
         return False
     accuracy = values.get(f"{prefix}accuracy", values.get(f"{prefix}acc"))
@@ -111,10 +116,10 @@ def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
 def training_losses(
     metrics: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of the clients' training without losses of something else:
-    "loss" and "train...loss" stay.
+    """Return the clients' metrics without any loss that is not a training loss.
 
-    Another loss, as of validation data that a client does not have, may be NaN.
+    Training losses are "loss" and "train...loss". Others may legitimately be NaN, such
+    as the validation loss of a client without validation data.
     """
     kept: dict[str, dict[str, Any]] = {}
     for label, values in metrics.items():
@@ -126,18 +131,19 @@ def training_losses(
 
 
 def all_not_finite(report: RoundReport) -> bool:
-    """Return whether values that are not finite are why no reply was usable."""
+    """Return whether non-finite values made every reply of the round unusable."""
     if report.participants or not report.rejected:
         return False
-    # A client whose value was not finite may have left too few of the others for a
-    # synchronised step: its value is why they were refused.
+    # Dropping a client with a non-finite value may leave too few clients for a
+    # synchronised step. Their refusals (TOO_FEW_LEFT) then have the same cause.
     causes = {NOT_FINITE, TOO_FEW_LEFT, *_FOUND}
     return all(report.codes.get(node_id, set()) & causes for node_id in report.rejected)
 
 
 def _advice(run: Run) -> list[str]:
-    """Return why values are not finite, and what to do: the cause that the replies show,
-    else what the methods say.
+    """Return the cause of the non-finite values and the remedies.
+
+    The cause comes from the replies if they reveal one, otherwise from the methods.
     """
     if all_not_finite(run.report):
         codes = set().union(*run.report.codes.values())
@@ -146,22 +152,22 @@ def _advice(run: Run) -> list[str]:
                 return [text]
     return [
         *run.methods.advice(run.states, run.report.server_round),
-        "In a training loop of your own look for NaN in the inputs first.",
+        "If you use your own training loop, check the inputs for NaN first.",
     ]
 
 
 def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> None:
-    """Note in the report, and log, that losses of this round are not finite.
+    """Log the non-finite losses of this round and add them to its report.
 
     Args:
         run: the run.
-        losses: the losses in words (``losses_not_finite``); empty = all are finite.
-        since: the round in which this began; None = this round.
+        losses: descriptions from ``losses_not_finite``; empty if all are finite.
+        since: the round in which the divergence began; defaults to this round.
     """
     if not losses:
         return
     report = run.report
-    # The remedies are told once, and not in each round of a run that goes on.
+    # Log the remedies once, not in every round of a run that continues.
     known = any(earlier.diverged for earlier in run.reports[-2:])
     report.diverged += [loss for loss in losses if loss not in report.diverged]
     began = since or report.server_round
@@ -173,14 +179,16 @@ def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> No
 
 
 def note_too_few(run: Run, num_usable: int) -> None:
-    """Note and log a round with too few usable replies, and divergence where all
-    replies are not finite.
+    """Record and log a round with too few usable replies.
+
+    If non-finite values are the reason for the second round in a row, or in the only
+    round of the run, also record the divergence.
     """
     report = run.report
     report.kept_previous = True
     logger.warning(
-        "round %d: %d usable replies, %d needed (min_replies): the previous global"
-        " model is kept. %s.",
+        "round %d: %d usable replies, fewer than min_replies=%d: keeping the previous"
+        " global model. %s.",
         report.server_round,
         num_usable,
         run.methods.params.min_replies,
@@ -189,19 +197,19 @@ def note_too_few(run: Run, num_usable: int) -> None:
     if not all_not_finite(report):
         run.not_finite_since = 0
         return
-    # Once may be chance: other clients, or the next batches, may be well.
+    # A single such round may be chance: other clients or batches may be fine.
     since = run.not_finite_since = run.not_finite_since or report.server_round
     if since < report.server_round or run.num_rounds == 1:
         first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]
         loss = (
-            f"since round {since} all replies hold values that are not finite (first:"
+            f"every reply since round {since} contains non-finite values (first:"
             f" {first})"
         )
         note_losses(run, [loss], since)
 
 
 def raise_if_ends(run: Run, result: Result | None = None) -> None:
-    """Raise DivergedError, with the result so far, if the run ends because it diverged."""
+    """Raise DivergedError with the result so far if divergence ends the run."""
     if run.ends_diverged:
         report = run.report
         advice = " ".join(_advice(run))
@@ -209,8 +217,9 @@ def raise_if_ends(run: Run, result: Result | None = None) -> None:
 
 
 def raise_if_failed(run: Run, result: Result) -> None:
-    """Raise DivergedError or NothingTrainedError, with the result, if the finished run
-    is one.
+    """Raise DivergedError or NothingTrainedError if a finished run failed.
+
+    The error contains the result.
     """
     raise_if_ends(run, result)
     if _has_trained_nothing(run):
@@ -220,10 +229,10 @@ def raise_if_failed(run: Run, result: Result) -> None:
 
 
 def raise_if_nothing_trains(run: Run) -> None:
-    """Raise NothingTrainedError in another loop than our ``start``, whose end nobody
-    tells us.
+    """Raise NothingTrainedError in loops other than our ``start``.
 
-    That is in its last round if the number of rounds is known, else in the second one.
+    Such loops do not report when they end, so the check runs after the last round if
+    the number of rounds is known, and after the second round otherwise.
     """
     over = len(run.reports) >= (run.num_rounds or _PATIENCE)
     if not over or not any(report.asked or report.rejected for report in run.reports):
@@ -235,41 +244,42 @@ def raise_if_nothing_trains(run: Run) -> None:
 
 
 def _has_trained_nothing(run: Run) -> bool:
-    """Return whether a run that should train used no reply in any of its rounds."""
-    # A resumed run may have trained before: its earlier rounds are not known here.
+    """Return whether a run that was meant to train used no reply in any round."""
+    # A resumed run may have trained before the resume; those reports are not available.
     if run.options.fraction_train == 0 or run.after or not run.reports:
         return False
-    # A run that continues after divergence may have no usable reply for that reason
-    # alone.
+    # A run that continues after divergence may lack usable replies only because of it.
     if any(report.diverged for report in run.reports):
         return False
     return all(report.kept_previous for report in run.reports)
 
 
 def divergence(report: RoundReport, advice: str) -> str:
-    """Return the message for a run that diverged, given the report of its last round,
-    and cause and remedies.
+    """Return the error message of a diverged run.
+
+    ``report`` is the report of its last round; ``advice`` has cause and remedies.
     """
     losses = "; ".join(report.diverged)
     return (
-        f"the run diverged in round {report.diverged_at}: {losses}. {advice} A run goes"
-        " on with on_divergence='continue' as an argument of the strategy,"
-        " on-divergence=continue in a config."
+        f"the run diverged in round {report.diverged_at}: {losses}. {advice} To"
+        " continue despite divergence, pass on_divergence='continue' to the strategy,"
+        " or set on-divergence=continue in the config."
     )
 
 
 def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
-    """Return the message for a run in which no round used a reply."""
+    """Return the error message of a run in which no round used a reply."""
     return (
-        f"nothing was trained: no round had min-replies={min_replies} usable"
-        f" replies.{_refusals(reports)}"
+        "nothing was trained: no round had the required"
+        f" min-replies={min_replies} usable replies.{_refusals(reports)}"
     )
 
 
 @contextmanager
 def with_refusals(run: Run) -> Iterator[None]:
-    """Add the reasons of refused replies, and the result so far, to a
-    NothingTrainedError of the block, which begins a round.
+    """Extend a NothingTrainedError of the block, with which a round begins.
+
+    Add the reasons of refused replies and the result so far.
     """
     try:
         yield
@@ -279,22 +289,24 @@ def with_refusals(run: Run) -> Iterator[None]:
 
 
 def _refusals(reports: Sequence[RoundReport]) -> str:
-    """Return the sentences about refused replies, each after a space."""
-    # The first reason in full: later ones often follow from it.
+    """Return the sentences about refused replies, each with a space before it."""
+    # Quote the first reason in full: the later refusals often follow from it.
     reasons = [why for report in reports for why in report.rejected.values()]
     first = f" First refused: {reasons[0]}." if reasons else ""
-    # none: resumed with no rounds left
+    # There are no reports if a run is resumed with no rounds left.
     counts = f" In all, {account(reports)}." if reports else ""
     return f"{first}{counts}"
 
 
 def account(reports: Sequence[RoundReport]) -> str:
-    """Return how many clients the rounds asked, how many replied, and the most frequent
-    reasons of refusals.
+    """Return a summary of the rounds for messages.
+
+    It has the numbers of asked clients and of replies, and the most frequent reasons
+    for refusal.
     """
     asked = sum(report.asked for report in reports)
     replied = sum(report.replied for report in reports)
-    # Without the node a reason that several clients share counts once.
+    # Strip the node name so that equal reasons of several clients are counted together.
     reasons: Counter[str] = Counter()
     for report in reports:
         for why in report.rejected.values():
@@ -310,6 +322,6 @@ def account(reports: Sequence[RoundReport]) -> str:
 
 
 def shortened(reason: str) -> str:
-    """Return a reason without its node; of a long one the end, as of a traceback."""
+    """Return a reason without the node name, cut to its end if it is long."""
     reason = _NODE.sub("", reason)
     return reason if len(reason) <= _LONGEST else f"...{reason[-_LONGEST:]}"

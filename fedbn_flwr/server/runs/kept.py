@@ -1,4 +1,4 @@
-"""What the clients keep between rounds, as far as the server knows it: a value."""
+"""The local states of the clients between rounds, as known to the server."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger("flwr")
 
 @dataclass(frozen=True)
 class Kept:
-    """What the clients keep.
+    """The local states of the clients, as a value.
 
     Attributes:
-        hashes: the SHA-256 of each client's kept state, by label; after its last used
-            reply, where a round whose reply is not used is undone.
-        volatile: labels of the clients whose kept state is in memory only.
+        hashes: the SHA-256 of each client's local state, by label. If the method undoes
+            rounds whose reply is not used, the hash is from the last used reply.
+        volatile: labels of the clients whose local state is only in memory.
         shared: the BN parts that clients shared for tests.
-        to_restore: after a resume the hash of the state that each client goes on from,
-            by label; None = no resume.
+        to_restore: after a resume, the hash of the state from which each client
+            continues, by label; None without a resume.
         answered: labels of the clients that have answered since the resume.
     """
 
@@ -45,15 +45,15 @@ class Kept:
     answered: frozenset[str] = frozenset()
 
     def config(self, node: Node, undo: bool) -> dict[str, str]:
-        """Return the config entries that tell a node from which state it goes on.
+        """Return the config entries that name the local state a node continues from.
 
-        ``undo``: a client whose reply was not used goes back to what it kept before. A
-        node that may be a known client under a new node id is told nothing: it may hold
-        the right state already.
+        ``undo``: a client whose reply was not used returns to its earlier state. A node
+        that may be a known client under a new node id gets no such entry, because it
+        may have the right state already.
         """
         entries: dict[str, str] = {}
         unknown = node.partition_id is None
-        # Until it has answered once: from then on it holds the state to restore.
+        # Only until its first answer: after that, it has the state to restore.
         if (
             self.to_restore is not None
             and node.label not in self.answered
@@ -66,7 +66,7 @@ class Kept:
         return entries
 
     def with_answers(self, replies: Sequence[tuple[Node, Message]]) -> Kept:
-        """Note which clients have answered: they hold the state that they go on from."""
+        """Record the clients that have answered, and thus have the state to restore."""
         labels = {
             node.label
             for node, message in replies
@@ -79,10 +79,11 @@ class Kept:
         usable: Sequence[Reply],
         refused: Sequence[tuple[Node, Message]] = (),
     ) -> Kept:
-        """Note what the senders of replies keep, and the BN parts that the usable ones
-        share.
+        """Record the local states of the senders, and the BN parts that they share.
+
+        Only usable replies share BN parts.
         """
-        # A refused reply, also an error, says as well what its client keeps.
+        # A refused reply, even an error, also reports the client's local state.
         infos = [(reply.node, reply.info) for reply in usable]
         infos += [(node, ReplyInfo.read(message)) for node, message in refused]
         hashes, volatile = dict(self.hashes), set(self.volatile)
@@ -91,8 +92,8 @@ class Kept:
                 continue
             if info.began and node.label in hashes:
                 logger.warning(
-                    "%s had lost what it kept between rounds, and started again. If its"
-                    " process had ended, give it a state folder (state-dir).",
+                    "%s had lost its local state, and started again. If its process had"
+                    " ended, give it a state folder (state-dir).",
                     node,
                 )
             hashes[node.label] = info.local_sha256
@@ -109,7 +110,7 @@ class Kept:
         return replace(self, hashes=hashes, volatile=frozenset(volatile), shared=shared)
 
     def saved(self) -> dict[str, Any]:
-        """Return the part that a checkpoint holds, JSON values and arrays."""
+        """Return the content for a checkpoint: JSON values and arrays."""
         return {
             "hashes": dict(self.hashes),
             "volatile": sorted(self.volatile),
@@ -118,7 +119,7 @@ class Kept:
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any]) -> Kept:
-        """Return what ``saved`` holds, at the start of a resumed run."""
+        """Return the local states from ``saved``, at the start of a resumed run."""
         hashes = dict(saved["hashes"])
         return cls(
             hashes,

@@ -1,8 +1,8 @@
 """The nodes of a run, by partition id, and seeded sampling among them.
 
-Flower's node ids are new random numbers in every run; partition ids stay the same. So
-sampling, the order of sums and the clients' random streams use partition ids. The
-server asks each node once which partition it holds.
+Flower's node ids are new random numbers in every run, but partition ids stay the same.
+Therefore sampling, the order of sums and the clients' random streams use partition ids.
+The server asks each node once for its partition.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ logger = logging.getLogger("flwr")
 
 
 class NodeRegistry:
-    """The nodes seen so far in a run, and which of them are initialised.
+    """The nodes seen so far in a run, and the set of initialised nodes.
 
     Args:
-        seed: seed of the sampling; each (purpose, round) has a random stream of its
-            own.
+        seed: seed of the sampling. Each pair of purpose and round has its own random
+            stream.
         timeout: seconds to wait for enough nodes, and for their answers.
-        query_config: entries of the query: what a node must know to say whether it can
+        query_config: entries of the query, from which a node determines whether it can
             take part.
-        num_partitions: number of the parts that all nodes must agree on; 0 = that of
-            the first node that says one; None = not compared.
-        one_first: whether one node is asked before the others. Nodes have the same app:
-            where it has no function for queries, no other node is asked.
+        num_partitions: number of partitions on which all nodes must agree. 0 takes the
+            number of the first node that reports one; None disables the check.
+        one_first: whether one node is asked before the others. All nodes run the same
+            app: if it has no function for queries, no other node is asked.
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
-        silent: node id to the reason why a node did not answer the last query; it is
+        silent: node id to the reason why a node did not answer the last query. It is
             asked again.
     """
 
@@ -76,18 +76,18 @@ class NodeRegistry:
         self._query_config = dict(query_config or {})
         self._query = RecordDict()
         self._num_partitions = num_partitions
-        self._said_by = "the split of the server"  # who named ``_num_partitions``
+        self._said_by = "the split of the server"  # source of ``_num_partitions``
         self._one_first = one_first
-        self._app_is_mute = False  # it has no function for queries
+        self._app_is_mute = False  # true if it has no function for queries
         self._told_of_unnamed = False
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
         self.silent: dict[int, str] = {}
-        # Labels of a resumed run: its node ids are new.
+        # Labels from the run that is resumed: this run has new node ids.
         self._expected: set[str] = set()
         self._connected: set[int] = set()  # at the last call of `present`
-        # With a thousand nodes sorting costs more than the rest of `present`: the ids
-        # of its last call, and the nodes that it returned.
+        # The ids of the last call of `present`, and its result: with a thousand nodes,
+        # sorting costs more than the rest of `present`.
         self._last_ids: list[int] = []
         self._last_nodes: list[Node] = []
 
@@ -100,8 +100,9 @@ class NodeRegistry:
         server_round: int = 0,
         config_key: str = "config",
     ) -> list[Node]:
-        """Wait for ``at_least`` connected nodes, query the new ones, and return all in
-        the order of partition ids.
+        """Wait for ``at_least`` connected nodes, and return all of them.
+
+        New nodes are queried first. The nodes are in the order of partition ids.
 
         Args:
             grid: the nodes.
@@ -112,7 +113,7 @@ class NodeRegistry:
         Raises:
             EngineError: too few nodes are connected after the timeout.
             ConfigError: all nodes raised this error, two have the same partition id, or
-                they are parts of other splits.
+                they have partitions of different splits.
         """
         node_ids = self._wait(grid, at_least)
         connected = set(node_ids)
@@ -128,7 +129,7 @@ class NodeRegistry:
             self._join(grid, new)
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
         self._last_nodes = sorted(known, key=lambda node: node.order)
-        # A node that is not known yet is asked again at the next call.
+        # A node that is still unknown is asked again at the next call.
         self._last_ids = node_ids if len(known) == len(node_ids) else []
         return self._last_nodes
 
@@ -137,8 +138,9 @@ class NodeRegistry:
         return self._nodes.get(node_id, Node(node_id))
 
     def identify_sender(self, reply: Message) -> Node:
-        """Return the sender of a reply; a node that did not answer the query may name
-        its partition in the reply.
+        """Return the sender of a reply.
+
+        A node that did not answer the query may name its partition in the reply.
         """
         node = self.node(reply.metadata.src_node_id)
         if node.partition_id is not None:
@@ -146,23 +148,23 @@ class NodeRegistry:
         partition_id = ReplyInfo.read(reply).partition_id
         if partition_id is None:
             return node
-        # A partition has one holder: the name would give a second one its kept state.
+        # Only one node may have a partition: a second one would get its local state.
         for node_id, known in self._nodes.items():
             if known.partition_id == partition_id and node_id in self._connected:
                 return node
         node = replace(node, partition_id=partition_id)
         self._nodes[node.node_id] = node
-        self._last_ids = []  # its place in the order has changed
+        self._last_ids = []  # because its place in the order has changed
         return node
 
     @property
     def lost(self) -> list[str]:
-        """The labels of the nodes that could train, and are not connected any more."""
+        """The labels of the nodes that could train and are no longer connected."""
         labels = set()
         for node_id, node in self._nodes.items():
             if node_id not in self._connected and node.num_examples != 0:
                 labels.add(node.label)
-        # With a new key a node is another one, and has the same partition.
+        # A node with a new key has another id, but the same partition.
         here = {self.node(node_id).label for node_id in self._connected}
         return sorted(labels - here)
 
@@ -181,8 +183,9 @@ class NodeRegistry:
     def sample(
         self, nodes: list[Node], count: int, purpose: str, server_round: int
     ) -> list[Node]:
-        """Return ``count`` of the nodes in the same order, drawn without replacement
-        with the round's own stream.
+        """Return ``count`` of the nodes in the same order.
+
+        They are drawn without replacement, with the random stream of the round.
         """
         if count >= len(nodes):
             return nodes
@@ -192,9 +195,7 @@ class NodeRegistry:
         return [nodes[i] for i in sorted(drawn)]
 
     def _warn_of_unnamed(self, nodes: Collection[Node]) -> None:
-        """Warn once that a draw does not repeat, since nodes did not say which partition
-        they have.
-        """
+        """Warn once that a draw is not repeatable, because partitions are unknown."""
         unnamed = [
             node
             for node in nodes
@@ -203,21 +204,20 @@ class NodeRegistry:
         if unnamed and not self._told_of_unnamed:
             self._told_of_unnamed = True
             logger.warning(
-                "%d of %d nodes did not say their partition id. Until a reply names it"
-                " (ClientApp(mods=[bn_mod])), they are ordered by node ids, which"
-                " change in every run: who is drawn is not repeatable. To say it, wrap"
-                " the app with fedbn_flwr.client_app, or register @app.query() and"
-                " return answer_query(msg, context, loader).",
+                "%d of %d nodes did not report their partition id. Until a reply names"
+                " it (ClientApp(mods=[bn_mod])), they are ordered by node ids, which"
+                " change in every run, so the draw of clients is not repeatable. To"
+                " report it, wrap the app with fedbn_flwr.client_app, or register"
+                " @app.query() and return answer_query(msg, context, loader).",
                 len(unnamed),
                 len(nodes),
             )
 
     def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
-        """Return ``count`` of the nodes in the same order: the first of an order that
-        the cohort of this number has.
+        """Return ``count`` of the nodes in the same order: the cohort of this number.
 
-        A node has its place in that order whoever else is there: where one is lost, the
-        others of the cohort stay.
+        Each cohort has its own ranking of the nodes, and the first ones train. The rank
+        of a node does not depend on other nodes: if one is lost, the others stay.
         """
         if count < len(nodes):
             self._warn_of_unnamed(nodes)
@@ -232,18 +232,18 @@ class NodeRegistry:
     # --- how they join, and leave ------------------------------------------------------
 
     def _log_changes(self, before: set[int], now: set[int]) -> None:
-        """Log which of the known nodes are no longer connected, and which are again."""
+        """Log the known nodes that were disconnected or connected again."""
         known = self._nodes.keys()
         for node_id in (before - now) & known:
             logger.warning(
-                "%s is no longer connected; the run goes on without it.",
+                "%s is no longer connected; the run continues without it.",
                 self._nodes[node_id],
             )
         for node_id in (now - before) & known:
             logger.info("%s is connected again.", self._nodes[node_id])
 
     def _wait(self, grid: Grid, at_least: int) -> list[int]:
-        """Return the ids of the connected nodes, as soon as there are enough."""
+        """Return the ids of the connected nodes as soon as there are enough."""
         deadline = time.monotonic() + self._timeout
         said = False
         node_ids = list(grid.get_node_ids())
@@ -251,12 +251,12 @@ class NodeRegistry:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(node_ids)} node(s) connected after {self._timeout:g} s,"
-                    f" {at_least} needed (min_available_nodes). Start more nodes, or"
+                    f" fewer than min_available_nodes={at_least}. Start more nodes, or"
                     " lower the minimum."
                 )
             if not said:
                 logger.info(
-                    "Waiting for nodes: %d connected, %d needed.",
+                    "Waiting for nodes: %d of %d are connected.",
                     len(node_ids),
                     at_least,
                 )
@@ -266,7 +266,7 @@ class NodeRegistry:
         return node_ids
 
     def _join(self, grid: Grid, new: list[int]) -> None:
-        """Query new nodes, and add those that can take part beside the others."""
+        """Query new nodes, and add the nodes that can take part with the others."""
         joins_later = bool(self._nodes)
         found = self._distinct(self._ask(grid, new))
         if joins_later:
@@ -278,21 +278,22 @@ class NodeRegistry:
             grid.pack_for(node_id for node_id, node in found.items() if node.packs)
             if over_network(grid):
                 _advise_packing(found.values())
-        # A node of the resumed run has its own parts: the shared entries are enough.
+        # A node of the resumed run has its local state, and needs only shared entries.
         for node_id, node in found.items():
             if node.label in self._expected:
                 self.initialised.add(node_id)
         self._expected -= {self.node(node_id).label for node_id in self.initialised}
 
     def _ask(self, grid: Grid, node_ids: list[int]) -> dict[int, Node]:
-        """Return the nodes that have answered the query, by id; the others are
-        ``silent``.
+        """Return the nodes that have answered the query, by id.
+
+        The other nodes are noted in ``silent``.
 
         Raises:
             ConfigError: all nodes of a new run raised it.
         """
         found: dict[int, Node] = {}
-        # In one process the grid knows the answers, and no message is sent.
+        # In one process, the grid has the answers, and no message is sent.
         if isinstance(grid, ImmediateGrid):
             answers = grid.node_properties(self._query_config, node_ids)
             for node_id, properties in answers.items():
@@ -325,7 +326,7 @@ class NodeRegistry:
         return found
 
     def _answers(self, grid: Grid, node_ids: list[int]) -> list[Message]:
-        """Return the answers to the query that come in time; nobody is asked in vain."""
+        """Return the answers that come in time, without queries that must fail."""
         # Flower logs an exception at each node whose app has no function for queries.
         batches = [node_ids]
         if self._one_first:
@@ -350,21 +351,21 @@ class NodeRegistry:
         return grid.send_and_receive(messages, timeout=self._timeout)
 
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
-        """Return the new nodes whose partition no other connected node holds; query the
-        others again later.
+        """Return the new nodes whose partition no other connected node has.
 
-        Parts of splits into different numbers share examples.
+        Query the other nodes again later. Partitions of splits into different numbers
+        share examples.
 
         Raises:
-            ConfigError: two nodes have the same partition id from the start, or parts
-                of different splits.
+            ConfigError: two nodes have the same partition id at the start of the run,
+                or partitions of different splits.
         """
         holders: dict[int | None, Node] = {}
         for node in self._nodes.values():
             if node.partition_id is not None and node.node_id in self._connected:
                 holders[node.partition_id] = node
         distinct: dict[int, Node] = {}
-        # In their order, not in that of arrival: it decides which of two is left out.
+        # Use a fixed order, not the arrival: it decides which of two nodes is left out.
         for node in sorted(nodes.values(), key=lambda node: node.order):
             problem = self._conflict(node, holders)
             if problem is None:
@@ -380,40 +381,40 @@ class NodeRegistry:
     def _conflict(
         self, node: Node, holders: Mapping[int | None, Node]
     ) -> _Conflict | None:
-        """Return why a new node cannot take part beside the others; None if it can."""
+        """Return the reason why a new node cannot take part; None if it can."""
         holder = holders.get(node.partition_id)
         if holder is not None:
             return _Conflict(
                 f"{holder} and {node} both have"
                 f" partition-id={node.partition_id}: give each SuperNode its own in"
                 " --node-config.",
-                "The second one is left out while the first is connected.",
+                "The second node is left out while the first is connected.",
             )
-        # None = the numbers are not compared; a node that does not take part says
-        # nothing of them.
+        # None disables the comparison. A node that does not take part has no valid
+        # number.
         compared = node.num_partitions is not None and self._num_partitions is not None
         if not compared or node.unusable or node.refusal:
             return None
-        if self._num_partitions == 0:  # any: the first node says it
+        if self._num_partitions == 0:  # any number: the first node decides
             self._num_partitions = node.num_partitions
             self._said_by = str(node)
         if node.num_partitions == self._num_partitions:
             return None
         return _Conflict(
-            f"{self._said_by} has num-partitions={self._num_partitions} and {node} has"
-            f" num-partitions={node.num_partitions}: parts of different splits share"
-            " examples. Give all SuperNodes the same number in --node-config.",
-            "The second one is left out.",
+            f"{self._said_by} has num-partitions={self._num_partitions}, but {node} has"
+            f" num-partitions={node.num_partitions}: partitions of different splits"
+            " share examples. Give all SuperNodes the same number in --node-config.",
+            "The second node is left out.",
         )
 
 
 @dataclass(frozen=True)
 class _Conflict:
-    """Why a new node cannot take part beside the others.
+    """The reason why a new node cannot take part.
 
     Attributes:
         text: the reason, with the remedy.
-        until: what happens to the node in a run that goes on.
+        until: the consequence for the node in a run that continues.
     """
 
     text: str
@@ -447,13 +448,14 @@ def _answered(node_id: int, reply: Message) -> Node:
 
 
 def _failed(node_id: int, reply: Message) -> Node:
-    """Return a node whose app raised an error; an app without a function for queries
-    has not failed.
+    """Return a node whose app raised an error.
+
+    If the app has no function for queries, this is not a failure.
     """
     if lacks_function(reply, QUERY_FUNCTION):
         return Node(node_id)
     code, failure = split_code(str(reply.error.reason))
-    # Where no mod is named, one that comes before ours may have raised it.
+    # If no mod is named, a mod that comes before ours may have raised it.
     if code != MOD_RAISED:
         failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
     node = Node(node_id, failure=failure)
@@ -462,18 +464,20 @@ def _failed(node_id: int, reply: Message) -> Node:
 
 
 def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
-    """Warn of nodes that take no part, are silent, or whose mod refused the query."""
+    """Warn about nodes that take no part, are silent, or have a mod that refused."""
     for node in nodes:
         if node.unusable:
             logger.warning("%s takes no part: %s", node, node.unusable)
     for node_id, why in silent.items():
         logger.warning(
-            "node %s did not say who it is (%s); asked again later", node_id, why
+            "node %s did not answer the query (%s); it is asked again later",
+            node_id,
+            why,
         )
     refused = [node for node in nodes if node.refusal]
     if refused:
         logger.warning(
-            "%d of %d nodes did not say what data they hold: %s %s.",
+            "%d of %d nodes did not report their data: %s %s.",
             len(refused),
             len(nodes),
             refused[0].refusal,
@@ -482,13 +486,13 @@ def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
 
 
 def _advise_packing(nodes: Collection[Node]) -> None:
-    """Log how many new nodes of a network take each array by itself."""
+    """Log how many new nodes of a network read each array separately."""
     others = [node for node in nodes if not node.packs]
     if others:
         logger.info(
-            "%d of %d nodes read no arrays in one piece; each array costs the server as"
-            " much as two megabytes. Let the app answer the query (answer_query), with"
-            " the mod packed of fedbn_flwr.mods as its first one.",
+            "%d of %d nodes do not read arrays in one piece; each array then costs the"
+            " server as much as two megabytes. Let the app answer the query"
+            " (answer_query), with the mod packed of fedbn_flwr.mods as its first mod.",
             len(others),
             len(nodes),
         )

@@ -1,8 +1,7 @@
-"""The place between the clients' replies and the method, where privacy is protected.
-Here nothing is done.
+"""The interface for privacy between the clients' replies and the methods.
 
-A protection replaces the replies of a round by what the method may see: one average
-with noise, or one masked sum.
+A protection replaces the replies of a round by one average with noise, or by one masked
+sum. The class here does nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ __all__ = ["Protection"]
 
 
 class Protection:
-    """No protection; the base of those that protect.
+    """No protection, and the base class of all protections.
 
     Attributes:
-        publishes_metrics: whether the clients' metrics go into the reports of the run.
-        always_releases: whether a round has a result also with too few usable replies,
-            or none. What a client keeps leaves it in no round then: a hash of it would
-            confirm a guess of the client's data.
-        reads_each: whether the method can check each reply; else ``pool`` lets it check
-            the result.
+        publishes_metrics: whether the clients' metrics are added to the run's reports.
+        always_releases: whether a round has a result even if too few replies, or none,
+            are usable. Clients then never send a hash of their local state, because a
+            hash would confirm a guess of the client's data.
+        reads_each: whether the method can check each reply; otherwise ``pool`` lets it
+            check the result.
     """
 
     publishes_metrics = True
@@ -40,21 +39,23 @@ class Protection:
     reads_each = True
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
-        """Prepare a new run; ``weighted_by_key`` names the metric that weighs the
-        replies.
+        """Prepare a new run.
+
+        ``weighted_by_key`` names the metric that weights the replies.
 
         Raises:
             ConfigError: the method, or a setting of it, does not fit.
         """
 
     def admits(self, facts: Facts, asked: int) -> bool:
-        """Return whether so many clients may be asked to train in this round; if not,
-        the round does nothing.
+        """Return whether ``asked`` clients may train in this round.
+
+        If not, the round does nothing.
         """
         return True
 
     def config(self) -> Mapping[str, Any]:
-        """Return the further config of a training message."""
+        """Return further config entries of a training message."""
         return {}
 
     def protect_messages(
@@ -65,8 +66,9 @@ class Protection:
         grid: Grid,
         timeout: float,
     ) -> list[Message]:
-        """Return the training messages to send, after messages of the protection's own;
-        the report names lost nodes.
+        """Return the training messages to send, after exchanging own messages.
+
+        The report names lost nodes.
 
         Args:
             facts: the round.
@@ -78,13 +80,14 @@ class Protection:
         return [message for _, message in messages]
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
-        """Return when a synchronised step of these members, by node id, is given up,
-        and how it is computed.
+        """Return the limits of a synchronised step of these members, by node id.
+
+        They determine when the step is given up, and how it is computed.
         """
         return limits
 
     def expected(self, facts: Facts) -> State:
-        """Return arrays like those that a reply to a training message must hold."""
+        """Return arrays with the names and shapes that a training reply must have."""
         return facts.shared
 
     def check(self, facts: Facts, reply: Reply) -> None:
@@ -99,30 +102,30 @@ class Protection:
     ) -> Sequence[Reply]:
         """Return the replies that the method combines.
 
-        No reply means that the round ends without a result, and the previous model is
-        kept.
+        If there are none, the round has no result, and the previous model is kept.
 
         Args:
             facts: the round.
             report: its report.
             replies: the usable replies, in the order of partition ids.
-            check: raises ReplyError for a reply that the methods cannot use; where
-                ``reads_each`` is False, nobody else checks.
+            check: raises ReplyError for a reply that the methods cannot use. If
+                ``reads_each`` is False, nothing else checks the replies.
         """
         return replies
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether the run ends after this round, because a further one would
-        cost too much.
+        """Return whether the run ends after this round to save the privacy budget.
+
+        A further round would cost too much.
         """
         return False
 
     def outcome(self) -> dict[str, Any]:
-        """Return what the summary of a run says of the protection, by key."""
+        """Return the protection's entries of a run's summary, by key."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint, JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells a caller of ``Strategy.start`` who records it, and what it asks."""
+"""The events that a run reports to a listener of ``Strategy.start``."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """The listener of a run: ``strategy.start(..., recording=...)``. A subclass
-    overrides what it needs.
+    """The listener of a run: ``strategy.start(..., recording=...)``.
+
+    A subclass overrides the methods that it needs.
 
     Attributes:
         continuity: the run as it is sent to clients with a state folder; read before
-            each message. None = that of the strategy.
+            each message. None uses the continuity of the strategy.
         finished: whether the run ends before its last round; read before each round,
-            also before the first one of a resumed run.
+            including the first round of a resumed run.
     """
 
     continuity: Continuity | None = None
     finished: bool = False
 
     def begin(self, after: int) -> None:
-        """Note that the run begins after this round; 0 = it is not resumed."""
+        """Receive the round after which the run begins; 0 if it is not resumed."""
 
     def replies(
         self, server_round: int, replies: Sequence[Reply], before: State, after: State
     ) -> None:
-        """Read the replies that a round used, and the global state before and after it."""
+        """Receive a round's used replies, and the global state before and after it."""
 
     def end_round(
         self,
@@ -41,4 +42,4 @@ class Recording:
         arrays: ArrayRecord,
         metrics: Mapping[str, MetricRecord],
     ) -> None:
-        """Note the end of a round, as a strategy's ``on_round_end`` does."""
+        """Receive the result of a round, as a strategy's ``on_round_end`` does."""

@@ -36,19 +36,20 @@ class RoundReport:
         phase: the method's phase ("train", "frozen", ...).
         train: traffic of the training messages.
         evaluate: traffic of the evaluation messages.
-        participants: partition ids of the replies that were used, in order.
+        participants: partition ids of the used replies, in order.
         rejected: node id to the reason why its reply was refused.
-        codes: node id to the codes of these reasons, where they have any.
-        asked: number of clients that training messages were sent to.
+        codes: node id to the codes of these reasons, if they have any.
+        asked: number of clients that received training messages.
         expected: number of clients that would have been asked if none were lost.
-        missing: labels of the clients that are lost since the start, or whose reply was
-            not used.
-        replied: number of their replies, also of those that were refused.
-        kept_previous: whether the global model did not change, for too few usable
-            replies.
-        diverged: the losses that are not finite, in words; empty if all are finite.
+        missing: labels of the clients that were lost since the start, or whose reply
+            was not used.
+        replied: number of their replies, including refused replies.
+        kept_previous: whether the global model did not change, because too few replies
+            were usable.
+        diverged: descriptions of the non-finite losses; empty if all are finite.
         diverged_at: the round in which this divergence began.
-        privacy: what the protection did in this round, and the privacy spent so far, by
+        privacy: the protection's record of this round, and the privacy spent so far, by
+            key.
             key.
         metrics: averaged training metrics.
         clients: training metrics by partition id.
@@ -79,13 +80,13 @@ class RoundReport:
         code, text = split_code(reason)
         if code:
             self.codes.setdefault(node_id, set()).add(code)
-        # A node may be named twice: a step lost it, and its reply was refused.
+        # A node may be named twice: a step lost it, and its reply was refused as well.
         if node_id in self.rejected:
             text = f"{self.rejected[node_id]}; {text}"
         self.rejected[node_id] = text
 
     def absences(self) -> str:
-        """Return how many clients took part and who did not, in words; "" if all did."""
+        """Return how many clients took part and who is missing; empty if all did."""
         used = len(self.participants)
         if used >= self.expected:
             return ""
@@ -93,33 +94,32 @@ class RoundReport:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first five names, and how many others there are."""
+    """Return the first five names, and the number of further names."""
     more = f" and {len(names) - 5} others" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
 AVERAGED = "averages weighted by examples, counts summed"
-"""The result of ``average_metrics`` in words, for the log."""
+"""A description of the result of ``average_metrics``, for the log."""
 
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
-_OF_SET = f"-{NUM_EXAMPLES}"  # ends the count of one test set
+_OF_SET = f"-{NUM_EXAMPLES}"  # the ending of the count of one test set
 
 
 def average_metrics(
     contents: Sequence[RecordDict], weighted_by_key: str
 ) -> MetricRecord:
-    """Return the average of each metric over the clients that report it, weighted by
-    ``weighted_by_key``.
+    """Return the weighted average of each metric over the clients that report it.
 
-    A metric of a test set, ``<test set>-...``, is weighted by
-    ``<test set>-num-examples`` where a client reports that. Counts of this package
-    (steps, examples, dropped batches, ``<test set>-num-examples``) are summed instead,
-    if they are whole numbers. A client whose test set does not define a metric of a
-    task (NaN) does not count for it.
+    The weight is ``weighted_by_key``. A metric of a test set, ``<test set>-...``, is
+    weighted by ``<test set>-num-examples`` instead if a client reports it. Counts of
+    this package (steps, examples, dropped batches, ``<test set>-num-examples``) are
+    summed instead if they are whole numbers. A client whose test set does not define a
+    metric of a task (NaN) does not count for that metric.
 
     Flower's own average divides by the weight of all clients, even if only some report
-    the metric. It also fails on values of different shapes; here these are left out
-    with a warning.
+    the metric. It also fails on values of different shapes; here, such metrics are left
+    out with a warning.
     """
     reported: dict[str, list[tuple[float, Any]]] = {}
     for content in contents:
@@ -133,7 +133,7 @@ def average_metrics(
     averaged = MetricRecord()
     for key, pairs in reported.items():
         values = [value for _, value in pairs]
-        # None = a number
+        # None stands for a number.
         lengths = {len(value) if isinstance(value, list) else None for value in values}
         if len(lengths) > 1:
             logger.warning(
@@ -145,12 +145,12 @@ def average_metrics(
         if _is_count(key) and all(_is_whole(value) for value in values):
             averaged[key] = int(sum(values))
             continue
-        # A metric of a task may be NaN: then this client's test does not define it.
+        # A metric of a task may be NaN if the client's test does not define it.
         if quantity_of(key) in METRICS:
             pairs = [(weight, value) for weight, value in pairs if value == value]
             pairs = pairs or reported[key]
         total = sum(weight for weight, _ in pairs)
-        if total:  # else the test sets are empty
+        if total:  # otherwise the test sets are empty
             terms = [
                 np.asarray(value, dtype=np.float64) * (weight / total)
                 for weight, value in pairs
@@ -160,9 +160,7 @@ def average_metrics(
 
 
 def _sizes_of_sets(record: MetricRecord) -> dict[str, float]:
-    """Return how many examples each test set of a client has, by the prefix of its
-    metrics.
-    """
+    """Return the number of examples of each test set, by the prefix of its metrics."""
     sizes = {}
     for key, value in record.items():
         if key.endswith(_OF_SET) and _is_whole(value):
@@ -171,17 +169,19 @@ def _sizes_of_sets(record: MetricRecord) -> dict[str, float]:
 
 
 def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:
-    """Return the size of the test set that a metric is of; ``otherwise`` if it is of
-    none of them.
+    """Return the size of the test set of a metric.
+
+    ``otherwise`` is returned if the metric does not belong to a test set.
     """
-    # The longest name: "mnist-m-loss" begins with that of the set "mnist", too.
+    # Take the longest name: "mnist-m-loss" also begins with the name of set "mnist".
     fitting = [prefix for prefix in sizes if key.startswith(prefix)]
     return sizes[max(fitting, key=len)] if fitting else otherwise
 
 
 def _is_count(key: str) -> bool:
-    """Return whether a metric has the name of a count of this package; a user's
-    ``mean-local-steps`` has not.
+    """Return whether a metric has the name of a count of this package.
+
+    A user's ``mean-local-steps`` does not.
     """
     return key in _COUNTS or key.endswith(_OF_SET)
 

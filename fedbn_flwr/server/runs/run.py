@@ -1,4 +1,4 @@
-"""The state of a run: its methods and their states, nodes, reports, what clients keep."""
+"""The state of a run: methods and their states, nodes, reports, local states."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from fedbn_flwr.transport.step import Transport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
-# How often a strategy was started on a grid: the clients' Context.state outlives a
-# start, and a later one tells them to forget what was kept in it (start_id).
+# Number of starts of a strategy on each grid. The clients' Context.state outlasts a
+# start, so a later start tells them to discard its content (start_id).
 _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
-# torch's names
+# The endings of torch's names for the entries of observers.
 _OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")
 
 Average = Callable[..., MetricRecord]
@@ -51,8 +51,9 @@ OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of Flower's own FedAvg, and what else a strategy lets its users
-    set, as they are in a round.
+    """The arguments of a strategy that a user may change between rounds.
+
+    They are the arguments of Flower's own FedAvg and the callbacks of this package.
     """
 
     fraction_train: float
@@ -76,48 +77,48 @@ class Run:
     Attributes:
         methods: the methods, with their settings.
         nodes: the nodes.
-        protection: what happens to the replies before the methods see them.
-        options: Flower's arguments, as they are in this round.
+        protection: the protection of the replies before the methods see them.
+        options: Flower's arguments, with their values in this round.
         timeout: seconds to wait for replies.
-        parts_or_none: the split of the model's state; if the user gives none, None
-            before the first arrays.
+        parts_or_none: the split of the model's state. If the user gives none, it is
+            None before the first arrays.
         continuity: the run as it is sent to clients with a state folder.
-        start_id: id of a start after the first in one run of a ServerApp; None if what
-            clients have kept counts.
-        num_rounds: R; None if Flower's loop does not say.
+        start_id: id of a later start in one run of a ServerApp; None if the clients'
+            local state remains valid.
+        num_rounds: R; None if Flower's loop does not report it.
         after: the last round before this start; 0 if the run is not resumed.
         begun: whether the methods have begun.
-        states: the state of each method, after the last round; before a run of those
-            that say its class.
-        kept: what the clients keep.
+        states: the state of each method after the last round. Before a run, only the
+            states of methods that declare their class.
+        kept: the clients' local states.
         reports: the report of each round.
         reestimated: re-estimated running statistics of the model after this round.
-        not_finite_since: the first of the latest rounds of which all replies were not
-            finite; 0 = the last is none.
-        most_able: the largest ``num_able`` of a round so far, used or not.
-        seen: labels of the clients with training data in any round so far, used or not;
-            of those that have said their partition.
-        measured: labels of the clients with whose data statistics were re-estimated
-            last.
+        not_finite_since: the first round of the latest series of rounds in which no
+            reply was finite; 0 if the last round is not such a round.
+        most_able: the largest ``num_able`` so far, including unused rounds.
+        seen: labels of the clients that had training data in some round, used or not,
+            and have reported their partition.
+        measured: labels of the clients whose data gave the last re-estimated
+            statistics.
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used since the start or the
             resumption.
         tested: whether a client was tested since then.
         other_counts: ids of the nodes whose reply had another count of examples than
             their answer to the query.
-        transport: the way of synchronised steps; made in the first round that has one.
+        transport: the transport of synchronised steps; created in the first such round.
         arrays: the global model that training continues with; tests may complete it.
         before: the global state that was sent in this round.
-        travels: the phase of this round: what travels in it.
+        travels: the declaration of this round's phase.
         metrics: the metrics of this round so far, under the names of Flower's
             ``Result``.
-        num_able: number of nodes with training data, N of the papers.
+        num_able: number of nodes with training data; N in the papers.
         statistics_at_start: re-estimated statistics at the start of this round.
-        delivery: the nodes that messages of this half of the round went to, and the
-            replies that came; None where another loop than our ``start`` sends them.
+        delivery: the nodes that received messages in this half of the round, and the
+            replies that arrived; None if a loop other than our ``start`` sends them.
     """
 
-    # Given to the start.
+    # Given at the start.
     methods: Methods
     nodes: NodeRegistry
     protection: Protection
@@ -129,7 +130,7 @@ class Run:
     num_rounds: int | None = None
     after: int = 0
 
-    # What the rounds so far have left; ``saved`` writes what a resumed run must know.
+    # Results of the rounds so far; ``saved`` writes those that a resumed run needs.
     begun: bool = False
     states: States = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
@@ -145,7 +146,7 @@ class Run:
     other_counts: set[int] = field(default_factory=set)
     transport: Transport | None = None
 
-    # Of this round.
+    # Values of this round.
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     before: State = field(default_factory=dict)
     travels: Travels = field(default_factory=Travels)
@@ -161,15 +162,15 @@ class Run:
 
     @property
     def local_hashes(self) -> Mapping[str, str]:
-        """The SHA-256 of what each client keeps, by label."""
+        """The SHA-256 of each client's local state, by label."""
         return self.kept.hashes
 
     @property
     def parts(self) -> Parts:
-        """The split of the model's state; ConfigError if it is not known yet."""
+        """The split of the model's state; ConfigError if it is still unknown."""
         if self.parts_or_none is None:
             raise ConfigError(
-                "the split of the state is not known before the first arrays; pass"
+                "the split of the state is unknown before the first arrays: pass"
                 " parts=split_state(model)"
             )
         return self.parts_or_none
@@ -181,7 +182,7 @@ class Run:
 
     @property
     def _head(self) -> tuple[str, ...]:
-        """The entries of the head, if only names and shapes have shown it."""
+        """The entries of the head, if it was found only by names and shapes."""
         parts = self.parts
         if not parts.by_names or LAST_LAYER not in self.methods.params.personal:
             return ()
@@ -189,15 +190,16 @@ class Run:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The paths of the BatchNorm layers on which the methods act; () = all."""
+        """The paths of the methods' BatchNorm layers; empty for all layers."""
         if not self.parts.averaged:
             return ()
         return tuple(layer.path for layer in self.parts.layers)
 
     @property
     def known_statistics(self) -> dict[str, Any]:
-        """Statistics that were re-estimated before this round, of the model as it is
-        now; empty if it has changed.
+        """Re-estimated statistics from before this round that are still valid.
+
+        They are empty if the model has changed.
         """
         changed = bool(self.reports) and not self.report.kept_previous
         return {} if changed else self.statistics_at_start
@@ -219,7 +221,7 @@ class Run:
         return stops and bool(self.reports) and bool(self.report.diverged)
 
     def facts(self, number: int, travels: Travels | None = None) -> Facts:
-        """Return what the methods know of a round; 0 = before the first."""
+        """Return the facts of a round for the methods; round 0 is before the first."""
         return Facts(
             number,
             self.num_rounds,
@@ -232,7 +234,7 @@ class Run:
         )
 
     def begin(self) -> None:
-        """Let methods and protection begin, once in a run.
+        """Begin the methods and the protection, once in a run.
 
         Raises:
             ConfigError: a setting or the model does not fit.
@@ -242,7 +244,7 @@ class Run:
         self.protection.begin(self.methods, self.options.weighted_by_key)
 
     def close(self) -> None:
-        """Close what is open between rounds."""
+        """Close the transport that stays open between rounds."""
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -253,14 +255,14 @@ class Run:
         if self.reports and self.travels.phase != self.report.phase:
             logger.info("Round %d begins the phase %r.", number, self.travels.phase)
         self.metrics = {}
-        # The model of the last round's end is that of this one's start. Before the new
-        # report: ``known_statistics`` looks at the last one.
+        # The model at the end of the last round is the model at the start of this one.
+        # This precedes the new report, because ``known_statistics`` reads the last one.
         self.statistics_at_start = self.reestimated or self.known_statistics
         self.reestimated = {}
         self.reports.append(RoundReport(number, self.travels.phase))
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
-        """Return the nodes that are there in this round, at least so many."""
+        """Return the connected nodes of this round, at least ``at_least`` of them."""
         number, key = self.report.server_round, self.options.config_key
         return self.nodes.present(grid, at_least, number, key)
 
@@ -281,14 +283,12 @@ class Run:
     def train_config(
         self, facts: Facts, asks: Sequence[Ask], extras: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Return the config entries of a message by which clients train, with those of
-        the hooks.
-        """
+        """Return the config entries of a message for training, including the hooks'."""
         config = TrainConfig(
             **vars(self.message_config(facts.number)),
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
-            # Of statistics that are frozen in every round there is no freeze to wait for.
+            # If statistics are frozen in every round, clients wait for no freeze.
             frozen=self.methods.freezes_bn and bool(facts.travels.frozen),
         )
         entries = config.write()
@@ -297,8 +297,9 @@ class Run:
         return entries
 
     def test_config(self, number: int) -> dict[str, Any]:
-        """Return the config entries of a message that asks clients to test after a
-        round, and to train before as they did in it.
+        """Return the config entries of a message for tests after a round.
+
+        With ``fine_tune`` clients train before the test as they did in the round.
         """
         if not self.methods.params.fine_tune:
             return self.message_config(number).write()
@@ -306,47 +307,50 @@ class Run:
         return self.train_config(facts, self.methods.tuning(self.states, facts))
 
     def tests_after(self, number: int) -> bool:
-        """Return whether clients test, and statistics are re-estimated, after this
-        round.
+        """Return whether clients test after this round.
+
+        Statistics are then re-estimated as well.
         """
         return number % self.methods.params.eval_every == 0 or number == self.num_rounds
 
     def count_start(self, grid: Grid) -> None:
-        """Count the start on this grid; a later one has an id, so that its clients
-        forget what they have kept.
+        """Count the start on this grid.
+
+        A later start has an id, so that its clients discard their local state.
         """
-        # A resumed run goes on from what they have kept, and a continuity names the run.
+        # A resumed run continues from the local states, and a continuity names the run.
         earlier = _STARTS.get(grid, 0)
         _STARTS[grid] = earlier + 1
         if earlier and not self.after and self.continuity is None:
             self.start_id = str(earlier)
 
     def set_model(self, arrays: ArrayRecord) -> None:
-        """Note the global state; split it by the names of the arrays, or check that the
-        given split fits them.
+        """Store the global state, and split it or check the given split.
+
+        The split follows from the names of the arrays.
 
         Raises:
-            ConfigError: this is no ArrayRecord, the given split does not fit, or
-                entries of the first model are missing.
+            ConfigError: the value is not an ArrayRecord, the given split does not fit,
+                or entries of the first model are missing.
         """
         if not isinstance(arrays, ArrayRecord):
             raise ConfigError(
                 f"the arrays are a {type(arrays).__name__}: pass"
                 " ArrayRecord(model.state_dict())"
             )
-        # A user's aggregate_train may return less than the model. With other names it
-        # is another model, of another run.
+        # A user's aggregate_train may return only a part of the model. A model with
+        # other names belongs to another run.
         lost = [name for name in self.shapes if name not in arrays]
         if lost and self.shapes.keys() > {*arrays}:
             raise ConfigError(
                 f"the model of round {self.after + len(self.reports) + 1} lacks"
-                f" {len(lost)} entries that it had at the start ('{lost[0]}', ...): an"
-                " aggregate_train of your own must return the whole model; give the"
+                f" {len(lost)} entries that it had at the start ('{lost[0]}', ...):"
+                " your own aggregate_train must return the whole model. Give the"
                 " strategy a method with an `aggregate`, or call super()"
             )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.before = views(arrays)
-        # A split by names is made anew: an earlier run may have had another model.
+        # Repeat a split by names, because an earlier run may have had another model.
         if self.parts_or_none is None or self.parts_or_none.by_names:
             self.parts_or_none = split_state(arrays)
         params = self.methods.params
@@ -355,13 +359,13 @@ class Run:
         unknown = [name for name in arrays if name not in self.parts_or_none.part_of]
         if unknown:
             raise ConfigError(
-                f"parts= does not know {len(unknown)} of the arrays ({unknown[0]},"
+                f"parts= lacks {len(unknown)} of the arrays ({unknown[0]},"
                 " ...): it was made from another model"
             )
         absent = [name for name in self.parts_or_none.names if name not in arrays]
         if absent:
             raise ConfigError(
-                f"the arrays lack {len(absent)} entries that parts= has ({absent[0]},"
+                f"the arrays lack {len(absent)} entries of parts= ({absent[0]},"
                 " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
                 " buffers, such as running statistics"
             )
@@ -375,26 +379,26 @@ class Run:
         if self.parts.by_names:
             tied = equal_entries(self.before)
             unless = (
-                " If they are two tensors that begin with the same numbers, pass"
+                " If they are two tensors that start with the same numbers, pass"
                 " parts=split_state(model)."
             )
         refuse_tied(tied, local, unless)
 
     def check_initial(self) -> None:
         """Raise ConfigError if the initial state is not finite."""
-        # Against itself: only what is not finite can be wrong.
+        # Compare the state with itself, so that only non-finite values can be wrong.
         try:
             check_state(self.before, self.before, self.parts)
         except ReplyError as error:
             remedy = (
-                "A constant, such as a mask of -inf, stays out of the state dict with"
+                "To keep a constant, such as a mask of -inf, out of the state dict, use"
                 " register_buffer(..., persistent=False)"
             )
             if any(name.endswith(_OBSERVED) for name in self.before):
                 remedy = (
-                    "The observers of quantisation-aware training begin so: pass a"
-                    " batch through the model where it is built, on the server and on"
-                    " the clients, or quantise the trained model"
+                    "The observers of quantisation-aware training start with infinity:"
+                    " pass a batch through the model when it is built, on the server"
+                    " and on the clients, or quantise the trained model"
                 )
             raise ConfigError(
                 f"initial_arrays: {error}. Every reply with it would be refused."
@@ -402,8 +406,9 @@ class Run:
             ) from None
 
     def saved(self) -> dict[str, Any]:
-        """Return the strategy state to checkpoint, without the model: JSON values and
-        arrays by name.
+        """Return the strategy's state for a checkpoint, without the model.
+
+        It consists of JSON values, and of arrays by name.
         """
         saved = {
             "kept": {**self.kept.saved(), "entries": [*self.local_entries]},
@@ -422,7 +427,7 @@ class Run:
         return saved
 
     def resume(self, after: int, saved: Mapping[str, Any]) -> None:
-        """Go on after a round, with what ``saved`` returned then; the run has begun.
+        """Continue after a round with the result of ``saved``; the run has begun.
 
         Raises:
             ConfigError: the state belongs to another strategy, or to another version.
@@ -430,22 +435,23 @@ class Run:
         needed = self.saved().keys()
         if saved.keys() != needed:
             raise ConfigError(
-                f"this state does not fit strategy {self.methods.name!r}. Needed:"
-                f" {', '.join(sorted(needed))}. Found: {', '.join(sorted(saved))}."
+                f"this state does not fit strategy {self.methods.name!r}. Expected"
+                f" entries: {', '.join(sorted(needed))}. Saved entries:"
+                f" {', '.join(sorted(saved))}."
             )
-        # What the clients hold is not known: each is told the hash to restore.
+        # The clients' present states are unknown: tell each the hash to restore.
         self.after = after
-        # Another method is named before what it keeps.
+        # First: the error about another method precedes the error about its entries.
         self.states = self.methods.restored(self.states, saved["methods"])
         stay = [*self.local_entries]
         stayed = saved["kept"].get("entries", stay)
         if stayed != stay:
             other = sorted({*stayed} ^ {*stay})
             raise ConfigError(
-                f"this state is of a run in which each client keeps {len(stayed)}"
-                f" entries; with this strategy it keeps {len(stay)}. {other[0]!r} is"
-                " kept in only one of the two. Give the strategy the method, layers and"
-                " personal of that run."
+                f"this state belongs to a run in which each client keeps {len(stayed)}"
+                f" entries, but with this strategy it keeps {len(stay)}. {other[0]!r}"
+                " is kept in only one of the two. Give the strategy the method, layers"
+                " and personal of that run."
             )
         self.kept = Kept.resumed(saved["kept"])
         self.reestimated = dict(saved["reestimated"])

@@ -305,7 +305,8 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
         pytest.raises(
             EngineError,
             match=(
-                r"nothing was trained: no round had min-replies=1 usable replies\."
+                r"nothing was trained: no round had the required min-replies=1 usable"
+                r" replies\."
                 r" First refused"
             ),
         ),
