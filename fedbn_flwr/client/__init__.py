@@ -1,6 +1,4 @@
-"""The client half: ``TorchClient``, and the mod and hooks for users' own training
-loops.
-"""
+"""The client code: ``TorchClient``, and mod and hooks for users' own training loops."""
 
 from __future__ import annotations
 

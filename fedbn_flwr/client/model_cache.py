@@ -147,7 +147,7 @@ class CachedModel:
         return CachedModel.of(self.model, self.build)
 
     def initial(self) -> State:
-        """Return the state of a newly built model, or the present one of a given model."""
+        """Return the state of a newly built model, or of a given model as it is now."""
         if self.build is None:
             return to_state(self.state)
         with seeded(0):
@@ -312,10 +312,10 @@ def entries_that_stay(cached: CachedModel, sent: MessageConfig) -> tuple[str, ..
     if shared and len(shared) < len(affine):
         raise ConfigError(
             "the strategy leaves gamma and beta of BatchNorm layers with the clients,"
-            f" but not '{shared[0]}', and names no layers. If it is one of these, which"
-            " names alone may not show, pass parts=split_state(model) to the strategy;"
-            " to leave a part of the layers, pass layers=, or parts=split_state(model,"
-            " layers=...)."
+            f" but not '{shared[0]}', and names no layers. If this entry should"
+            " stay as well, its name may not reveal that it belongs to BatchNorm: pass"
+            " parts=split_state(model) to the strategy. To leave only some layers, pass"
+            " layers=, or parts=split_state(model, layers=...)."
         )
     refuse_tied(cached.parts.tied, names)
     return names
