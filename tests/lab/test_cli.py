@@ -496,7 +496,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(tmp_path: Path, monkeypatch) -> 
     interrupt_in_round(1, monkeypatch)
     result = call("sweep", str(study), "--out", str(tmp_path / "out"))
     assert result.exit_code == 130
-    assert "The same command goes on" in result.stderr
+    assert "The same command resumes" in result.stderr
     monkeypatch.undo()
     assert call("sweep", str(study), "--out", str(tmp_path / "out")).exit_code == 0
 

@@ -37,13 +37,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a key.
+    """A problem of a key.
 
     Attributes:
-        code: what kind of problem it is: "unknown-key", "bad-value", "unknown-name",
+        code: the kind of problem: "unknown-key", "bad-value", "unknown-name",
             "no-effect", "conflict", or the code of another error.
-        key: the key; "" where it is about the whole config.
-        text: what is wrong, and what to do.
+        key: the key; "" if the problem is about the whole config.
+        text: the problem and its remedy.
     """
 
     code: str
@@ -52,7 +52,7 @@ class Problem:
 
 
 class ConfigProblemsError(ConfigError):
-    """A config has problems; the text has a line for each.
+    """The problems of a config, one per line.
 
     Attributes:
         problems: all of them.
@@ -71,14 +71,14 @@ def of_error(error: FedBNError, key: str = "") -> Problem:
 
 
 def of_name(key: str, name: str, allowed: Collection[str]) -> list[Problem]:
-    """Return the problem of a name that is not allowed; none for another name."""
+    """Return the problem of a name if the name is not allowed."""
     if name in allowed:
         return []
     return [of_error(unknown_name(key, name, allowed), key)]
 
 
 def of_pydantic(error: Any, keys: Sequence[str]) -> Problem:
-    """Return what pydantic says of a key: its value, and what is allowed."""
+    """Return an error of pydantic with the key, its value and the allowed values."""
     key = str(error["loc"][0])
     if error["type"] in ("extra_forbidden", "invalid_key"):
         hint = " See docs/config.md for all keys."
@@ -92,7 +92,7 @@ def of_pydantic(error: Any, keys: Sequence[str]) -> Problem:
 
 
 def text_of(error: Any) -> str:
-    """Return what pydantic says of a value, or the text of a validator's own error."""
+    """Return the message of pydantic, or the text of a validator's own error."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return str(error["msg"]).lower()
@@ -118,7 +118,7 @@ _OF_A_FEDERATION = (
 
 
 def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem]]:
-    """Return the valid settings, and what is wrong with the others, each by itself.
+    """Return the valid settings, and a problem for each invalid setting.
 
     Args:
         kind: the class to return.
@@ -128,7 +128,7 @@ def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem
         return kind.model_validate(dict(settings)), []
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    # A union gives several errors for one key, of which the first is told.
+    # A union gives several errors for one key: report the first of each.
     wrong: dict[str, Any] = {}
     for one in errors:
         wrong.setdefault(str(one["loc"][0]), one)
@@ -145,13 +145,13 @@ def defaults_of(kind: type[Fields]) -> dict[str, Any]:
 
 
 def problems_together(config: Fields) -> list[Problem]:
-    """Return what is wrong with the keys together."""
+    """Return the conflicts between keys."""
     problems = [*_of_names(config), *_of_rounds(config), *_of_tests(config)]
     return [*problems, *_of_privacy(config)]
 
 
 def _of_names(config: Fields) -> Iterator[Problem]:
-    """Yield what is wrong with names."""
+    """Yield the problems of names."""
     yield from of_name("strategy", config.strategy, allowed("strategy"))
     for role in ROLES:
         for name in split(getattr(config, role.replace("-", "_"))):
@@ -177,12 +177,12 @@ def _of_names(config: Fields) -> Iterator[Problem]:
 
 
 def _of_rounds(config: Fields) -> Iterator[Problem]:
-    """Yield what is wrong with rounds, steps and the learning rate."""
+    """Yield the problems of rounds, steps and the learning rate."""
     stopping = f"early-stopping={config.early_stopping}"
     if config.early_stopping and not config.validation_share:
         text = (
-            f"{stopping} needs validation-share above 0: the score is that on examples"
-            " that no client trains on"
+            f"{stopping} needs validation-share above 0: the score comes from"
+            " examples that no client trains on"
         )
         yield Problem("needs", "early-stopping", text)
     if config.early_stopping and not config.checkpoint_every:
@@ -204,7 +204,7 @@ def _of_rounds(config: Fields) -> Iterator[Problem]:
 
 
 def _of_tests(config: Fields) -> Iterator[Problem]:
-    """Yield what is wrong with the tests."""
+    """Yield the problems of the tests."""
     tests = split(config.eval_on)
     if tests[:1] == ["personal-domains"]:
         text = (

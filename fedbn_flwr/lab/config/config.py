@@ -51,7 +51,7 @@ class Config(Fields):
     def make(cls, values: Mapping[str, Any], *, complete: bool = False) -> Config:
         """Return the config of a flat mapping of keys to scalars.
 
-        What can be told without torch is told before it is imported.
+        Problems that can be found without torch are reported before its import.
 
         Args:
             values: the settings; missing keys take their defaults.
@@ -63,9 +63,9 @@ class Config(Fields):
         Raises:
             ConfigError: all problems, one per line: unknown keys with the nearest known
                 key, wrong types, values out of range, settings that contradict each
-                other or have no effect. If some are told without torch, these.
+                other or have no effect. If some are found without torch, only these.
         """
-        # a typing mistake is told in a third of a second, without torch
+        # Report a typing mistake in a third of a second, without torch.
         config, problems = cls._first_half(values, complete)
         unused = has_no_effect(config)
         problems += _no_effect(config, unused, complete)
@@ -89,7 +89,7 @@ class Config(Fields):
 
     @classmethod
     def check_keys(cls, values: Mapping[str, Any]) -> None:
-        """Raise what ``make`` tells without torch.
+        """Raise the problems that ``make`` finds without torch.
 
         Raises:
             ConfigError: as ``make``.
@@ -101,7 +101,7 @@ class Config(Fields):
     def _first_half(
         cls, values: Mapping[str, Any], complete: bool = False
     ) -> tuple[Config, list[Problem]]:
-        """Return the valid settings, and the problems that are told without torch."""
+        """Return the valid settings, and the problems that are found without torch."""
         settings, twice = new_names(values)
         problems = [Problem("conflict", "", text) for text in twice]
         steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
@@ -229,7 +229,7 @@ class Config(Fields):
         ):
             lines.append(
                 f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step,"
-                " and momentum begins anew in each. momentum-scope=local or global"
+                " and momentum is reset in each round. momentum-scope=local or global"
                 " keeps it."
             )
         return lines

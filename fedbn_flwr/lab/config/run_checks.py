@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def problems_of_run(config: Fields) -> list[Problem]:
-    """Return what is wrong with the data, the task, the methods and the protections."""
+    """Return the problems of the data, the task, the methods and the protections."""
     # the data, the model and the task
     problems = _of_data(config, data_of(config))
     if config.series and not SERIES_PATTERN.fullmatch(config.series):
@@ -34,7 +34,7 @@ def problems_of_run(config: Fields) -> list[Problem]:
     if problems:
         return problems
 
-    # the methods and the protections, which can be asked where the data are known
+    # The methods and the protections can be checked once the data are valid.
     method = method_of(config)
     try:
         return _of_methods(config, method)
@@ -43,7 +43,7 @@ def problems_of_run(config: Fields) -> list[Problem]:
 
 
 def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None:
-    """Return what a function returns; None where its error is added to the problems."""
+    """Return the result of ``read``, or add its error to the problems."""
     try:
         return read()
     except FedBNError as error:
@@ -53,7 +53,7 @@ def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None
 
 # --- the data -------------------------------------------------------------------------
 def _of_data(config: Fields, data: RunData) -> list[Problem]:
-    """Return what is wrong with the data, the model for them, the task and the split."""
+    """Return the problems of the data, their model, the task and the split."""
     problems: list[Problem] = []
     # what the other questions need
     info = _noted(problems, "dataset", lambda: data.info)
@@ -94,7 +94,7 @@ def _of_data(config: Fields, data: RunData) -> list[Problem]:
 def _check_task(config: Fields, data: RunData) -> None:
     """Check that the labels, the metrics and the model are for the task."""
     info = data.info
-    # It raises where the model takes no such example.
+    # It raises if the model does not accept such an example.
     _ = data.shape
     if config.task and config.task != info.task.name:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _check_task(config: Fields, data: RunData) -> None:
             f" {info.task.name}. Leave task out, or use data of your own that have"
             " such labels."
         )
-    # Of a user's own model it is not known.
+    # It is unknown for a user's own model.
     task, per_pixel = data.task, model_info(config.model).per_pixel
     if per_pixel is not None and per_pixel != task.by_pixel:
         fitting = []
@@ -118,14 +118,14 @@ def _check_task(config: Fields, data: RunData) -> None:
         )
     if config.feature_norm and task.by_pixel:
         raise ConfigError(
-            "feature-norm is for a vector of features before a linear classifier, and"
+            "feature-norm is for a vector of features before a linear classifier, but"
             f" the task {task.name} has a prediction for each pixel. Leave it out."
         )
 
 
 # --- the methods and the protections --------------------------------------------------
 def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
-    """Return what is wrong with the methods, or does not fit the protections."""
+    """Return the problems of the methods, and their conflicts with the protections."""
     if method.centralized:
         return []
     refused = method.problems("refuse")
@@ -134,14 +134,14 @@ def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
     problems: list[Problem] = []
     if config.dp != "off":
         problems += _of_dp(config, method)
-    # with dp, they would say the same twice
+    # With dp, masks would report the same problems again.
     if config.masked_sums and not problems:
         problems += _of_masks(config, method)
     return problems
 
 
 def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
-    """Return what of this run bypasses the noise, or does not fit it."""
+    """Return the parts of this run that bypass the noise or conflict with it."""
     # Runs without privacy do not import it.
     from fedbn_flwr.privacy.differential import not_covered
 
@@ -161,7 +161,7 @@ def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
 
 
 def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
-    """Return what of this run is no sum over the clients."""
+    """Return the parts of this run that are not sums over the clients."""
     # Runs without masks do not import it.
     from fedbn_flwr.privacy.masked_sums import refusals
 
@@ -174,7 +174,7 @@ def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
 
 
 def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str]:
-    """Yield what tells of the clients' data besides their updates."""
+    """Yield the settings, other than updates, that reveal the clients' data."""
     tells = f"reports results on the clients' data, which {protects} not cover"
     tests = []
     for name in method.tests:
@@ -190,7 +190,7 @@ def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str
 
 # --- keys without effect --------------------------------------------------------------
 def has_no_effect_in_run(config: Fields) -> dict[str, str]:
-    """Return the keys, set or not, that this run cannot use, each with what it needs."""
+    """Return the keys that this run cannot use, set or not, each with the reason."""
     method = method_of(config)
     unused = _unused_of_data(config, data_of(config))
     unused |= _unused_of_tests(config, method)

@@ -95,8 +95,8 @@ class Checkpoints:
     ) -> bool:
         """Return whether a checkpoint is due.
 
-        It is before round 1, every ``checkpoint-every`` rounds, 20 seconds after the
-        one before, and after the last and the best round.
+        It is due before round 1, every ``checkpoint-every`` rounds, 20 seconds after
+        the previous checkpoint, and after the last and the best round.
         """
         every = self._config.checkpoint_every
         if every == 0:
@@ -110,7 +110,9 @@ class Checkpoints:
     def save(
         self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None
     ) -> None:
-        """Write a checkpoint; keep the last two, and the best round as of each of them.
+        """Write a checkpoint, and remove old ones.
+
+        The last two stay, and for each of them the best round at its time.
 
         Raises:
             EngineError: the folder cannot be written; earlier checkpoints stay.
@@ -181,20 +183,20 @@ class Checkpoints:
         """
         out = self.folder.parent
         RunFolder.refuse_shorter(out, self._config.num_server_rounds)
-        # A longer run decays its rate later, and would not have begun like this one.
+        # A longer run decays its rate later, so its first rounds would differ.
         before = int(RunFolder.settings(out).get("num-server-rounds", 0))
         for line in schedule_changes(self._config, before):
             logger.warning("%s", line)
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):
             raise NotResumableError(
-                f"out={str(out)!r} holds a run and no checkpoint to resume from"
-                " (checkpoint-every=0?)."
+                f"out={str(out)!r} contains a run, but no checkpoint to resume"
+                " from (checkpoint-every=0?)."
             )
         return saved
 
     def best(self, stopping: EarlyStopping) -> Checkpoint | None:
-        """Return the checkpoint of the best round so far; None without a score.
+        """Return the checkpoint of the best round, or None if there is no score.
 
         Raises:
             EngineError: it cannot be used.
@@ -206,7 +208,7 @@ class Checkpoints:
             return self.read(best)
         except (ConfigError, StateError) as error:
             raise EngineError(
-                f"round {best} has the best {stopping.metric}, and its checkpoint"
+                f"round {best} has the best {stopping.metric}, but its checkpoint"
                 f" cannot be used: {error}. Start a new run."
             ) from error
 
@@ -219,11 +221,11 @@ class Checkpoints:
         """
         path = self._path(server_round)
         content = read_checked(path)
-        # The form first: what another version wrote may have other keys.
+        # Check the version first: a file of another version may have other keys.
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
             raise StateError(
-                f"{path} is a checkpoint of another version of fedbn-flwr. Continue the"
-                " run with that version, or start a new one."
+                f"{path} is a checkpoint of another version of fedbn-flwr. Resume the"
+                " run with that version, or start a new run."
             )
 
         # The same run: settings, model, the user's code, the round.

@@ -398,19 +398,19 @@ class Recorder:
     def _warn_of_result(
         self, final: Mapping[str, Any], headline: str, of_model: int
     ) -> None:
-        """Warn where the result has no value, or is not that of the saved model."""
+        """Warn if the result has no value, or is from another round than the model."""
         tested = final["round"]
         if final[headline] is None:
             why = "no reply with it arrived, or it is not defined"
             logger.warning(
-                "the result is that of round %d, which has no %s: %s",
+                "the result is from round %d, but this round has no %s: %s",
                 tested,
                 headline,
                 why,
             )
         if tested != of_model:
             logger.warning(
-                "the result is that of round %d, the last test; the model is of"
+                "the result is from round %d, the last test, but the model is from"
                 " round %d",
                 tested,
                 of_model,

@@ -112,9 +112,9 @@ class GlobalTests:
                     " node."
                 )
             logger.warning(
-                "eval-on=%s tests the model of the server, and strategy %r keeps %s"
-                " with its clients: these entries have their initial values, which are"
-                " not trained. %s",
+                "eval-on=%s tests the model of the server, but strategy %r keeps %s"
+                " with its clients: these entries have their untrained initial values."
+                " %s",
                 ",".join(untrained),
                 strategy.name,
                 ", ".join(sorted(strategy.local)),

@@ -125,7 +125,9 @@ def table_of_run(
 def _without_own_model(run: Run, client: str) -> str:
     """Return why a client is tested with the server's entries only."""
     if client in run.kept.hashes:
-        return "what it kept is not on this disk; only the server's entries"
+        return (
+            "its local state is not on this disk: tested with the server's entries only"
+        )
     why = "no reply of it was used"
     for report in run.reports:
         for node_id, reason in report.rejected.items():

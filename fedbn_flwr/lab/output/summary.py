@@ -217,8 +217,8 @@ class ModelDescription:
         """
         if MODEL_DESCRIPTION not in about:
             raise StateError(
-                "the file of the model does not say what model it is: no run of this"
-                " version wrote it."
+                "the file has no description of its model: it was not written by a run of"
+                " this version."
             )
         values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
         for key, value in values.items():

@@ -194,8 +194,8 @@ def check_shared(setting: str, folder: Path) -> None:
     if without:
         raise ConfigError(
             f"{setting}={str(folder)!r} is not one folder for all machines:"
-            f" {', '.join(without)} does not see what this machine writes there. Name a"
-            " folder that all machines share."
+            f" {', '.join(without)} cannot read the files that this machine writes"
+            " there. Choose a folder that all machines share."
         )
 
 

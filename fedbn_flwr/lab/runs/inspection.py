@@ -293,8 +293,8 @@ def _uncounted(config: Config) -> Iterator[str]:
         )
     if config.fraction_train < 1 and method_of(config).methods.local:
         yield (
-            "fraction-train: a client first asked after round 1 gets the whole model,"
-            " which is not counted here"
+            "fraction-train: a client first asked after round 1 gets the whole model;"
+            " this is not counted here"
         )
 
 

@@ -171,8 +171,8 @@ class RunClients:
             if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
                     f"eval-on={','.join(sorted(shared))} needs a test set that all"
-                    " nodes hold; a node with a site's data or a data-path has the"
-                    " test set own alone. Use eval-on=personal-own.",
+                    " nodes share, but a node with the data of a site or with a"
+                    " data-path has only its own. Use eval-on=personal-own.",
                     code=ABOUT_THE_RUN,
                 )
             split, client = _own_data(config, context)[0], 0
@@ -326,7 +326,7 @@ def _check_fit(config: Config, here: Config) -> None:
         )
     if wanted.class_names and info.class_names != wanted.class_names:
         raise DataError(
-            f"its classes are {', '.join(info.class_names[:20])}; those of the run are"
+            f"its classes are {', '.join(info.class_names[:20])}; the classes of the run are"
             f" {', '.join(wanted.class_names[:20])}. Give each class a folder of the"
             " same name; it may be empty."
         )

@@ -58,19 +58,19 @@ def guarded(
     except Exception as error:
         if not _is_withheld(error, context):
             raise
-        # Flower logs both on the node, and sends this text alone.
+        # Flower logs both on the node, and sends only this text.
         raise FedBNError(reason(error, context)) from error
 
 
 def reason(error: Exception, context: Context) -> str:
-    """Return what the server is told of an error: its text, or its kind alone."""
+    """Return the text of an error for the server, or only its type if withheld."""
     if not _is_withheld(error, context):
         return str(error)
     logger.error("withheld from the server: %s: %s", type(error).__name__, error)
     return (
-        f"{type(error).__name__}, whose text stays in the node's log, since it may"
-        f" repeat data of the node. {REPORT_DATA}=true in the node's config lets the"
-        " server have it."
+        f"{type(error).__name__}. Its text is only in the node's log because it may"
+        f" repeat data of the node. Set {REPORT_DATA}=true in the node's config to send"
+        " it to the server."
     )
 
 

@@ -175,12 +175,12 @@ class RunRecord(Recording):
         saved = self._checkpoints.checkpoints.best(self._recorder.stopping)
         if saved is None:
             return None
-        # What was kept in memory has gone on: nothing has that of an earlier round.
+        # Local state in memory belongs to the last round; earlier states are lost.
         volatile = saved.strategy["kept"]["volatile"]
         if volatile:
             logger.warning(
-                "client(s) %s kept their part in memory only: they go on with that of"
-                " the last round, not of round %d, the best. Set state-dir, in the"
+                "client(s) %s kept their local state in memory only: they continue with"
+                " the state of the last round, not of round %d, the best. Set state-dir, in the"
                 " run's config or in each node's.",
                 ", ".join(volatile),
                 saved.server_round,

@@ -57,9 +57,9 @@ def preflight(config: Config, out: Path) -> Checked:
     config = config.model_copy(update=changes)
     if config.series and not config.resume and not Path(config.state_dir).is_absolute():
         raise ConfigError(
-            f"series={config.series} has no effect: what clients keep lies in the"
-            " folder of this run. Set state-dir to an absolute folder, which all runs"
-            " of the series share."
+            f"series={config.series} has no effect: the clients' local state is in the"
+            " folder of this run. Set state-dir to the absolute path of a folder that"
+            " all runs of the series share."
         )
 
     # the model, and then the data, whose split may decide the number of clients

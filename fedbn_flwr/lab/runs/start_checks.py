@@ -92,7 +92,7 @@ def check(config: Config) -> Checked:
 
 
 def _problems_here(config: Config) -> Iterator[str]:
-    """Yield why the run cannot start here: device, packages, files and folders."""
+    """Yield each reason why the run cannot start on this machine."""
     # the device, and packages of extras
     try:
         pick_device(config.device)
@@ -100,7 +100,7 @@ def _problems_here(config: Config) -> Iterator[str]:
         yield str(error)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield (
-            "tensorboard=true needs the package tensorboard, which is not installed; "
+            "tensorboard=true needs the package tensorboard, but it is not installed; "
             f"{install_extra('tensorboard')}, or leave the key out"
         )
 
@@ -114,8 +114,8 @@ def _problems_here(config: Config) -> Iterator[str]:
         )
     elif config.data_dir and not data_dir.is_dir():
         yield (
-            f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one"
-            " with the data."
+            f"data-dir={config.data_dir!r} is not a folder. Create it, or set data-dir to"
+            " the folder with the data."
         )
 
     # the initial weights
@@ -131,8 +131,8 @@ def _problems_here(config: Config) -> Iterator[str]:
     if config.state_dir == STATE_IN_OUT:
         if not config.out:
             yield (
-                f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set"
-                " it to an absolute path"
+                f"state-dir={STATE_IN_OUT} is a folder in `out`, but `out` is not set. Set"
+                " state-dir to an absolute path"
             )
     elif config.state_dir and not Path(config.state_dir).is_absolute():
         yield (

@@ -244,7 +244,7 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
         assert "not trained" not in caplog.text
         quick_run(strategy="fedbn", **{"eval-on": "personal-own,global"})
     assert (
-        "eval-on=global tests the model of the server, and strategy 'fedbn' keeps"
+        "eval-on=global tests the model of the server, but strategy 'fedbn' keeps"
         " affine, counters, statistics" in (caplog.text)
     )
 

@@ -318,12 +318,17 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "lines", "final", "said"),
     [
-        ({}, 2, (2, None), "the result is that of round 2, which has no test-accuracy"),
+        (
+            {},
+            2,
+            (2, None),
+            "the result is from round 2, but this round has no test-accuracy",
+        ),
         (
             {"num-server-rounds": 4, "eval-every": 2},
             3,
             (2, 0),
-            "of round 2, the last test; the model is of round 3",
+            "from round 2, the last test, but the model is from round 3",
         ),
     ],
     ids=["the tests are lost", "the run ends between two tests"],
