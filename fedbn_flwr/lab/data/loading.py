@@ -85,8 +85,8 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
         raise DataError(
             f"data set {info.name!r} could not be read from {folder}: {reason}."
             f" Expected in the folder: {info.files}. Put these files there, or set"
-            " data-dir to the folder that holds them, or use dataset='digits', which"
-            " is embedded."
+            " data-dir to the folder with these files, or use the embedded"
+            " dataset='digits'."
         ) from error
     # Readers may return images as published: all are fitted here, once in a process.
     return Dataset(
@@ -109,8 +109,8 @@ def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
     if not str(data_dir) or not folder.is_dir():
         raise DataError(
             f"data set {info.name!r} is not embedded, and data-dir={str(data_dir)!r} is"
-            " not an existing folder. Set data-dir to the folder that holds"
-            f" {info.files}, or to an empty one for torchvision to download to; or use"
-            " dataset='digits', which is embedded."
+            " not an existing folder. Set data-dir to the folder with"
+            f" {info.files}, or to an empty folder into which torchvision downloads them;"
+            " or use the embedded dataset='digits'."
         )
     return folder

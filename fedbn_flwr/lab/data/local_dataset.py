@@ -120,8 +120,8 @@ def _read_folders(
         )
     if others:
         logger.warning(
-            "data-path=%r: folders whose name is no class are left out: %s. Without a"
-            " folder: %s. Names are case-sensitive. Rename the folders, or name their"
+            "data-path=%r: folders whose name is not a class are ignored: %s. Classes"
+            " without a folder: %s. Names are case-sensitive. Rename the folders, or name their"
             " classes in data-classes.",
             str(path),
             ", ".join(sorted(others)),

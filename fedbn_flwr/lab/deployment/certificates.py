@@ -101,8 +101,8 @@ def add_node(folder: Path, number: int, days: int = 365) -> None:
     there = [path for path in _paths_of_node(folder, number) if path.exists()]
     if there:
         raise ConfigError(
-            f"node {number} has keys: {' '.join(map(str, there))}. For new ones remove"
-            " these first."
+            f"node {number} has keys: {' '.join(map(str, there))}. To make new keys,"
+            " remove these first."
         )
     # the one that all others have, and not one that they would have to get first
     authority.certificate = (folder / "ca/ca.crt").read_bytes()
@@ -210,8 +210,8 @@ def _authority_of(folder: Path, days: int) -> _Authority:
         raise ConfigError(f"days={days} must be at least 1")
     if not path.is_file():
         raise ConfigError(
-            f"{path} is not there: it signs certificates. Name the folder in which"
-            " `make certs` has made it."
+            f"{path} is missing, but it is needed to sign certificates. Name the"
+            " folder in which `make certs` created it."
         )
     return _Authority(_load_key(path), days)
 

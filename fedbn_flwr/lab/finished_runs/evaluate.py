@@ -190,8 +190,8 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     if others:
         raise ConfigError(
             f"{', '.join(others)}: evaluate takes keys that describe the data"
-            f" ({', '.join(_OF_DATA)}); all others are those of the run, and the new"
-            " data are not split over clients. Leave them out."
+            f" ({', '.join(_OF_DATA)}); all other settings come from the run, and"
+            " the new data are not split over clients. Remove these keys."
         )
     shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *_OF_READING)}
     settings = {"partition": "iid", "num-clients": 1, **data}
@@ -309,15 +309,15 @@ def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
     """Raise ConfigError if inputs have another shape, or classes other names."""
     if data.test.shape != taken.shape:
         raise ConfigError(
-            f"the model takes inputs {taken.shape}, those of dataset={dataset} are"
-            f" {data.test.shape}: give data with as many channels or features, and of"
+            f"the model takes inputs {taken.shape}, but the inputs of"
+            f" dataset={dataset} are {data.test.shape}: give data with as many channels or features, and of"
             " the same height and width."
         )
     known, given = _names(taken.classes), _names(data.class_names)
     if known and given and known != given:
         raise ConfigError(
-            f"the classes of the run are {', '.join(known)}, those of dataset={dataset}"
-            f" {', '.join(given)}: name them alike."
+            f"the classes of the run are {', '.join(known)}, but the classes of"
+            f" dataset={dataset} are {', '.join(given)}: use the same names."
         )
 
 

@@ -135,6 +135,6 @@ def _imported(module: str, extra: str) -> ModuleType:
         if error.name != module:
             raise
         raise ConfigError(
-            f"models {extra}:... need the package {module.replace('_', '-')}, which is"
+            f"models {extra}:... need the package {module.replace('_', '-')}, but it is"
             f" not installed; {install_extra(extra)}"
         ) from error

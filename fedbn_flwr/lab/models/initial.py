@@ -166,9 +166,9 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
     opened = open_state(content)
     if opened.several:
         raise ConfigError(
-            f"init={init!r} holds several states: {', '.join(opened.several)}. Save the"
-            f" one to load: torch.save(torch.load(path)[{opened.several[0]!r}],"
-            " other_path), say."
+            f"init={init!r} contains several states: {', '.join(opened.several)}. Save the"
+            f" state to load, for example torch.save(torch.load(path)[{opened.several[0]!r}],"
+            " other_path)."
         )
     if not opened.entries:
         raise ConfigError(
@@ -270,8 +270,8 @@ def _read(init: str, name: str, channels: int) -> Any:
     # The packages fetch in ways, and with errors, of their own.
     except Exception as error:
         raise ConfigError(
-            f"init={init}: the weights could not be fetched: {error}. Fetch them where"
-            " there is a network, and write init=/the/absolute/path/of/the/file."
+            f"init={init}: the weights could not be fetched: {error}. Fetch them on a"
+            " machine with a network, and write init=/the/absolute/path/of/the/file."
         ) from error
 
 
@@ -285,8 +285,8 @@ def _read_file(path: Path) -> Any:
         return load_file(path)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"init={str(path)!r} holds more than tensors, and reading it could run code"
-            " from the file. Save the weights alone: torch.save(model.state_dict(),"
+            f"init={str(path)!r} contains more than tensors, and reading it could run code"
+            " from the file. Save only the weights: torch.save(model.state_dict(),"
             " path)."
         ) from error
     # A damaged file may raise anything in these readers.

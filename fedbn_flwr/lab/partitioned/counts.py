@@ -197,10 +197,10 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
     if not is_own(config.dataset) or len(split.dataset.test):
         return
     raise DataError(
-        f"dataset={config.dataset!r}: no example is a test example"
+        f"dataset={config.dataset!r}: there are no test examples"
         f" (test-share={config.test_share:g}), and a run without them has no results."
-        " Use a larger test-share, or data that say which are test examples; a"
-        " function returns them for the part 'test'."
+        " Use a larger test-share, or data with a test part; a"
+        " function returns it for the part 'test'."
     )
 
 

@@ -160,8 +160,8 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
         elif config.strategy == FedBS.name and not shares.get(pair):
             yield (
                 f"{cell.name}: with validation-share fedbs weighs by the validation"
-                " loss, without by the training loss; set validation-share for the"
-                " runs, too, so that trials and runs do the same"
+                " loss, without by the training loss; also set validation-share for"
+                " the runs, so that trials and runs weigh alike"
             )
     if tied:
         one = names = next(iter(tied))

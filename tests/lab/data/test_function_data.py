@@ -350,7 +350,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "groups of other examples": (
         lambda site, part: Pairs(torch.zeros(4, 3), ONE, groups=[1, 2]),
         {},
-        "groups are 2",
+        "2 values for 4 examples",
     ),
     "masks of another size": (
         of(torch.zeros(2, 1, 4, 4, 4), torch.zeros(2, 4, 4, 3, dtype=torch.int64)),

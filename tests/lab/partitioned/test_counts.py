@@ -134,7 +134,7 @@ def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -
         "strategy": strategy,
     }
     with pytest.raises(
-        DataError, match=r"npz.*: no example is a test example .test-share=0\.001\)"
+        DataError, match=r"npz.*: there are no test examples .test-share=0\.001\)"
     ):
         run(Config.make(settings), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()

@@ -201,7 +201,7 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
     }
     with pytest.raises(
         ConfigError,
-        match=r"eval-on=personal-global.*data-path has the test set own.*personal-own",
+        match=r"eval-on=personal-global.*data-path has only its own.*personal-own",
     ):
         served(settings, at([tmp_path / "0.npz"]))
     assert not read_metrics(tmp_path / "out/metrics.jsonl")

@@ -195,9 +195,9 @@ def test_folders_that_are_called_after_no_class_are_named(
         )
     assert data.train.targets.tolist() == [1, 1]
     assert caplog.messages == [
-        f"data-path='{tmp_path}/data': folders whose name is no class are left out:"
-        " Melanoma, extra. Without a folder: melanoma, wart. Names are case-sensitive."
-        " Rename the folders, or name their classes in data-classes."
+        f"data-path='{tmp_path}/data': folders whose name is not a class are ignored:"
+        " Melanoma, extra. Classes without a folder: melanoma, wart. Names are"
+        " case-sensitive. Rename the folders, or name their classes in data-classes."
     ]
 
 

@@ -94,7 +94,7 @@ def _load(request: OwnData) -> dict[str, Any]:
     others = [name for name in names if name not in arrays]
     if others:
         logger.warning(
-            "%s: its arrays %s are not used, which are none of x, y, %s",
+            "%s: its arrays %s are ignored; only x, y, %s are used",
             request.name,
             shown(others),
             ", ".join(_OF_EXAMPLES),

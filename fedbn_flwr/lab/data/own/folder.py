@@ -103,7 +103,7 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
         str(path) for path, is_so in zip(some, seen, strict=True) if is_so
     ]:
         logger.warning(
-            "%d images have transparent pixels, whose stored colours are used: %s",
+            "%d images have transparent pixels; their stored colours are used: %s",
             len(transparent),
             shown(transparent),
         )

@@ -86,10 +86,10 @@ def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     """
     if not sites:
         raise ConfigError(
-            f"dataset={name!r} is a function of the site, and nothing says how many"
-            " sites there are: set num-clients. Where only the nodes have the data,"
-            " set task and num-classes, and let the function say the shape of an"
-            f" input: {name.partition(':')[2]}.input_shape = (features,)."
+            f"dataset={name!r} is a function of the site, but the number of sites is"
+            " unknown: set num-clients. If only the nodes have the data, set task and"
+            " num-classes, and set the shape of an input as an attribute of the"
+            f" function: {name.partition(':')[2]}.input_shape = (features,)."
         )
     function = own_function("dataset", name, KINDS)
     parts = {}
@@ -121,8 +121,8 @@ def _values(what: str, data: Any, attribute: str) -> tuple[Any, ...] | None:
     values = tuple(np.asarray(given).tolist())
     if len(values) != len(data):
         raise DataError(
-            f"{what}: its {attribute} are {len(values)}, and it has {len(data)}"
-            " examples; one each needed."
+            f"{what}: expected one value of {attribute} per example, but got"
+            f" {len(values)} values for {len(data)} examples."
         )
     return values
 
@@ -284,7 +284,7 @@ def _task_of(request: OwnData, target: Tensor) -> Task:
         return CLASSIFICATION
     raise ConfigError(
         f"dataset={request.name!r}: a target is {target.dtype} of shape"
-        f" {tuple(target.shape)}. Say what it is: task=segmentation, regression,"
+        f" {tuple(target.shape)}. Set its kind: task=segmentation, regression,"
         " multi-label or binary."
     )
 

@@ -94,8 +94,8 @@ def _tell_sizes(
     (least_wide, least_high), (most_wide, most_high) = by_area[0], by_area[-1]
     logger.warning(
         "dataset=%r: its images have several sizes, from %dx%d to %dx%d (width x"
-        " height): each becomes %dx%d, by their median height and what the model"
-        " takes. image-size says another height.",
+        " height): each becomes %dx%d, by their median height and the limits of"
+        " the model. Set image-size for another height.",
         request.name,
         least_wide,
         least_high,

@@ -159,7 +159,7 @@ def chosen_task(
         raise unknown_name("task", name, TASKS)
     if name not in allowed:
         raise ConfigError(
-            f"task={name} does not fit the targets of dataset={request.name!r}, which"
-            f" are for {' or '.join(allowed)}."
+            f"task={name} does not fit the targets of dataset={request.name!r}: these"
+            f" targets are for {' or '.join(allowed)}."
         )
     return TASKS[name]
