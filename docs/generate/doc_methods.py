@@ -63,7 +63,7 @@ fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set lr-decay-at
 The order has no meaning. The settings are those of all methods in the run. Adaptive gradient clipping (`agc`) and
 momentum across rounds (`momentum-scope`) are settings of every method.
 
-Each pair of the table equals a slow reference in plain torch, in float64 (`tests/strategies/test_combinations.py`).
+The drawn runs of these pairs equal a slow reference in plain torch, in float64 (`tests/reference`).
 Every other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
 """
 _REACHED = re.compile(

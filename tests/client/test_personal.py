@@ -161,33 +161,6 @@ def test_what_is_named_stays_and_the_others_are_averaged(
             assert of_client["loss"] == pytest.approx(tested.loss, rel=1e-11)
 
 
-@pytest.mark.parametrize("name", ["densenet", "mobilenet_v2"])
-def test_fedper_without_a_head_is_fedavg_to_the_bit(
-    federate: Any, datasets: Any, same_bits: Any, name: str
-) -> None:
-    build = functools.partial(network, name)
-    runs = [
-        federate(make(), build, datasets, rounds=2)
-        for make in (functools.partial(FedAvg, personal=""), FedAvg)
-    ]
-    for mine, wanted in zip(runs[0].history, runs[1].history, strict=True):
-        same_bits(mine, wanted)
-    for kind in ("train", "evaluate"):
-        assert runs[0].grid.config(kind) == runs[1].grid.config(kind)
-    # one client shares with nobody: what stays changes nothing
-    alone = [
-        federate(
-            make(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1),
-            build,
-            datasets[:1],
-            rounds=2,
-        )
-        for make in (functools.partial(FedAvg, personal="classifier"), FedAvg)
-    ]
-    own = {**alone[0].state, **alone[0].local_state(0)}
-    same_bits({entry: own[entry] for entry in alone[1].state}, alone[1].state)
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     run_strategy: Any, datasets: Any, given: bool

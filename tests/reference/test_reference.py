@@ -44,6 +44,84 @@ def test_the_package_equals_the_reference_in_other_draws(case: Case) -> None:
     check(case)
 
 
+RARE = (
+    Case(
+        methods=("hbn",),
+        rounds=4,
+        fraction=0.7,
+        statistics_warm_up=0,
+        share_alpha=True,
+        weight_decay=0.01,
+    ),
+    Case(
+        methods=("hbn",),
+        model="convolutions",
+        rounds=4,
+        momentum=0.9,
+        hidden=((1, 0), (3, 1)),
+        share_alpha=True,
+    ),
+    Case(methods=("ditto",), rounds=3, agc=0.05),
+    Case(
+        methods=("bn-scaffold",),
+        model="convolutions",
+        sizes=(8, 3, 7, 5),
+        rounds=4,
+        fraction=0.5,
+        batch_size=4,
+        steps=3,
+    ),
+    Case(methods=("bn-scaffold",), model="cumulative", rounds=4, batch_size=3, steps=3),
+    Case(
+        methods=("staticbn",),
+        rounds=3,
+        min_replies=2,
+        hidden=((2, 0),),
+        layers=True,
+        batch_size=4,
+    ),
+    Case(methods=("fixbn", "fedyogi"), rounds=4, freeze_affine=True, layers=True),
+    Case(methods=("mtfl", "fixbn"), rounds=4, freeze_affine=True),
+    Case(
+        methods=("fedbn",),
+        rounds=4,
+        fraction=0.5,
+        momentum=0.9,
+        momentum_scope="global",
+        eval_on="averaged-bn",
+    ),
+    Case(
+        methods=("mtfl",),
+        rounds=4,
+        fraction=0.5,
+        momentum=0.9,
+        momentum_scope="local",
+        eval_on="averaged-bn",
+        variance="pooled",
+    ),
+    Case(methods=("fedbs",), rounds=4, fraction=0.5),
+    Case(
+        rounds=4,
+        recalibrate=True,
+        min_replies=3,
+        faults=((2, 0, "nan"),),
+        hidden=((3, 1),),
+    ),
+    Case(
+        methods=("scaffold", "fedbn"),
+        rounds=4,
+        min_replies=2,
+        hidden=((1, 1), (1, 2), (3, 0)),
+    ),
+)
+"""Crossings that few of the fixed draws have."""
+
+
+@pytest.mark.parametrize("case", RARE, ids=repr)
+def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
+    check(case)
+
+
 def test_each_strategy_has_a_reference() -> None:
     assert REFERENCES.keys() == STRATEGIES.keys()
 

@@ -1,6 +1,4 @@
-"""BN-SCAFFOLD against a slow reference; where it is SCAFFOLD; its forward law, and that
-it has none for gradients.
-"""
+"""BN-SCAFFOLD: when it is SCAFFOLD, and its forward law."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import Variance
@@ -26,6 +23,7 @@ from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, _track
 from tests.support.bad_replies import spoiling
 
 SIZES = (6, 14, 10, 8)
+
 ROUNDS, FLOOR = 4, 0.7
 SHARE = "variance-floor-share"
 
@@ -61,148 +59,6 @@ def network(kind: str) -> nn.Module:
             nn.Linear(features, 3),
         ]
         return nn.Sequential(*layers).double()
-
-
-class Reference:
-    """A client's BN layers written out; ``notes``: their inputs, a row a value."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        common: dict[str, Any],
-        own: dict[str, Any],
-        floor: float,
-    ) -> None:
-        self.notes: dict[str, list[Tensor]] = {}
-        self.low = self.seen = 0
-        for path, layer in model.named_modules():
-            if isinstance(layer, _BatchNorm):
-                # without variates of its own a client trains as in FedAvg
-                pairs = None
-                if path in common and path in own:
-                    pairs = (common[path], own[path])
-                layer.forward = functools.partial(
-                    self.normalise, path, layer, pairs, floor
-                )  # type: ignore[method-assign]
-
-    def normalise(
-        self, path: str, layer: _BatchNorm, pairs: Any, floor: float, x: Tensor
-    ) -> Tensor:
-        rows = x.movedim(1, -1).reshape(-1, x.shape[1])
-        self.notes.setdefault(path, []).append(rows.detach())
-        mean, var = rows.mean(0), rows.var(0, correction=0)
-        if pairs:
-            (u, s), (u_i, s_i) = pairs
-            mean, var = mean - u_i + u, var - s_i + s
-            self.low += int((var < floor * s).sum())
-            self.seen += len(s)
-            var = torch.where(var < floor * s, floor * s, var)
-        with torch.no_grad():
-            layer.num_batches_tracked += 1
-            share = layer.momentum
-            if share is None:  # a cumulative average
-                share = 1 / int(layer.num_batches_tracked)
-            unbiased = var * len(rows) / (len(rows) - 1)
-            layer.running_mean += share * (mean - layer.running_mean)
-            layer.running_var += share * (unbiased - layer.running_var)
-        out = (rows - mean) / (var + layer.eps).sqrt()
-        if layer.weight is not None:
-            out = out * layer.weight + layer.bias
-        return out.reshape(x.movedim(1, -1).shape).movedim(-1, 1)
-
-    def variates(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Mean and biased variance of all inputs of each layer."""
-        whole = {path: torch.cat(rows) for path, rows in self.notes.items()}
-        return {
-            path: (rows.mean(0), rows.var(0, correction=0))
-            for path, rows in whole.items()
-        }
-
-
-def steps(
-    model: nn.Module, data: Any, rate: float, correction: dict[str, Tensor]
-) -> int:
-    """Plain full passes in order, every gradient corrected; the number of steps."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    count = 0
-    for inputs, targets in zip(
-        data.inputs.split(4), data.targets.split(4), strict=True
-    ):
-        grads = torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
-        for name, p, g in zip(names, parameters, grads, strict=True):
-            p.data -= rate * (g + correction[name])
-        count += 1
-    return count
-
-
-@pytest.mark.parametrize("kind", ["1d", "3d", "torchvision"])
-def test_it_equals_a_slow_reference(
-    federate, points, torchvision_net, monkeypatch, kind: str
-) -> None:
-    """Half of the clients a round, uneven sizes and steps, channels at the floor."""
-    monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
-    make = (
-        torchvision_net if kind == "torchvision" else functools.partial(network, kind)
-    )
-    shape, rate = ((3, 20, 20), 1e-3) if kind == "torchvision" else (SHAPES[kind], 0.1)
-    datasets = [points(n, i, shape) for i, n in enumerate(SIZES)]
-    strategy = BNScaffold(
-        fraction_train=0.5, min_train_nodes=2, variance_floor=FLOOR, seed=3
-    )
-    rounds = 3 if kind == "torchvision" else ROUNDS
-    run = federate(strategy, make, datasets, rounds=rounds, rate=rate, batch_size=4)
-    assert len({tuple(report.participants) for report in strategy.reports}) > 1
-
-    model, low = make(), 0
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    c, own = dict(zeros), [dict(zeros) for _ in datasets]
-    latest: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-    for report in strategy.reports:
-        # the common moments u, s of each layer: all latest ones, pooled by size
-        total, common = sum(SIZES[i] for i in latest), {}
-        for path in next(iter(latest.values()), {}):
-            u = sum(SIZES[i] / total * mine[path][0] for i, mine in latest.items())
-            s = 0
-            for i, mine in latest.items():
-                mean, var = mine[path]
-                s = s + SIZES[i] / total * (var + (mean - u) ** 2)
-            common[path] = (u, s)
-        # the clients: corrected steps through corrected BN layers
-        x, before, ends, shares = copy.deepcopy(model.state_dict()), list(own), [], []
-        for i in report.participants:
-            client = copy.deepcopy(model).train()
-            bn = Reference(client, common, latest.get(i, {}), FLOOR)
-            correction = {name: c[name] - own[i][name] for name in zeros}
-            count = steps(client, datasets[i], rate, correction)
-            y = client.state_dict()
-            ends.append(y)
-            own[i] = {
-                name: own[i][name] - c[name] + (x[name] - y[name]) / (count * rate)
-                for name in zeros
-            }
-            shares.append(bn.low / max(bn.seen, 1))
-            latest[i] = bn.variates()
-            low += bn.low
-        sizes = [SIZES[i] for i in report.participants]
-        weights = [size / sum(sizes) for size in sizes]
-        assert report.metrics[SHARE] == pytest.approx(
-            sum(w * s for w, s in zip(weights, shares, strict=True))
-        )
-        # the server: c moves by the changes of all four, which are 0 for the absent
-        for name in zeros:
-            changes = [own[i][name] - before[i][name] for i in report.participants]
-            c[name] = c[name] + sum(changes) / 4
-        for name, entry in model.state_dict().items():
-            if entry.is_floating_point():
-                by = [1 / len(ends)] * len(ends) if name in zeros else weights
-                entry.copy_(sum(w * end[name] for w, end in zip(by, ends, strict=True)))
-            else:
-                entry.copy_(torch.as_tensor(run.history[report.server_round][name]))
-    got = tensors(run.state)
-    for name, want in model.state_dict().items():
-        if want.is_floating_point():
-            torch.testing.assert_close(got[name], want, rtol=1e-8, atol=1e-10, msg=name)
-    assert low > 0, "the floor was reached"
 
 
 @pytest.mark.parametrize(
@@ -369,39 +225,6 @@ def test_under_fixed_weights_layer_l_has_the_statistics_of_the_union_from_round_
     for found in without:
         assert apart(found[next(iter(whole))], whole[next(iter(whole))]) > 1e-2
         assert apart(found[last], whole[last]) > 1e-2
-
-
-def test_the_mean_gradient_is_not_the_centralized_one(union) -> None:
-    """Where the forward pass is the centralized one, each client still has its own
-    gradients through it.
-    """
-    model, data, whole = union
-    hooks, _ = frozen_rounds(model, [x.inputs for x in data], len(whole) + 1)
-    parameters, total = list(model.parameters()), sum(UNEVEN)
-
-    def gradients(inputs: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
-        out = model.train()(inputs)
-        return out.detach(), list(
-            torch.autograd.grad(F.cross_entropy(out, targets), parameters)
-        )
-
-    outs, sums = [], [torch.zeros_like(p) for p in parameters]
-    for hook, x in zip(hooks, data, strict=True):
-        hook.begin(model)
-        out, grads = gradients(x.inputs, x.targets)
-        hook.end(model)
-        outs.append(out)
-        sums = [g + len(x) / total * own for g, own in zip(sums, grads, strict=True)]
-    out, want = gradients(
-        torch.cat([x.inputs for x in data]), torch.cat([x.targets for x in data])
-    )
-    torch.testing.assert_close(torch.cat(outs), out, rtol=1e-9, atol=1e-10)
-    distance = max(
-        apart(g, w) / float(w.abs().max())
-        for g, w in zip(sums, want, strict=True)
-        if w.abs().max() > 1e-8
-    )
-    assert distance > 0.05
 
 
 def test_under_bfloat16_autocast_the_variates_are_those_of_float32(

@@ -1,10 +1,9 @@
-"""FBN: frozen BN with statistics that move, against centralized steps and passes over
-the union, in float64.
+"""FBN: its warm-up, clients without moments, false moments, and layers that no training
+measures.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
-from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.server.methods.method import RunSettings
@@ -65,69 +62,6 @@ def step(model: nn.Module, datasets: list) -> Mapping[str, Tensor]:
     F.cross_entropy(model(inputs), targets).backward()
     torch.optim.SGD(model.parameters(), RATE).step()
     return model.state_dict()
-
-
-def narrow_densenet() -> nn.Module:
-    """A narrow DenseNet of torchvision for 3 classes, in float64, always the same."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torchvision.models.DenseNet(8, (2, 2, 2), 8, num_classes=3).double()
-
-
-@pytest.mark.parametrize(
-    ("measure", "momentum", "net"),
-    [
-        ("steps", 1.0, "shufflenet"),
-        ("steps", 0.3, "densenet"),
-        ("pass", 0.3, "shufflenet"),
-    ],
-)
-def test_a_round_of_one_step_is_a_centralized_step_with_frozen_bn(
-    federate, points, torchvision_net, measure: str, momentum: float, net: str
-) -> None:
-    """And the new statistics are the union's: by steps at every layer, by a pass at the
-    first. It is not BN's step.
-    """
-    if net == "densenet":
-        torchvision_net = narrow_densenet
-    datasets = [points(n, i, (3, 40, 40)) for i, n in enumerate(SIZES)]
-    strategy = FBN(fbn_measure=measure, statistics_momentum=momentum)
-    run = federate(
-        strategy, torchvision_net, datasets, rate=RATE, batch_size=0, local_steps=1
-    )
-    assert [report.phase for report in strategy.reports] == [
-        "warm-up",
-        "train",
-        "train",
-    ]
-    parameters = dict(torchvision_net().named_parameters())
-    for server_round in (2, 3):
-        before = run.history[server_round - 1]
-        after = run.history[server_round]
-        frozen = step(loaded(torchvision_net, before).eval(), datasets)
-        batchnorm = step(loaded(torchvision_net, before).train(), datasets)
-        off = [abs(after[name] - frozen[name].numpy()).max() for name in parameters]
-        assert max(off) < 1e-14
-        other = [
-            abs(after[name] - batchnorm[name].numpy()).max() for name in parameters
-        ]
-        assert max(other) > 1e-3, "not a step of BN"
-        # mean and variance of each layer, in the order of the layers
-        model = loaded(torchvision_net, before).train(measure == "pass")
-        wrong = []
-        for path, values in inputs_of_layers(model, union(datasets)[0]).items():
-            moments = {"running_mean": values.mean(0), "running_var": values.var(0)}
-            for leaf, new in moments.items():
-                name = f"{path}.{leaf}"
-                want = (1 - momentum) * before[name] + momentum * new.numpy()
-                wrong.append(abs(after[name] - want).max())
-        if measure == "steps":
-            assert max(wrong) < 1e-13
-        else:
-            # A pass normalises by each client's own batches: from the second layer on
-            # its inputs are not the union's.
-            assert max(wrong[:2]) < 1e-13
-            assert min(wrong[2:4]) > 1e-4
 
 
 @pytest.mark.parametrize("measure", ["steps", "pass"])
@@ -231,137 +165,7 @@ def test_a_test_in_the_middle_of_the_training_is_not_measured_and_the_layers_are
     assert model[1].num_batches_tracked == 1
 
 
-class Layers(nn.Sequential):
-    """BN of a kind, in part without gamma and beta, one layer called twice."""
-
-    def __init__(self, kind: str) -> None:
-        conv, norm = getattr(nn, f"Conv{kind}"), getattr(nn, f"BatchNorm{kind}")
-        twice = norm(3)
-        layers = (
-            conv(2, 3, 3),
-            norm(3, affine=False, eps=1e-2),
-            nn.ReLU(),
-            conv(3, 3, 1),
-            twice,
-            nn.ReLU(),
-            twice,
-        )
-        super().__init__(*layers, nn.Flatten(), nn.LazyLinear(3))
-        self.eval()(torch.zeros(2, 2, *[5] * int(kind[0])))
-        self.double()
-
-
 METHODS = {"steps": FBN, "pass": functools.partial(FBN, fbn_measure="pass"), "hbn": HBN}
-
-
-@pytest.mark.parametrize(
-    ("method", "kind", "amp"),
-    [
-        *((method, kind, False) for method in METHODS for kind in ("1d", "2d", "3d")),
-        ("steps", "2d", True),
-    ],
-)
-def test_kinds_of_batchnorm_with_half_of_the_clients(
-    federate, points, method: str, kind: str, amp: bool
-) -> None:
-    """The pooled moments of every call of the round's clients: of the steps by shares,
-    of a pass by counts.
-
-    Under amp of the inputs in bfloat16, computed in float32 or wider.
-    """
-    torch.manual_seed(0)
-    by_steps = method == "steps"
-    net = Layers(kind).to(torch.float32 if amp else torch.float64)
-    datasets = [points(n, i, (2, *[5] * int(kind[0]))) for i, n in enumerate(SIZES)]
-    datasets = [lower(data) for data in datasets] if amp else datasets
-    seen: dict[int, dict[str, list[Tensor]]] = {}
-
-    class Watched(TorchClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            mine = seen[self.partition_id] = {path: [] for path in ("1", "4")}
-            for path, values in mine.items():
-                layer: Any = self.model[int(path)]
-                layer.register_forward_pre_hook(functools.partial(self.note, values))
-            return super().fit(parameters, config)
-
-        def note(self, values: list[Tensor], layer: nn.Module, args: Any) -> None:
-            if (
-                torch.is_grad_enabled()
-                if by_steps
-                else layer.training and not torch.is_grad_enabled()
-            ):
-                values.append(args[0].detach())
-
-    settings = {
-        "statistics_momentum": 0.25,
-        "statistics_warm_up": 0,
-        "fraction_train": 0.6,
-        "min_train_nodes": 2,
-    }
-    strategy = METHODS[method](**settings)
-    options = {"rounds": 1, "local_steps": 3, "client": Watched, "amp": amp}
-    run = federate(strategy, lambda: copy.deepcopy(net), datasets, **options)
-    chosen = strategy.reports[0].participants
-    assert len(chosen) == 2
-    exact = {"rtol": 1e-5, "atol": 1e-6} if amp else {"rtol": 1e-12}
-    for path, calls in (("1", 1), ("4", 2)):
-        assert not amp or seen[chosen[0]][path][0].dtype == torch.bfloat16
-        each = []
-        for i in chosen:
-            # all inputs of the client, a row of channels each
-            rows = [x.movedim(1, -1).flatten(0, -2) for x in seen[i][path]]
-            each.append(torch.cat(rows).double().numpy())
-        passes = [3 if by_steps else -(-SIZES[i] // 4) for i in chosen]
-        assert [len(seen[i][path]) for i in chosen] == [
-            calls * number for number in passes
-        ]
-        sizes = np.array(
-            [
-                SIZES[i] if by_steps else len(values)
-                for i, values in zip(chosen, each, strict=True)
-            ]
-        )
-        shares = sizes / sizes.sum()
-        mean = sum(p * values.mean(0) for p, values in zip(shares, each, strict=True))
-        var = sum(
-            p * (values.var(0) + (values.mean(0) - mean) ** 2)
-            for p, values in zip(shares, each, strict=True)
-        )
-        n = sum(map(len, each))
-        np.testing.assert_allclose(
-            run.state[f"{path}.running_mean"], 0.25 * mean, **exact
-        )
-        np.testing.assert_allclose(
-            run.state[f"{path}.running_var"], 0.75 + 0.25 * var * n / (n - 1), **exact
-        )
-        assert run.state[f"{path}.num_batches_tracked"] == 0
-    same = run.state["6.running_mean"], run.state["4.running_mean"]
-    assert np.array_equal(*same), "two paths of one layer"
-
-
-def lower(data: Any) -> Any:
-    return type(data)(data.inputs.float(), data.targets)
-
-
-def test_in_each_round_of_a_longer_warm_up_the_pooled_statistics_replace_the_global_ones(
-    federate, datasets, mlp
-) -> None:
-    strategy = FBN(statistics_warm_up=2, statistics_momentum=0.3)
-    run = federate(strategy, mlp, datasets, local_steps=1, batch_size=0)
-    assert [report.phase for report in strategy.reports] == [
-        "warm-up",
-        "warm-up",
-        "train",
-    ]
-    for server_round, share in ((1, 1.0), (2, 1.0), (3, 0.3)):
-        before, after = run.history[server_round - 1], run.history[server_round]
-        hidden = loaded(mlp, before)[0](union(datasets)[0]).detach()
-        for leaf, new in (
-            ("running_mean", hidden.mean(0)),
-            ("running_var", hidden.var(0)),
-        ):
-            want = (1 - share) * before[f"1.{leaf}"] + share * new.numpy()
-            np.testing.assert_allclose(after[f"1.{leaf}"], want, rtol=1e-12)
 
 
 def test_replies_without_moments_are_named(federate, datasets, mlp, caplog) -> None:

@@ -1,4 +1,4 @@
-"""FedAvg over real clients: the average, the report, sampling, Flower's own arguments."""
+"""FedAvg over real clients: the report, sampling, Flower's own arguments."""
 
 from __future__ import annotations
 
@@ -17,76 +17,22 @@ from flwr.app import MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
-from fedbn_flwr.messages.records import num_bytes, to_record, to_state
+from fedbn_flwr.messages.records import num_bytes, to_record
 from fedbn_flwr.server.runs.report import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import (
     BINARY,
     MULTI_LABEL,
     REGRESSION,
-    LearningRate,
-    LocalTraining,
     Task,
-    train,
 )
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.randomness import torch_generator
 
 SIZES = (6, 13, 9)
 NAN = float("nan")
-
-
-def local_round(model, data, partition: int, server_round: int):
-    """One client's round as the fixture ``federate`` sets it up."""
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    stream = lambda purpose: torch_generator(7, purpose, server_round, partition)  # noqa: E731
-    result = train(model, data, settings, learning_rate=0.1, stream=stream)
-    return {
-        name: array.copy() for name, array in to_state(model.state_dict()).items()
-    }, result
-
-
-@pytest.mark.parametrize("variance", ["mean", "pooled"])
-def test_a_round_is_local_training_and_the_weighted_average(
-    federate, datasets, mlp, same_bits, variance: str
-) -> None:
-    run = federate(
-        FedAvg(variance=variance),
-        functools.partial(mlp, dropout=0.2),
-        datasets,
-        rounds=2,
-    )
-    state = to_state(mlp(dropout=0.2).state_dict())
-    for server_round in (1, 2):
-        states, losses = [], []
-        for partition, data in enumerate(datasets):
-            model = mlp(dropout=0.2)
-            model.load_state_dict(
-                {name: torch.from_numpy(np.asarray(a)) for name, a in state.items()}
-            )
-            local, result = local_round(model, data, partition, server_round)
-            states.append(local)
-            losses.append(result.loss)
-        state = average(
-            states, [float(n) for n in SIZES], split_state(mlp(dropout=0.2)), variance
-        )
-        same_bits(run.history[server_round], state)
-        report = run.strategy.reports[server_round - 1]
-        assert [report.clients[str(i)]["train-loss"] for i in range(3)] == losses
-        assert report.metrics["train-loss"] == pytest.approx(
-            np.average(losses, weights=SIZES), rel=1e-14
-        )
-        assert (report.server_round, report.participants, report.phase) == (
-            server_round,
-            [0, 1, 2],
-            "train",
-        )
-        assert (report.rejected, report.kept_previous) == ({}, False)
-    same_bits(run.state, state)
 
 
 def test_the_order_of_arrival_does_not_matter(federate, points, mlp, same_bits) -> None:
@@ -102,19 +48,6 @@ def test_the_order_of_arrival_does_not_matter(federate, points, mlp, same_bits) 
     assert (
         runs[0].result.evaluate_metrics_clientapp
         == runs[1].result.evaluate_metrics_clientapp
-    )
-
-
-def test_evaluation_is_of_the_new_global_model(federate, datasets, mlp) -> None:
-    run = federate(FedAvg(), mlp, datasets, rounds=1)
-    model = mlp()
-    model.load_state_dict({name: torch.from_numpy(a) for name, a in run.state.items()})
-    want = [evaluate(model, data) for data in datasets]
-    notes = run.strategy.reports[0].evaluations
-    assert [notes[str(i)]["loss"] for i in range(3)] == [w.loss for w in want]
-    mean = np.average([w.accuracy for w in want], weights=SIZES)
-    assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(
-        mean, rel=1e-14
     )
 
 

@@ -1,4 +1,4 @@
-"""FedBS: loss weights, the round in which it switches, and what it is after."""
+"""FedBS: losses on validation data and of zero, and the round in which it switches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import average
@@ -19,7 +18,6 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.replies import Terms
-from fedbn_flwr.strategies import FedProx
 from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState
 from fedbn_flwr.strategies.fixbn import FixBNMethod, FixBNParams
 
@@ -59,25 +57,6 @@ def averaged(
         weighed,
         average([r.state for r in sent], weighed.weights, PARTS),
     )
-
-
-def test_the_model_is_the_loss_weighted_mean(federate, datasets, mlp) -> None:
-    run = federate(FedBS(fedbs_eps=0.0), mlp, datasets, rounds=1)
-    sent = [
-        m
-        for m in run.grid.received
-        if m.has_content() and "arrays" in m.content.array_records
-    ]
-    losses = [m.content.metric_records["metrics"]["train-loss"] for m in sent]
-    assert len(set(losses)) == 3
-    for name in ("0.weight", "1.running_mean", "1.running_var"):
-        want = sum(
-            f / sum(losses) * m.content.array_records["arrays"][name].numpy()
-            for f, m in zip(losses, sent, strict=True)
-        )
-        np.testing.assert_allclose(run.state[name], want, rtol=1e-12)
-    # 13 examples in batches of 4, the last of one dropped
-    assert run.state["1.num_batches_tracked"] == 3
 
 
 def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_there(
@@ -170,37 +149,6 @@ def test_a_spread_equal_to_eps_counts() -> None:
     # population deviation exactly 0.5
     _, state = averaged(method, FedBSState(), 1, replies(1.0, 2.0))
     assert state.switched_after == 1
-
-
-def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(
-    federate, points, mlp
-) -> None:
-    datasets = [points(8, i) for i in range(3)]
-    # no order of batches, which is drawn by round
-    whole = {"batch_size": 0, "local_steps": 3}
-    run = federate(
-        FedBS(fedbs_eps=1e9, fedbs_rounds=1, proximal_mu=0.3),
-        mlp,
-        datasets,
-        rounds=2,
-        **whole,
-    )
-    assert run.strategy.state.switched_after == 1
-
-    def model():
-        made = mlp()
-        made.load_state_dict(tensors(run.history[1]))
-        return made
-
-    prox = tensors(
-        federate(FedProx(proximal_mu=0.3), model, datasets, rounds=1, **whole).state
-    )
-    plain = tensors(
-        federate(FedProx(proximal_mu=0.0), model, datasets, rounds=1, **whole).state
-    )
-    for name, got in tensors(run.state).items():
-        torch.testing.assert_close(got, prox[name], rtol=1e-12, atol=1e-14, msg=name)
-    assert (prox["0.weight"] - plain["0.weight"]).abs().max() > 1e-4
 
 
 # of a loss or a delta

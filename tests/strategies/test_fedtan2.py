@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.strategies import FedTAN, FedTAN2, FixBN
-from fedbn_flwr.training import LearningRate
+from fedbn_flwr.strategies import FedTAN, FedTAN2
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
 SIZES = (6, 13, 9)
@@ -61,37 +60,6 @@ def test_fedtan2_is_fedtan_up_to_m_and_frozen_after(
     assert hooks == [["synchronise-first-step"]] * m + [["freeze-bn"]] * (5 - m)
     assert [r.train.exchanges for r in reports] == [4] * m + [1] * (5 - m)
     assert len({r.train.down for r in reports[m:]}) == 1
-
-
-def test_fedtan2_with_m_zero_is_fixbn(run_step, model, data, same_bits) -> None:
-    """With M = 0 both have frozen BN from the start."""
-    settings = {"rounds": 3, "local_steps": 2, "batch_size": 4}
-    tan2 = run_step(synchronised(FedTAN2, fedtan_rounds=0), model, data, **settings)
-    same_bits(
-        tan2.state,
-        run_step(
-            FixBN(freeze_at=0, fraction_evaluate=0.0), model, data, **settings
-        ).state,
-    )
-
-
-def test_the_learning_rate_may_decay_with_m(run_step, model, data) -> None:
-    """After M the decay "freeze" counts: round 3's step is a tenth."""
-    steps = []
-    for decay in (LearningRate(0.1, ("freeze",), (0.1,)), LearningRate(0.1)):
-        run = run_step(
-            synchronised(FedTAN2, fedtan_rounds=2), model, data, rounds=3, rate=decay
-        )
-        steps.append(
-            [
-                run.history[r + 1]["3.weight"] - run.history[r]["3.weight"]
-                for r in range(3)
-            ]
-        )
-    for server_round, factor in ((0, 1), (1, 1), (2, 0.1)):
-        np.testing.assert_allclose(
-            steps[0][server_round], factor * steps[1][server_round], rtol=1e-9
-        )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -4,23 +4,18 @@ centralised step.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies import FedTAN
 from tests.support.synchronised import (
-    LEARNING_RATE,
     TRANSPORTS,
     WEIGHT_DECAY,
     Branches,
-    WeightedBatchNorm,
     centralised,
     client_data,
     distances,
@@ -125,46 +120,6 @@ def test_the_law_holds_for_any_number_and_size_of_clients(
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-def test_equal_batches_of_unequal_clients_weigh_examples_by_p_over_b(
-    run_step, exchanges: str
-) -> None:
-    """Sizes 4, 12, 8 in batches of 4: client i's examples weigh p_i / b_i.
-
-    The check of the model before the run has a batch of another size.
-    """
-    model, shape = make("mlp")
-    data = client_data(shape, (4, 12, 8))
-    seen: dict[int, Tensor] = {}
-    for i, own in enumerate(data):
-        own.batch = lambda positions, generator=None, i=i, own=own: (  # type: ignore[method-assign]
-            (len(positions) == 4 and seen.setdefault(i, positions) is None)
-            or own.inputs[positions],
-            own.targets[positions],
-        )
-    done = one_round(
-        run_step, model, data, fedtan_exchanges=exchanges, batch_size=4, local_steps=1
-    )
-    assert {len(positions) for positions in seen.values()} == {4}
-    q = torch.cat(
-        [torch.full((4,), len(own) / 24 / 4, dtype=torch.float64) for own in data]
-    )
-    start, oracle = model.state_dict(), copy.deepcopy(model)
-    oracle.norm = WeightedBatchNorm(oracle.norm, q)
-    inputs = torch.cat([own.inputs[seen[i]] for i, own in enumerate(data)])
-    targets = torch.cat([own.targets[seen[i]] for i, own in enumerate(data)])
-    (q * F.cross_entropy(oracle(inputs), targets, reduction="none")).sum().backward()
-    torch.optim.SGD(
-        oracle.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY
-    ).step()
-    want = oracle.state_dict()
-    assert max(distances(done.tensors, want, start)) < 1e-10
-    plain = centralised(model, [type(data[0])(inputs, targets)])
-    assert min(distances(done.tensors, plain, start)) > 1e-3, (
-        "the plain union is another step"
-    )
-
-
-@pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_images_of_other_sizes_weigh_by_examples_and_all_clients_have_the_same_bits(
     run_step, transport: str, exchanges: str
@@ -208,52 +163,3 @@ def test_images_of_other_sizes_weigh_by_examples_and_all_clients_have_the_same_b
             run.tensors[f"0.{name}"], wanted, rtol=1e-13, atol=1e-15
         )
         assert len({record[f"0.{name}"].numpy().tobytes() for record in sent}) == 1
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_later_steps_are_local_and_share_one_optimizer(
-    run_step, transport: str
-) -> None:
-    """Three steps with momentum: the first by hand on the union, two local ones, then
-    the average; slow and plain.
-    """
-    model, shape = make("mlp")
-    data = client_data(shape, (4, 6, 5))
-    done = one_round(
-        run_step, model, data, transport=transport, local_steps=3, sgd_momentum=0.9
-    )
-    start, weights = model.state_dict(), [len(d) / 15 for d in data]
-    local = [copy.deepcopy(model) for _ in data]
-    # The first step: BN has the union's statistics, functions of all clients' inputs.
-    # Gamma and beta get p_i F_i alone; a hidden layer gets all F_j through them.
-    hidden = [
-        own.hidden(d.inputs.flatten(1)) for own, d in zip(local, data, strict=True)
-    ]
-    union = torch.cat(hidden)
-    mean, var = union.mean(0), union.var(0, correction=0)
-    loss = torch.zeros(())
-    for own, y, d, p in zip(local, hidden, data, weights, strict=True):
-        x = (y - mean) / (var + own.norm.eps).sqrt() * own.norm.weight + own.norm.bias
-        loss = loss + p * F.cross_entropy(own.fc(x.relu()), d.targets)
-    loss.backward()
-    for own, d, p in zip(local, data, weights, strict=True):
-        optimizer = torch.optim.SGD(
-            own.parameters(), LEARNING_RATE, momentum=0.9, weight_decay=WEIGHT_DECAY
-        )
-        for parameter in own.parameters():
-            parameter.grad /= p  # the client steps on F_i, the average weighs it
-        with torch.no_grad():
-            own.norm.running_mean += 0.1 * (mean - own.norm.running_mean)
-            own.norm.running_var += 0.1 * (var * 15 / 14 - own.norm.running_var)
-            own.norm.num_batches_tracked += 1
-        optimizer.step()
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(own(d.inputs), d.targets).backward()
-            optimizer.step()
-    states = [own.state_dict() for own in local]
-    want = dict(states[0])  # counters are equal
-    for name, value in want.items():
-        if value.is_floating_point():
-            want[name] = sum(p * s[name] for p, s in zip(weights, states, strict=True))
-    assert max(distances(done.tensors, want, start)) < 1e-10

@@ -1,9 +1,7 @@
-"""FedBN, SiloBN, MTFL, Standalone: local parts stay, the rest is FedAvg."""
+"""FedBN, SiloBN, MTFL, Standalone: local parts stay."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,14 +13,10 @@ import torchvision.models as tv
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.records import select, tensors, to_state
+from fedbn_flwr.messages.records import select
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
-from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.randomness import torch_generator
 
 METHODS = [FedBN, SiloBN, MTFL, Standalone]
 LEAVES = {
@@ -42,67 +36,6 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
             own = layer.state_dict().keys() & set(LEAVES[method.name])
             names |= {f"{path}.{leaf}" for leaf in own}
     return names
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_each_method_equals_its_definition_written_out(
-    federate, points, mlp, same_bits, method, fraction: float
-) -> None:
-    """Own entries live on, also of absent clients; shared ones are averaged."""
-    sizes, model = (6, 13, 9, 5), functools.partial(mlp, dropout=0.2)
-    datasets = [points(n, i) for i, n in enumerate(sizes)]
-    run = federate(method(fraction_train=fraction, seed=1), model, datasets, rounds=4)
-    own = local_names(method, model())
-    start = {
-        name: array.copy() for name, array in to_state(model().state_dict()).items()
-    }
-    shared = {name: array for name, array in start.items() if name not in own}
-    kept: list[Mapping[str, np.ndarray]] = [
-        {name: start[name] for name in own} for _ in sizes
-    ]
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    seen: set[int] = set()
-    for report in run.strategy.reports:
-        assert len(report.participants) == 4 * fraction
-        states = []
-        for i in report.participants:
-            net = model()
-            net.load_state_dict(tensors({**shared, **kept[i]}))
-            stream = functools.partial(
-                lambda r, k, purpose: torch_generator(7, purpose, r, k),
-                report.server_round,
-                i,
-            )
-            train(net, datasets[i], settings, learning_rate=0.1, stream=stream)
-            state = {
-                name: array.copy() for name, array in to_state(net.state_dict()).items()
-            }
-            kept[i] = {name: state[name] for name in own}
-            states.append(
-                {name: array for name, array in state.items() if name not in own}
-            )
-        seen |= set(report.participants)
-        if method is not Standalone:
-            shared = average(
-                states,
-                [float(sizes[i]) for i in report.participants],
-                split_state(model()),
-            )
-        for i, note in report.evaluations.items():
-            net = model()
-            net.load_state_dict(tensors({**shared, **kept[int(i)]}))
-            assert note["loss"] == evaluate(net, datasets[int(i)]).loss, (
-                "personalised: shared entries and own ones"
-            )
-    for name in start:
-        same_bits({name: run.state[name]}, {name: shared.get(name, start[name])})
-    for i in seen:
-        state = run.local_state(i)
-        same_bits(state, {name: kept[i][name] for name in start if name in own})
-    assert all(
-        "fedbn-flwr.local" not in run.context(i).state for i in set(range(4)) - seen
-    )
 
 
 def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(

@@ -1,8 +1,7 @@
-"""StaticBN: training by batch statistics, tests by the union's."""
+"""StaticBN: the statistics that clients receive, and layers that do not track."""
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import numpy as np
@@ -12,40 +11,13 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.messages.records import from_record, tensors
-from fedbn_flwr.strategies import FBN, FedAvg, StaticBN
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.strategies import FBN, StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
 
 SIZES = (6, 13, 9)
+
 UNTRACKED = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
-
-
-def test_weights_equal_fedavgs_and_the_first_layer_has_the_unions_statistics(
-    federate, datasets, mlp
-) -> None:
-    """Running statistics have no part in training; of one layer the batches do not
-    matter: the law.
-    """
-    model = functools.partial(mlp, dropout=0.3)
-    mine = federate(StaticBN(), model, datasets)
-    plain = federate(FedAvg(), model, datasets)
-    union = torch.cat([data.inputs for data in datasets])
-    for before, after in zip(mine.history[1:], plain.history[1:], strict=True):
-        assert all(
-            before[n].tobytes() == after[n].tobytes()
-            for n in after
-            if n not in UNTRACKED
-        )
-        hidden = torch.nn.functional.linear(
-            union, *(torch.from_numpy(after[f"0.{n}"]) for n in ("weight", "bias"))
-        )
-        np.testing.assert_allclose(before["1.running_mean"], hidden.mean(0), rtol=1e-12)
-        np.testing.assert_allclose(before["1.running_var"], hidden.var(0), rtol=1e-12)
-        assert before["1.num_batches_tracked"] == 0
-    assert all(
-        mine.state[name].tobytes() == mine.history[-1][name].tobytes()
-        for name in mine.state
-    )
 
 
 def test_clients_receive_and_return_the_initial_statistics(
@@ -62,45 +34,6 @@ def test_clients_receive_and_return_the_initial_statistics(
     for message in travelled:
         state = from_record(message.content["arrays"])
         assert all(state[name].tobytes() == start[name].tobytes() for name in UNTRACKED)
-
-
-def test_all_layers_of_a_torchvision_model_have_reestimated_statistics(
-    federate, points, torchvision_net
-) -> None:
-    """Against a plain pass over all data under the final weights: uneven clients,
-    smaller last batches.
-    """
-    datasets = [points(n, i, shape=(3, 40, 40)) for i, n in enumerate((5, 3, 7))]
-    run = federate(
-        StaticBN(),
-        torchvision_net,
-        datasets,
-        rounds=1,
-        rate=0.01,
-        batch_size=3,
-        local_steps=1,
-    )
-    final = torchvision_net().train()
-    final.load_state_dict(tensors(run.state))
-    seen: dict[str, list[torch.Tensor]] = {}
-    for path, layer in final.named_modules():
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            values = seen[path] = []
-            layer.register_forward_pre_hook(
-                lambda _, args, values=values: values.append(args[0].transpose(0, 1))
-            )
-    with torch.no_grad():
-        for data in datasets:
-            for inputs in data.inputs.split(3):
-                final(inputs)
-    for path, batches in seen.items():
-        values = torch.cat([batch.flatten(1) for batch in batches], 1)
-        np.testing.assert_allclose(
-            run.state[f"{path}.running_mean"], values.mean(1), rtol=1e-9, atol=1e-12
-        )
-        np.testing.assert_allclose(
-            run.state[f"{path}.running_var"], values.var(1), rtol=1e-9, atol=1e-14
-        )
 
 
 class Own(nn.BatchNorm1d):
