@@ -18,13 +18,33 @@ from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.strategies import HBN
 from fedbn_flwr.strategies.hbn import HybridStatistics
-from tests.strategies.test_fbn import (
-    Layers,
-    lower,
-)
 from tests.support.bad_replies import spoiling
 
 SIZES = (6, 13, 9)
+
+
+class Layers(nn.Sequential):
+    """BN of a kind, in part without gamma and beta, one layer called twice."""
+
+    def __init__(self, kind: str) -> None:
+        conv, norm = getattr(nn, f"Conv{kind}"), getattr(nn, f"BatchNorm{kind}")
+        twice = norm(3)
+        layers = (
+            conv(2, 3, 3),
+            norm(3, affine=False, eps=1e-2),
+            nn.ReLU(),
+            conv(3, 3, 1),
+            twice,
+            nn.ReLU(),
+            twice,
+        )
+        super().__init__(*layers, nn.Flatten(), nn.LazyLinear(3))
+        self.eval()(torch.zeros(2, 2, *[5] * int(kind[0])))
+        self.double()
+
+
+def lower(data: Any) -> Any:
+    return type(data)(data.inputs.float(), data.targets)
 
 
 def hybrid(model: nn.Module, alpha: float) -> HybridStatistics:
