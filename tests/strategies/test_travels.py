@@ -13,7 +13,7 @@ from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.methods.together import Methods, reads_unsaid
+from fedbn_flwr.server.methods.together import Methods, reads_undeclared
 from fedbn_flwr.server.methods.travels import (
     TRACKED,
     Exchanges,
@@ -237,7 +237,7 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
 def test_every_method_of_the_package_says_what_it_reads() -> None:
     """Else privacy would tell a user to change a class of the package."""
     assert [
-        kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_unsaid(kind)
+        kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_undeclared(kind)
     ] == []
 
 
