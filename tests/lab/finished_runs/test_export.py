@@ -320,7 +320,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     new = tmp_path / "a"
     for source, out, format, named in (
         (run, there, "torch", r"is there(?s:.*)ends in \.safetensors"),
-        (run, new / "model.onnx", "onnx", r"fedbn-flwr\[onnx\]"),
+        (run, new / "model.onnx", "onnx", r"\[onnx\]"),
         (tmp_path, new / "m.pt2", "torch-export", "no folder of a run"),
         (run, new / "m.pt", "torchscript", "torchscript"),
     ):
