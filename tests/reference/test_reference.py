@@ -74,13 +74,20 @@ RARE = (
     Case(methods=("bn-scaffold",), model="cumulative", rounds=4, batch_size=3, steps=3),
     Case(
         methods=("staticbn",),
+        model="convolutions",
         rounds=3,
         min_replies=2,
         hidden=((2, 0),),
         layers=True,
         batch_size=4,
     ),
-    Case(methods=("fixbn", "fedyogi"), rounds=4, freeze_affine=True, layers=True),
+    Case(
+        methods=("fixbn", "fedyogi"),
+        model="convolutions",
+        rounds=4,
+        freeze_affine=True,
+        layers=True,
+    ),
     Case(methods=("mtfl", "fixbn"), rounds=4, freeze_affine=True),
     Case(
         methods=("fedbn",),
