@@ -29,22 +29,28 @@ __all__ = [
 _MOST = 20
 
 
-def data_counts(split: PartitionedData) -> dict[str, int]:
-    """Return the number of training, validation and test examples."""
+def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]:
+    """Return the number of training, validation and test examples.
+
+    ``of_node``: the split has only the part of one node.
+    """
+    # Tests of the server also use examples that no client has.
+    tests = sum(map(len, split.test)) if of_node else len(split.test_view())
     return {
         "training": sum(map(len, split.train)),
         "validation": sum(map(len, split.validation)),
-        # Tests of the server also use examples that no client has.
-        "test": len(split.test_view()),
+        "test": tests,
     }
 
 
-def data_text(split: PartitionedData, config: Config) -> str:
-    """Return the counts of own data by part, client and class as text, several lines."""
+def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> str:
+    """Return the counts of own data by part, client and class as text, several lines.
+
+    ``of_node``: the split has only the part of one node.
+    """
     data, names = split.dataset.train, client_names(split)
-    parts = ", ".join(
-        f"{number:,} {part}" for part, number in data_counts(split).items() if number
-    )
+    counted = data_counts(split, of_node).items()
+    parts = ", ".join(f"{number:,} {part}" for part, number in counted if number)
     lines = [
         f"{config.dataset}: {data_of(config).task.name}, {parts} examples of shape"
         f" {data.shape}"

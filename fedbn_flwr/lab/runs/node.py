@@ -307,7 +307,7 @@ def describe_data(config: Config, context: Context) -> str:
         test=split.test[mine],
         validation=split.validation[mine],
     )
-    return data_text(split, config)
+    return data_text(split, config, of_node=True)
 
 
 def _check_fit(config: Config, here: Config) -> None:

@@ -125,7 +125,7 @@ def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
     _, bare = quick_run(strategy="fedbn")
     for bn in ("", "averaged", "adapt"):
         with pytest.raises(
-            StateError, match="A run with eval-on=averaged-bn saves the average"
+            StateError, match="a run with eval-on=averaged-bn saves the average"
         ):
             evaluate_run(bare, {"dataset": "digits"}, bn)
 

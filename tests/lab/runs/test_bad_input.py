@@ -219,7 +219,7 @@ def test_held_out_clients_need_nodes_that_split_as_the_server_does(
         pytest.raises(
             ConfigError,
             match=(
-                r"the split of the server has num-partitions=1 and node .*"
+                r"the split of the server has num-partitions=1, but node .*"
                 r" num-partitions=3:"
             ),
         ),

@@ -234,7 +234,7 @@ def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(
         ),
     ):
         global_state(tmp_path / "out")
-    with pytest.raises(StateError, match=r"absent/model.safetensors is absent"):
+    with pytest.raises(StateError, match=r"absent/model.safetensors is missing"):
         global_state(tmp_path / "absent")
 
 

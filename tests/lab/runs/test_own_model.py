@@ -180,7 +180,10 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     entries = {
         f"{index}.{leaf}" for index in trains or "1235" for leaf in ("weight", "bias")
     }
-    assert moved == entries | {"4.running_mean", "4.running_var"} | counter
+    # BatchNorm takes the bias before it out: its gradient is rounding, or 0.
+    noise = {"3.bias"}
+    expected = entries | {"4.running_mean", "4.running_var"} | counter
+    assert moved - noise == expected - noise
 
 
 def test_what_is_frozen_by_the_function_is_told(quick_config: Any) -> None:
