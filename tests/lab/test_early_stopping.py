@@ -301,7 +301,7 @@ def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(
     with pytest.raises(
         EngineError,
         match=(
-            rf"round {best} has the best validation-accuracy, and its checkpoint cannot"
+            rf"round {best} has the best validation-accuracy, but its checkpoint cannot"
         ),
     ):
         start(tmp_path, strategy="fedavg", resume=True, **{"checkpoint-every": 1})
