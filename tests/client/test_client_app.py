@@ -286,6 +286,6 @@ def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
         open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY
     )
     assert (
-        "client_fn returned str; client_app needs a flwr.client.NumPyClient"
+        "client_fn returned str, but client_app needs a flwr.client.NumPyClient"
         in reply.error.reason
     )

@@ -163,7 +163,7 @@ def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
         nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)
     )
     for model in (bare(), pointwise):  # a filter of one weight cannot be standardised
-        assert "convolutions; the model has none" in refused(FedWon(), model)
+        assert "convolutions, but the model has none" in refused(FedWon(), model)
     model, _ = replace_norm(net(convolution=True), "wsconv")
     accepted(FedWon(), model)
 
