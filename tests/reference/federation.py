@@ -105,6 +105,25 @@ class Client:
         return sum(x * n for x, n in self.losses) / sum(n for _, n in self.losses)
 
 
+@dataclass
+class Turn:
+    """The server's half of a round; a method changes ``model`` in place.
+
+    Attributes:
+        replies: the clients whose replies are used.
+        p: their weights p_i.
+        before: the global model before the round.
+        model: the new one, at first the average.
+        fixed: the entries that stay as they were: frozen, or with the clients.
+    """
+
+    replies: Sequence[Client]
+    p: Sequence[float]
+    before: State
+    model: State
+    fixed: set[str]
+
+
 class AllRefuse(Exception):
     """Every client that was asked refuses the settings, and none has trained."""
 
@@ -461,8 +480,9 @@ class Federation:
         fixed = set().union(*(method.fixed(self.t) for method in self.methods))
         for name in fixed - self.local:
             model[name] = before[name]
+        turn = Turn(usable, p, before, model, fixed | self.local)
         for method in self.methods:
-            method.server(usable, p, before, model, fixed | self.local)
+            method.server(turn)
         self.state = {name: model[name] for name in before}
 
     def average(self, p: Sequence[float], states: Sequence[State]) -> State:

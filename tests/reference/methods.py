@@ -1,7 +1,8 @@
 """The methods of the reference, each in the symbols of its paper.
 
-A method has at most six places: how a BatchNorm layer normalises, the gradient, what
-the client keeps, what it sends, the server's step, and what is tested.
+``Method`` is FedAvg, and has a place for each thing that a paper changes: how a
+BatchNorm layer normalises, the gradient, what a client keeps and sends, the server's
+step, and what is tested. A class has only the places that its paper changes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.reference.federation import (
     Federation,
     Lost,
     State,
+    Turn,
     cloned,
     mixture,
     moments_of,
@@ -97,14 +99,7 @@ class Method:
     def weights(self, replies: Sequence[Client]) -> list[float] | None:
         return None
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None: ...
+    def server(self, turn: Turn) -> None: ...
 
     def tested(self, client: Client) -> State:
         return {}
@@ -244,28 +239,25 @@ class Scaffold(Method):
             name: self.of(c_i, name, dc) + dc for name, dc in changes.items()
         }
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None:
+    def server(self, turn: Turn) -> None:
         grown = len(self.seen)
         scaled, self.scaled_to = self.scaled_to or grown, grown
-        equal = [1 / len(replies)] * len(replies)
+        equal = [1 / len(turn.replies)] * len(turn.replies)
         for name, first in self.fed.first_name.items():
-            if not any(first in client.sends["dc"] for client in replies):
+            if not any(first in client.sends["dc"] for client in turn.replies):
                 continue
-            ways = [c.end[name].double() - before[name].double() for c in replies]
+            ways = [
+                c.end[name].double() - turn.before[name].double() for c in turn.replies
+            ]
             step = SERVER_RATE * total(equal, ways)
-            model[name] = (before[name].double() + step).to(before[name].dtype)
-        for name in dict.fromkeys(n for c in replies for n in c.sends["dc"]):
-            zero = torch.zeros_like(before[name])
-            dc = [c.sends["dc"].get(name, zero) for c in replies]
+            turn.model[name] = (turn.before[name].double() + step).to(
+                turn.before[name].dtype
+            )
+        for name in dict.fromkeys(n for c in turn.replies for n in c.sends["dc"]):
+            zero = torch.zeros_like(turn.before[name])
+            dc = [c.sends["dc"].get(name, zero) for c in turn.replies]
             old = self.c.get(name, zero) * scaled / grown
-            self.c[name] = old + len(replies) / grown * total(equal, dc)
+            self.c[name] = old + len(turn.replies) / grown * total(equal, dc)
 
 
 # --- the server's step ------------------------------------------------------------------
@@ -277,23 +269,18 @@ class ServerStep(Method):
         self.m: State = {}
         self.v: State = {}
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None:
-        for name, x in before.items():
-            if name in fixed | self.fed.all_tracked or not x.is_floating_point():
+    def server(self, turn: Turn) -> None:
+        for name, x in turn.before.items():
+            if name in turn.fixed | self.fed.all_tracked or not x.is_floating_point():
                 continue
             wide = x.double()
-            ends = [client.end[name] for client in replies]
-            delta = sum(w * e.double() for w, e in zip(p, ends, strict=True)) - wide
+            ends = [client.end[name] for client in turn.replies]
+            delta = (
+                sum(w * e.double() for w, e in zip(turn.p, ends, strict=True)) - wide
+            )
             zero = torch.zeros_like(wide)
             self.m.setdefault(name, zero), self.v.setdefault(name, zero)
-            model[name] = (wide + self.step(name, delta)).to(x.dtype)
+            turn.model[name] = (wide + self.step(name, delta)).to(x.dtype)
 
     def step(self, name: str, delta: Tensor) -> Tensor:
         raise NotImplementedError
@@ -413,20 +400,13 @@ class Pooling(Method):
     def survey(self, client: Client) -> None:
         client.sends["moments"] = self.fed.survey(client, client.net, self.measured)
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None:
-        sent = [client.sends["moments"] for client in replies]
-        pooled = self.fed.pooled(sent, self.pool_of([len(c) for c in replies]))
+    def server(self, turn: Turn) -> None:
+        sent = [client.sends["moments"] for client in turn.replies]
+        pooled = self.fed.pooled(sent, self.pool_of([len(c) for c in turn.replies]))
         share = 1.0 if self.warm else SHARE
         for name, new in pooled.items():
-            old = before[name].double()
-            model[name] = ((1 - share) * old + share * new.double()).to(new.dtype)
+            old = turn.before[name].double()
+            turn.model[name] = ((1 - share) * old + share * new.double()).to(new.dtype)
         self.results += bool(pooled)
 
     def pool_of(self, counts: Sequence[float]) -> Any:
@@ -531,18 +511,11 @@ class HBN(Pooling):
             alpha = client.sends["alpha"]
             client.kept["alpha"] = {p: a.detach().clone() for p, a in alpha.items()}
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None:
-        super().server(replies, p, before, model, fixed)
+    def server(self, turn: Turn) -> None:
+        super().server(turn)
         for path in self.measured if self.fed.case.share_alpha else ():
-            alpha = [client.sends["alpha"][path].detach() for client in replies]
-            self.common[path] = total(p, alpha)
+            alpha = [client.sends["alpha"][path].detach() for client in turn.replies]
+            self.common[path] = total(turn.p, alpha)
 
 
 class FedTAN(Method):
@@ -655,16 +628,9 @@ class BNScaffold(Scaffold):
         moments = {path: union(parts) for path, parts in seen.items()}
         client.sends["moments"] = client.kept["moments"] = moments
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None:
-        super().server(replies, p, before, model, fixed)
-        for client in replies:
+    def server(self, turn: Turn) -> None:
+        super().server(turn)
+        for client in turn.replies:
             self.last[client.number] = client.sends["moments"], len(client)
 
 
@@ -744,19 +710,12 @@ class MomentumScope(Method):
         client.kept["momentum"] = {name: buffers[name] for name in stay}
         client.sends["momentum"] = {n: b for n, b in buffers.items() if n not in stay}
 
-    def server(
-        self,
-        replies: Sequence[Client],
-        p: Sequence[float],
-        before: State,
-        model: State,
-        fixed: set[str],
-    ) -> None:
+    def server(self, turn: Turn) -> None:
         self.common = {}
-        for name in {n for client in replies for n in client.sends["momentum"]}:
+        for name in {n for client in turn.replies for n in client.sends["momentum"]}:
             have = [
                 (w, c.sends["momentum"][name])
-                for w, c in zip(p, replies, strict=True)
+                for w, c in zip(turn.p, turn.replies, strict=True)
                 if name in c.sends["momentum"]
             ]
             weights, buffers = zip(*have, strict=True)

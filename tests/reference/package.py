@@ -34,6 +34,7 @@ from tests.support.federation import (
 )
 from tests.support.points import Points
 
+_ADAM = {"eta": of.ETA, "tau": of.TAU, "beta_1": of.BETA_1, "beta_2": of.BETA_2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fedprox": {"proximal_mu": of.MU},
     "ditto": {"proximal_mu": of.MU},
@@ -50,18 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "server_learning_rate": of.SERVER_RATE,
         "server_momentum": of.MOMENTUM,
     },
-    "fedadam": {
-        "eta": of.ETA,
-        "tau": of.TAU,
-        "beta_1": of.BETA_1,
-        "beta_2": of.BETA_2,
-    },
-    "fedyogi": {
-        "eta": of.ETA,
-        "tau": of.TAU,
-        "beta_1": of.BETA_1,
-        "beta_2": of.BETA_2,
-    },
+    "fedadam": _ADAM,
+    "fedyogi": _ADAM,
     "fedadagrad": {"eta": of.ETA, "tau": of.TAU},
     "fedbs": {
         "fedbs_eps": of.EPS,
