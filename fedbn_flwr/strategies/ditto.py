@@ -5,35 +5,39 @@ arXiv:2012.04221, Algorithm 1.
 
 ## When
 
-Use when: each client is served its own model, and a global one is needed, too.
+Use when: each client needs its own model, and a global model is needed as well.
 
 Not when: a client has no time or memory for two trainings.
 
 ## Problem
 
-Where clients differ one model fits none well, and alone a client has few examples. A
-model of its own that is held near the global one is between the two.
+If clients differ, one model fits none of them well. But a client that trains alone has
+few examples. Ditto trains an own model for each client and pulls it towards the global
+model.
 
 ## Algorithm
 
-Client $k$ receives $w^t$, and trains both models by as many steps: $w$ as in FedAvg, and
+Client $k$ receives $w^t$ and trains two models with the same number of steps: $w$ as in
+FedAvg, and its own model
 
 $$v_k \leftarrow v_k - \eta \left( \nabla F_k(v_k) + \lambda (v_k - w^t) \right)$$
 
-$\lambda$ is `proximal_mu`. $v_k$, BatchNorm's statistics included, starts as the first
-$w^t$ and stays with the client, whose tests (`eval-on=personal-own`) use it.
+$\lambda$ is `proximal_mu`. $v_k$ includes BatchNorm's statistics. It starts as the first
+$w^t$ that the client receives and stays with the client. The client's tests
+(`eval-on=personal-own`) use it.
 
 ## Differs from the paper
 
-Weights $p_i$; the authors' code (litian96/ditto) weighs the drawn clients alike. Its $v_k$
-starts as the first model of the run, here as that of the client's first round. Momentum,
-which the paper does not have, begins anew in each round. As there, both trainings of a
-round see the same batches. `agc` clips in both; other methods, such as FixBN, change the
-training of $w$ alone.
+The weights are $p_i$; the authors' code (litian96/ditto) gives the drawn clients equal
+weights. There $v_k$ starts as the first model of the run; here it starts as the model of
+the client's first round. The paper has no momentum; here it restarts in each round. Both
+trainings of a round see the same batches, as in the authors' code. `agc` clips in both
+trainings. Other methods, such as FixBN, change only the training of $w$.
 
 ## Law
 
-$w$ is FedAvg's, bit for bit; with $\lambda = 0$ $v_k$ is Standalone's.
+$w$ equals FedAvg's model, bit for bit. With $\lambda = 0$, $v_k$ equals Standalone's
+model.
 """
 
 from __future__ import annotations

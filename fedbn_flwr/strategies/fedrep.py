@@ -57,9 +57,9 @@ HEAD_STEPS = Key("fedbn-flwr.head-steps", "int: tau_h", "server", "client")
 
 
 class HeadThenBody(ClientHook):
-    """Client half: the first steps train the head alone, the others the body.
+    """Client code: the first steps train only the head, the other steps only the body.
 
-    ``num_steps``: the steps of the round; 0 = not known.
+    ``num_steps``: the number of steps of the round; 0 if unknown.
     """
 
     stage = "choose"
@@ -78,9 +78,9 @@ class HeadThenBody(ClientHook):
         if not self._of_head(model):
             named = ", ".join(sorted(self._head)[:3]) or "none"
             raise ConfigError(
-                "fedrep trains a head of each client's own, and the model has no"
-                f" parameter among its personal entries ({named}). Let personal name"
-                " the layer that makes the outputs."
+                "fedrep trains a head for each client, but none of the personal"
+                f" entries ({named}) is a parameter of the model. Set personal to the"
+                " layer that makes the outputs."
             )
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -106,8 +106,8 @@ class HeadThenBody(ClientHook):
         self._refuse_too_many(self._taken)
         if self._taken and self._head_steps and "head" not in self._trained:
             raise ConfigError(
-                f"head-steps={self._head_steps}: none of the first steps has trained the"
-                " head. In a loop with several optimizers, step that of the head first."
+                f"head-steps={self._head_steps}, but none of the first steps trained the"
+                " head. With several optimizers, step the optimizer of the head first."
             )
         return {}
 
@@ -121,7 +121,7 @@ class HeadThenBody(ClientHook):
 
 
 def _too_many(head_steps: int, num_steps: int) -> str:
-    """Return that no step is left for the body; "" if one is."""
+    """Return the refusal if no step is left for the body; else an empty text."""
     if head_steps < num_steps:
         return ""
     return (

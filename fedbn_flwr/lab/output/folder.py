@@ -137,7 +137,7 @@ def extra(name: str, again: str) -> Iterator[None]:
     # Pictures and data call code of other packages, which may raise anything.
     except Exception as error:
         logger.warning(
-            "%s failed: %s: %s. The results of the run do not need it. %s",
+            "%s failed: %s: %s. The results of the run are complete without it. %s",
             name,
             type(error).__name__,
             error,

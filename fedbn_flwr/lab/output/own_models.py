@@ -1,5 +1,7 @@
-"""The clients' own models at the end of a run: what each keeps, and with ``fine-tune`` the
-model after its steps, as the run has tested it.
+"""The fine-tuned models of the clients at the end of a run.
+
+With ``fine-tune`` a client's own model is the model after the steps before its test. The
+run repeats these steps once for its folder, so all readers use the tested model.
 """
 
 from __future__ import annotations
@@ -36,26 +38,26 @@ def fine_tuned(
     server_round: int,
     again: str,
 ) -> Iterator[tuple[str, State]]:
-    """Yield (client, entries) of each client's own model after the steps of
-    ``fine-tune``; none if the data or what clients keep are not on this disk.
+    """Yield each client and the entries of its fine-tuned model.
 
-    The steps are those before the tests of the round: the same seeds, code and data.
+    The steps repeat the steps before the tests of the round, with the same seeds, code
+    and data. Clients are left out if their data or local state are not on this disk.
 
     Args:
         config: the settings.
-        model: a copy is trained.
-        data: the data of the run.
-        strategy: it knows what the clients keep.
+        model: a model of the run; a copy of it is trained.
+        data: the data of the run; None if they are not on this disk.
+        strategy: the strategy after the run.
         state: the global state after the round.
         server_round: the round of the state.
-        again: how to make a model again that fails.
+        again: a sentence on how to make a model again if its steps fail.
     """
     if data is None:
         return
     kept = dict(kept_contents(config, strategy, state))
     sent = strategy.run.test_config(server_round)
     elsewhere = set[str]()
-    # A hook may keep what the steps need, as HBN's alpha.
+    # The steps may need local state of a hook, such as HBN's alpha.
     if strategy.methods.own_models or HOOKS in sent:
         elsewhere = strategy.run.kept.hashes.keys() - kept
     shapes = {name: array.shape for name, array in state.items()}
