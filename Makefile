@@ -8,6 +8,7 @@ export NO_MKDOCS_2_WARNING = 1
 
 .PHONY: demo test laws compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
 
+BASE ?= HEAD
 NODES ?= 3
 DRAWS ?= 1000
 HOSTS ?=
@@ -113,10 +114,12 @@ sbom:
 compose: .venv/installed
 	$(BIN)/python -m fedbn_flwr.lab.deployment.compose_nodes --nodes $(NODES)
 
+# Linters, types and the score of the prose: make check BASE=main shows each file that differs from main, before and after
 check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/prose.py --base $(BASE)
 
 # Everything that is derived from the code: config defaults, tables, the pages of config keys and methods.
 generate: .venv/installed
