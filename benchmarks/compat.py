@@ -69,7 +69,16 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 CORE = (
-    *("batchnorm", "client", "compat", "doctor", "engines", "messages", "norms"),
+    *(
+        "batchnorm",
+        "client",
+        "compat",
+        "doctor",
+        "engines",
+        "legacy",
+        "messages",
+        "norms",
+    ),
     *("privacy", "server", "strategies", "training", "transport"),
     *("test_checked_file.py", "test_core_alone.py", "test_devices.py"),
     "test_errors.py",

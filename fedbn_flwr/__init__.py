@@ -6,16 +6,19 @@ A name costs its module when it is used: ``import fedbn_flwr`` alone imports not
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from fedbn_flwr.moved import OldNames
 
 if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.parts import split_state
     from fedbn_flwr.client import TorchClient, client_app
     from fedbn_flwr.client.personal_model import global_state, personal_state
-    from fedbn_flwr.compat.legacy_client import to_client_fn
-    from fedbn_flwr.compat.legacy_strategy import LegacyStrategy, to_legacy
     from fedbn_flwr.doctor import diagnose
     from fedbn_flwr.engines import InProcessGrid
+    from fedbn_flwr.legacy.legacy_client import to_client_fn
+    from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy, to_legacy
     from fedbn_flwr.norms import replace_norm
     from fedbn_flwr.privacy import DPWrapper
     from fedbn_flwr.training.model_state import unwrap
@@ -39,7 +42,7 @@ __all__ = [
 _WHERE = {
     "DPWrapper": "privacy",
     "InProcessGrid": "engines",
-    "LegacyStrategy": "compat.legacy_strategy",
+    "LegacyStrategy": "legacy.legacy_strategy",
     "TorchClient": "client",
     "client_app": "client",
     "diagnose": "doctor",
@@ -47,8 +50,8 @@ _WHERE = {
     "personal_state": "client.personal_model",
     "replace_norm": "norms",
     "split_state": "batchnorm.parts",
-    "to_client_fn": "compat.legacy_client",
-    "to_legacy": "compat.legacy_strategy",
+    "to_client_fn": "legacy.legacy_client",
+    "to_legacy": "legacy.legacy_strategy",
     "unwrap": "training.model_state",
 }
 _ROOMS = (
@@ -75,3 +78,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of the pac
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
+
+
+# After Python's own finders: the finder is only asked for modules without a file.
+sys.meta_path.append(OldNames())

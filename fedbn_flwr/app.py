@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.lab.runs.app import client_app, server_app
+from fedbn_flwr.lab.runs.default_app import client_app, server_app
 
 __all__ = ["client_app", "server_app"]

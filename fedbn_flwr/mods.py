@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from flwr.app import Context, Message
+from flwr.clientapp.typing import ClientAppCallable
+
 from fedbn_flwr.client.answers import answer_query, answer_statistics
 from fedbn_flwr.client.hooks import Hooks, bn_rules
 from fedbn_flwr.client.masking import masked_update
-from fedbn_flwr.client.mod import bn_mod
+from fedbn_flwr.client.mod import apply_mod
 from fedbn_flwr.client.packed import packed
+from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.update_clipping import clipped_update
-
-local_bn = bn_mod
-"""The name that ``bn_mod`` had until 0.2."""
+from fedbn_flwr.errors import NamedConfigErrors
+from fedbn_flwr.legacy.legacy_messages import with_names
 
 __all__ = [
     "Hooks",
@@ -23,3 +26,34 @@ __all__ = [
     "masked_update",
     "packed",
 ]
+
+
+@NamedConfigErrors()
+@repeatable
+@with_names
+def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Return the app's reply after applying the client code of any strategy.
+
+    It is a Flower mod. The app's functions receive the whole model, in the order of the
+    server's first message, and reply with the whole model. The mod adds the local
+    entries before the call and removes them after it. It checks names, layer types and
+    shapes. It keeps the local entries in ``Context.state``, and also on disk if the
+    node's or the run's config names a ``state-dir`` and the server sends its run
+    (``strategy.continuity``). If the strategy needs no client code, the arrays are
+    unchanged. During the app's function, the default generators of torch, NumPy and
+    Python are seeded for each message, so that its draws repeat; the draws of other
+    mods do not (``repeatable``).
+
+    The mod also works on the messages of ``to_legacy``:
+    ``ClientApp(client_fn, mods=[bn_mod])``.
+
+    Raises:
+        StateError: an entry was neither sent nor kept here, the local state belongs to
+            another model or is not finite, or the app's reply is not the whole model.
+        ConfigError: the app's model has made entries.
+    """
+    return apply_mod(message, context, call_next)
+
+
+local_bn = bn_mod
+"""The name that ``bn_mod`` had until 0.2."""

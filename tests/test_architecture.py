@@ -5,7 +5,10 @@ tensors to the command line.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -13,18 +16,12 @@ from pathlib import Path
 import pytest
 
 import fedbn_flwr
+from fedbn_flwr.moved import MOVED
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "machine", "lazy", "atomic_file"),
-    (
-        "training",
-        "norms",
-        "compat/flower",
-        "compat/node_key",
-        "compat/node_list",
-        "compat/secret_sharing",
-    ),
+    ("errors", "machine", "lazy", "moved", "atomic_file"),
+    ("training", "norms", "compat"),
     ("batchnorm",),
     ("doctor",),
     ("messages", "transport", "checked_file"),
@@ -33,12 +30,8 @@ LEVELS = (
     ("server/rounds",),
     ("server/strategy",),
     ("strategies", "privacy"),
-    (
-        "client",
-        "compat/legacy_client",
-        "compat/legacy_strategy",
-        "compat/secure_aggregation",
-    ),
+    ("client",),
+    ("legacy",),
     ("mods", "__init__"),
     # Up to here the core, from here the laboratory.
     (
@@ -77,8 +70,8 @@ APART = (
         (f"server/{room}", "engines")
         for room in ("methods", "runs", "rounds", "strategy")
     ),
-    ("norms", "compat/flower"),
-    ("training", "compat/flower"),
+    ("norms", "compat"),
+    ("training", "compat"),
     ("lab/data", "lab/models"),
     ("lab/data", "lab/export"),
     ("lab/models", "lab/export"),
@@ -148,7 +141,27 @@ def top(name: str) -> str:
 def test_every_module_has_a_room() -> None:
     assert [
         str(path.relative_to(PACKAGE)) for layer, path in modules() if layer is None
-    ] == ["compat/__init__.py"]
+    ] == []
+
+
+TWO_PARTS = {
+    "kept": "a client's local state: stored by the client, tracked by the server"
+}
+"""Names that two modules share: the client and the server part of one mechanism."""
+
+
+def test_no_two_modules_share_a_name() -> None:
+    paths = [path for _, path in modules()]
+    names = Counter(path.stem for path in paths if path.stem != "__init__")
+    assert {name for name, count in names.items() if count > 1} == TWO_PARTS.keys()
+
+
+def test_a_documented_module_that_moved_warns_and_is_the_new_one() -> None:
+    for old, new in MOVED.items():
+        with pytest.warns(FutureWarning, match=re.escape(new)):
+            module = importlib.import_module(f"fedbn_flwr.{old}")
+        assert module is importlib.import_module(f"fedbn_flwr.{new}")
+        del sys.modules[f"fedbn_flwr.{old}"]  # the next import warns again
 
 
 def test_torch_only_modules_do_not_know_flower() -> None:

@@ -260,7 +260,7 @@ except FedBNError as error:
 
 
 @pytest.mark.parametrize(
-    "name", ["fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.app", "fedbn_flwr.app"]
+    "name", ["fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.default_app", "fedbn_flwr.app"]
 )
 def test_without_the_extra_an_import_says_what_to_install(
     name: str, tmp_path: Path

@@ -69,7 +69,7 @@ NOT_RUN = {
     (
         "docs/flower-projects.md",
         "lines of a server and of its clients, which"
-        " tests/compat/test_start_server.py runs",
+        " tests/legacy/test_start_server.py runs",
     ),
     ("docs/flower-projects.md", "starts a SuperLink and two SuperNodes, which stay up"),
     (

@@ -174,9 +174,9 @@ _OF_OTHERS = (
         "lab.data.own.features",
     ),
     *(
-        "lab.data.own.folder",
+        "lab.data.own.class_folders",
         "lab.data.own.hub",
-        "lab.data.own.reading",
+        "lab.data.own.own_examples",
         "lab.data.own.table",
     ),
     *("lab.runs.run", "lab.runs.serve", "lab.runs.start_checks"),

@@ -18,8 +18,8 @@ from fedbn_flwr.lab.config.fields import (
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import EVALUATIONS, Params
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server.methods import momentum, shared_bn
 from fedbn_flwr.server.methods.params import Params
-from fedbn_flwr.server.rounds import reestimation
+from fedbn_flwr.server.rounds import recalibration
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 __all__ = ["method_pages", "method_title", "page_of"]
@@ -27,7 +27,7 @@ __all__ = ["method_pages", "method_title", "page_of"]
 _OPTIONS = {
     feature: "feature-norm",
     momentum: "momentum-scope",
-    reestimation: "recalibrate",
+    recalibration: "recalibrate",
     shared_bn: "eval-on=averaged-bn",
     adaptation: "test-bn",
 }

@@ -29,7 +29,7 @@ from doc_references import references_page
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import GROUPS, Config
-from fedbn_flwr.lab.config.reading import NAMES_FILE
+from fedbn_flwr.lab.config.values import NAMES_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.message_app import client_app
 from fedbn_flwr.client.torch_client import TorchClient
 
 __all__ = ["TorchClient", "client_app"]

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.messages.moments import encode_moments
+from fedbn_flwr.messages.moment_record import encode_moments
 from fedbn_flwr.messages.protocol import (
     METRICS,
     NUM_EXAMPLES,

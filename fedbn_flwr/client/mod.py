@@ -30,11 +30,9 @@ from flwr.clientapp.typing import ClientAppCallable
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import open_outbox, take_records
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
-from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import ConfigError, NamedConfigErrors, StateError
-from fedbn_flwr.messages.legacy import with_names
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
@@ -57,7 +55,7 @@ from fedbn_flwr.messages.records import from_record, of_kind, to_record
 from fedbn_flwr.training.first_look import refuse_made
 from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
-__all__ = ["bn_mod"]
+__all__ = ["apply_mod"]
 
 _LOST = (
     "entries were neither sent nor kept by this client; the server will send the whole"
@@ -65,30 +63,10 @@ _LOST = (
 )
 
 
-@NamedConfigErrors()
-@repeatable
-@with_names
-def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Return the app's reply after applying the client code of any strategy.
-
-    It is a Flower mod. The app's functions receive the whole model, in the order of the
-    server's first message, and reply with the whole model. The mod adds the local
-    entries before the call and removes them after it. It checks names, layer types and
-    shapes. It keeps the local entries in ``Context.state``, and also on disk if the
-    node's or the run's config names a ``state-dir`` and the server sends its run
-    (``strategy.continuity``). If the strategy needs no client code, the arrays are
-    unchanged. During the app's function, the default generators of torch, NumPy and
-    Python are seeded for each message, so that its draws repeat; the draws of other
-    mods do not (``repeatable``).
-
-    The mod also works on the messages of ``to_legacy``:
-    ``ClientApp(client_fn, mods=[bn_mod])``.
-
-    Raises:
-        StateError: an entry was neither sent nor kept here, the local state belongs to
-            another model or is not finite, or the app's reply is not the whole model.
-        ConfigError: the app's model has made entries.
-    """
+def apply_mod(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Return the reply of the app to a message with named arrays, as ``bn_mod`` does."""
     # Queries without arrays, and the app's own messages, need only the answer.
     if not of_kind(message.content, ArrayRecord):
         return _sign(_answered(message, call_next(message, context)), context)

@@ -33,7 +33,7 @@ from fedbn_flwr.client.model_cache import (
 )
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.moments import encode_moments
+from fedbn_flwr.messages.moment_record import encode_moments
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import (
     APPLIED,

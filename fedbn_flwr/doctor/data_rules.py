@@ -23,7 +23,7 @@ from fedbn_flwr.doctor.thresholds import (
     SMALL_BATCH,
     Z_OF_A_GAP,
 )
-from fedbn_flwr.norms.report import shown_path
+from fedbn_flwr.norms.replaced_layers import shown_path
 
 __all__ = [
     "client_below",

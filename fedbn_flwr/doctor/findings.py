@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedbn_flwr.norms.report import shown_path
+from fedbn_flwr.norms.replaced_layers import shown_path
 
 __all__ = ["Diagnosis", "Finding", "Remedy", "listed", "number_of"]
 

@@ -10,7 +10,7 @@ from fedbn_flwr.doctor import data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.thresholds import EXTREME_SHARE
-from fedbn_flwr.norms.report import shown_path
+from fedbn_flwr.norms.replaced_layers import shown_path
 
 __all__ = [
     "RULES",

@@ -5,9 +5,8 @@ In reading order:
 - ``protocol``: every name in a message, and its configs and answers as values.
 - ``records``: state dicts to Flower's ArrayRecords and back, to the bit; the bytes of
   a round's messages.
-- ``moments``: the moments of BatchNorm layers as entries of a message.
+- ``moment_record``: the moments of BatchNorm layers as entries of a message.
 - ``packing``: all arrays of a message in one piece, over a network.
 - ``numpy_client``: a message as the arguments of a NumPyClient, and its reply.
-- ``legacy``: messages of Flower's older loop as messages with named arrays.
 - ``versions``: packages that a node and its server compare.
 """

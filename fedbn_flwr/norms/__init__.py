@@ -11,14 +11,14 @@ In reading order:
 - ``wiring``: which norm layers get the output of a convolution.
 - ``convolution``: convolutions with other filters, in the place of plain ones.
 - ``own_forward``: whether a subclass of BatchNorm does more than BatchNorm.
-- ``report``: what was replaced, one row a path.
+- ``replaced_layers``: what was replaced, one row a path.
 """
 
 from __future__ import annotations
 
 from fedbn_flwr.norms.feature import FeatureScale, use_feature_norm
 from fedbn_flwr.norms.registry import NORMS, NormInfo, replace_norm
-from fedbn_flwr.norms.report import NormReport, Replacement
+from fedbn_flwr.norms.replaced_layers import NormReport, Replacement
 from fedbn_flwr.norms.swap import batchnorm_places
 
 __all__ = [

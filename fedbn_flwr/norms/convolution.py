@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.report import Replacement, named
+from fedbn_flwr.norms.replaced_layers import Replacement, named
 from fedbn_flwr.norms.swap import describe
 
 __all__ = [

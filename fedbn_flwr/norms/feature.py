@@ -57,7 +57,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.report import NormReport, Replacement
+from fedbn_flwr.norms.replaced_layers import NormReport, Replacement
 from fedbn_flwr.norms.swap import describe
 from fedbn_flwr.training.head import head_of
 

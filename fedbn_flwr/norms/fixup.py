@@ -35,7 +35,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.convolution import in_model_order, refuse_unusual
-from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.replaced_layers import Replacement, shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, describe, swap_batchnorm
 from fedbn_flwr.norms.wiring import Wiring, wiring
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.norms.report import Replacement, shown_path
+from fedbn_flwr.norms.replaced_layers import Replacement, shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 
 __all__ = ["CheckedGroupNorm", "use_group", "use_instance", "use_layer"]

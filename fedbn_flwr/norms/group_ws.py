@@ -27,7 +27,7 @@ from fedbn_flwr.norms.convolution import (
     refuse_unusual,
 )
 from fedbn_flwr.norms.group import use_group
-from fedbn_flwr.norms.report import Replacement
+from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.wiring import wiring
 
 __all__ = [

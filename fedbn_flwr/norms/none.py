@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedbn_flwr.norms.report import Replacement
+from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.swap import swap_batchnorm
 
 __all__ = ["remove_batch"]

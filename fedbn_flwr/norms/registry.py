@@ -17,7 +17,7 @@ from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
 from fedbn_flwr.norms.renorm import use_batch_renorm
-from fedbn_flwr.norms.report import NormReport, Replacement, named
+from fedbn_flwr.norms.replaced_layers import NormReport, Replacement, named
 from fedbn_flwr.norms.wsconv import use_wsconv
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import copied

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.norms.report import Replacement, named
+from fedbn_flwr.norms.replaced_layers import Replacement, named
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 from fedbn_flwr.training.channels import batch_mean_and_variance
 

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import modules_after
-from fedbn_flwr.norms.report import Replacement, named
+from fedbn_flwr.norms.replaced_layers import Replacement, named
 from fedbn_flwr.training.freezing import refuse_scripted
 
 __all__ = [

@@ -37,7 +37,7 @@ from fedbn_flwr.norms.convolution import (
     plain_convolutions,
     refuse_unusual,
 )
-from fedbn_flwr.norms.report import Replacement
+from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.swap import describe, swap_batchnorm
 from fedbn_flwr.norms.wiring import num_outputs, wiring
 

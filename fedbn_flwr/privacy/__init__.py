@@ -2,7 +2,7 @@
 
 In reading order:
 
-- ``settings``: the config keys of both, and which of them exclude each other.
+- ``protection_settings``: the config keys of both, and which of them exclude each other.
 - ``wrapper``: ``DPWrapper``, the door for a strategy in a program.
 - ``differential``: the noisy average of clipped updates, its paper and its law.
 - ``coordinates``: the units in which an update is clipped, and gets noise or masks.
@@ -25,12 +25,12 @@ from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from fedbn_flwr.privacy.masked_sums import MaskedSums
-    from fedbn_flwr.privacy.settings import MaskSettings
+    from fedbn_flwr.privacy.protection_settings import MaskSettings
     from fedbn_flwr.privacy.wrapper import DPWrapper
 else:
     _WHERE = {
         "DPWrapper": "wrapper",
-        "MaskSettings": "settings",
+        "MaskSettings": "protection_settings",
         "MaskedSums": "masked_sums",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)

@@ -64,13 +64,13 @@ from fedbn_flwr.privacy.coordinates import (
     norm,
 )
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
+from fedbn_flwr.privacy.protection_settings import DPSettings, dp_conflicts
 from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import NONE, PartSet
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 __all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "not_covered"]
 
@@ -188,7 +188,7 @@ class ClientLevelDP(Protection):
     def pool(
         self,
         facts: Facts,
-        report: RoundReport,
+        report: RoundOutcome,
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Sequence[Reply]:
@@ -318,7 +318,7 @@ class ClientLevelDP(Protection):
                 size,
             )
 
-    def _release(self, report: RoundReport) -> None:
+    def _release(self, report: RoundOutcome) -> None:
         """Note the release of this round, and report what it costs."""
         if self.noise_multiplier is None:
             raise ConfigError(

@@ -50,7 +50,7 @@ from fedbn_flwr.privacy.masks import (
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.methods.method import Node, Reply
 from fedbn_flwr.server.rounds.replies import error_text
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 __all__ = ["MaskedRound"]
 
@@ -100,7 +100,7 @@ class MaskedRound:
             known.
     """
 
-    report: RoundReport
+    report: RoundOutcome
     nodes: Sequence[Node]
     grid: Grid
     timeout: float

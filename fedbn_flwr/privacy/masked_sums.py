@@ -69,15 +69,15 @@ from fedbn_flwr.messages.records import of_kind, state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
+from fedbn_flwr.privacy.protection_settings import MaskSettings, mask_conflicts
 from fedbn_flwr.privacy.ring import split
-from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
 from fedbn_flwr.server.methods.disclosures import disclosures
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.transport import Member
-from fedbn_flwr.transport.step import Limits, with_config
+from fedbn_flwr.transport.step_transport import Limits, with_config
 
 __all__ = ["MaskSettings", "MaskedSums", "refusals"]
 
@@ -181,7 +181,7 @@ class MaskedSums(Protection):
     def protect_messages(
         self,
         facts: Facts,
-        report: RoundReport,
+        report: RoundOutcome,
         messages: Sequence[tuple[Node, Message]],
         grid: Grid,
         timeout: float,
@@ -266,7 +266,7 @@ class MaskedSums(Protection):
     def pool(
         self,
         facts: Facts,
-        report: RoundReport,
+        report: RoundOutcome,
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Sequence[Reply]:

@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import Result
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.noise import Noise
-from fedbn_flwr.privacy.settings import DPSettings
+from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["DPWrapper"]

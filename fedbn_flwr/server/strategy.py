@@ -26,12 +26,12 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.server.methods.disclosures import check_wrapper
 from fedbn_flwr.server.methods.method import Method, RunSettings
-from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.methods.travels import PartSet
 from fedbn_flwr.server.rounds import testing
-from fedbn_flwr.server.rounds.reestimation import reestimate_before_tests
+from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.round import (
     Played,
     close_round,
@@ -42,9 +42,9 @@ from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.recording import Recording
-from fedbn_flwr.server.runs.report import AVERAGED, RoundReport, average_metrics
-from fedbn_flwr.server.runs.run import OnReplies, OnRoundEnd, Options, Run
+from fedbn_flwr.server.runs.round_outcome import AVERAGED, RoundOutcome, average_metrics
+from fedbn_flwr.server.runs.run_listener import RunListener
+from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["AggregateMetrics", "Combination", "CommonOptions", "Strategy"]
@@ -336,7 +336,7 @@ class Strategy(FlowerFedAvg):
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
         self.protection = Protection()
-        self._recording: Recording | None = None
+        self._recording: RunListener | None = None
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._in_start = False
         self._half: _Half | None = None
@@ -425,7 +425,7 @@ class Strategy(FlowerFedAvg):
         evaluate_fn: TestModel | None = None,
         should_stop: ShouldStop | None = None,
         *,
-        recording: Recording | None = None,
+        recording: RunListener | None = None,
     ) -> Result:
         """Run the rounds as Flower's own loop does, without its pauses.
 
@@ -882,7 +882,7 @@ class Strategy(FlowerFedAvg):
     # --- what callers and checkpoints use ---------------------------------------------
 
     @property
-    def reports(self) -> list[RoundReport]:
+    def reports(self) -> list[RoundOutcome]:
         """The report of each round, oldest first."""
         return self.run.reports
 

@@ -93,11 +93,11 @@ from fedbn_flwr.batchnorm.replaced_forward import (
     replace_forward,
     replaceable_layers,
 )
-from fedbn_flwr.messages.moments import decode_moments, encode_moments
+from fedbn_flwr.messages.moment_record import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
-from fedbn_flwr.server.methods.method_params import BNScaffoldParams
-from fedbn_flwr.server.methods.moments import by_layer, unmeasured
+from fedbn_flwr.server.methods.moment_pool import by_layer, unmeasured
+from fedbn_flwr.server.methods.params_by_method import BNScaffoldParams
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy

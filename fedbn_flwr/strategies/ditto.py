@@ -48,8 +48,8 @@ from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Problem
-from fedbn_flwr.server.methods.method_params import DittoParams
 from fedbn_flwr.server.methods.options import AGC, ClipGradients
+from fedbn_flwr.server.methods.params_by_method import DittoParams
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedprox import (

@@ -96,7 +96,7 @@ from fedbn_flwr.batchnorm.reestimation import (
     stop_tracking,
 )
 from fedbn_flwr.batchnorm.replaced_forward import layers_in_training, watch_inputs
-from fedbn_flwr.messages.moments import decode_moments, encode_moments
+from fedbn_flwr.messages.moment_record import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import (
     Ask,
@@ -106,12 +106,12 @@ from fedbn_flwr.server.methods.method import (
     Replies,
     Reply,
 )
-from fedbn_flwr.server.methods.method_params import (
+from fedbn_flwr.server.methods.moment_pool import pooled_statistics, unmeasured
+from fedbn_flwr.server.methods.params_by_method import (
     FBNParams,
     PooledParams,
     trimmed_share,
 )
-from fedbn_flwr.server.methods.moments import pooled_statistics, unmeasured
 from fedbn_flwr.server.methods.travels import TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.batches import Batches

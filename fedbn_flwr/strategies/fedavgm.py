@@ -43,7 +43,7 @@ import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.server.methods.method import Problem
-from fedbn_flwr.server.methods.method_params import FedAvgMParams
+from fedbn_flwr.server.methods.params_by_method import FedAvgMParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 

@@ -58,7 +58,7 @@ from torch import nn
 
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem, Replies
-from fedbn_flwr.server.methods.method_params import FedBSParams
+from fedbn_flwr.server.methods.params_by_method import FedBSParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedprox import LARGE_MU, FedProxMethod

@@ -64,12 +64,12 @@ from typing_extensions import TypeVar, Unpack
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.server.methods.method import Facts, Method, Problem, Replies
-from fedbn_flwr.server.methods.method_params import (
+from fedbn_flwr.server.methods.params import Params
+from fedbn_flwr.server.methods.params_by_method import (
     AdaptiveParams,
     FedAdagradParams,
     FedYogiParams,
 )
-from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 

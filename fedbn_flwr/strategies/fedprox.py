@@ -43,7 +43,7 @@ from typing_extensions import TypeVar, Unpack
 
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem
-from fedbn_flwr.server.methods.method_params import FedProxParams
+from fedbn_flwr.server.methods.params_by_method import FedProxParams
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 

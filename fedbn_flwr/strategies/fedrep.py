@@ -44,7 +44,7 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem
-from fedbn_flwr.server.methods.method_params import FedRepParams
+from fedbn_flwr.server.methods.params_by_method import FedRepParams
 from fedbn_flwr.server.methods.travels import PERSONAL, Travels
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook

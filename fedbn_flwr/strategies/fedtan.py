@@ -93,12 +93,12 @@ from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, synchronised
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.methods.method import Ask, Facts, HookContext, Method, Problem
-from fedbn_flwr.server.methods.method_params import FedTANParams
+from fedbn_flwr.server.methods.params_by_method import FedTANParams
 from fedbn_flwr.server.methods.travels import Exchanges, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
-from fedbn_flwr.transport.step import LinkSettings
+from fedbn_flwr.transport.step_transport import LinkSettings
 
 __all__ = ["FedTAN", "FedTANMethod", "SynchroniseFirstStep"]
 

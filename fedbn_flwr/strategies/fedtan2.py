@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from typing import Literal, Unpack
 
 from fedbn_flwr.server.methods.method import Ask, Facts, Problem
-from fedbn_flwr.server.methods.method_params import FedTAN2Params
+from fedbn_flwr.server.methods.params_by_method import FedTAN2Params
 from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fedtan import FedTANMethod

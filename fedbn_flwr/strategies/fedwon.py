@@ -51,7 +51,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedbn_flwr.server.methods.method import Method, Problem
-from fedbn_flwr.server.methods.method_params import FedWonParams
+from fedbn_flwr.server.methods.params_by_method import FedWonParams
 from fedbn_flwr.server.strategy import AggregateMetrics, Strategy
 
 __all__ = [

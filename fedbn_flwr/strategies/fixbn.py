@@ -81,7 +81,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.parts import batchnorm_layers, split_state
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Problem, Replies
-from fedbn_flwr.server.methods.method_params import FixBNParams
+from fedbn_flwr.server.methods.params_by_method import FixBNParams
 from fedbn_flwr.server.methods.travels import BATCHNORM, TRACKED, Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook

@@ -99,7 +99,7 @@ from fedbn_flwr.batchnorm.replaced_forward import (
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.methods.method import Ask, Facts, Replies
-from fedbn_flwr.server.methods.method_params import HBNParams
+from fedbn_flwr.server.methods.params_by_method import HBNParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.strategies.fbn import (

@@ -79,7 +79,7 @@ from fedbn_flwr.server.methods.method import (
     Problem,
     Replies,
 )
-from fedbn_flwr.server.methods.method_params import ScaffoldParams
+from fedbn_flwr.server.methods.params_by_method import ScaffoldParams
 from fedbn_flwr.server.methods.travels import Extra, Travels
 from fedbn_flwr.server.strategy import AggregateMetrics, CommonOptions, Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras

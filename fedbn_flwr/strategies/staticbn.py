@@ -36,7 +36,7 @@ statistics of the start; the tested and the final model hold the re-estimated on
 ## Differs from the paper
 
 The paper averages batch means and variances. Here the moments of all clients are merged
-exactly (`server/rounds/reestimation.py`), the variance with torch's $n/(n-1)$.
+exactly (`server/rounds/recalibration.py`), the variance with torch's $n/(n-1)$.
 Inference on batch statistics, the paper's alternative, is
 `eval-on=global-batch-statistics`.
 

@@ -6,7 +6,7 @@ barrier in this process, over gRPC, or from a log of earlier answers. In reading
 
 - ``through_user_code``: ``Reducer``, and how it gets past a user's training code.
 - ``transports``: the transports by name, and a client's choice of its reducer.
-- ``step``: what they share: ``Transport``, limits, a step's result.
+- ``step_transport``: what they share: ``Transport``, limits, a step's result.
 - ``barrier``: collects a tensor from each client, and answers all.
 - ``step_by_barrier``: a step whose clients meet there, as in one process.
 - ``step_by_channel``: "channel", a step whose clients reach the barrier by gRPC;

@@ -13,7 +13,12 @@ from flwr.serverapp import Grid
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import Traffic
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
-from fedbn_flwr.transport.step import Limits, StepResult, send_until, with_config
+from fedbn_flwr.transport.step_transport import (
+    Limits,
+    StepResult,
+    send_until,
+    with_config,
+)
 
 __all__ = ["play_step", "release", "step_by_barrier"]
 

@@ -22,14 +22,14 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.transport.barrier import Barrier, Member
 from fedbn_flwr.transport.polling_grid import in_simulation
-from fedbn_flwr.transport.step import (
+from fedbn_flwr.transport.step_by_barrier import play_step, release
+from fedbn_flwr.transport.step_transport import (
     Limits,
     LinkSettings,
     StepResult,
     Transport,
     with_config,
 )
-from fedbn_flwr.transport.step_by_barrier import play_step, release
 from fedbn_flwr.transport.through_user_code import Reducer
 
 # gRPC takes a while to import, and most runs open no channel: both ends are imported

@@ -32,7 +32,7 @@ from fedbn_flwr.messages.records import (
     to_record,
 )
 from fedbn_flwr.transport.barrier import Member, TaggedTensor, odd_ones
-from fedbn_flwr.transport.step import (
+from fedbn_flwr.transport.step_transport import (
     Enough,
     Limits,
     LinkSettings,

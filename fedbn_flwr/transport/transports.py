@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.messages.protocol import BARRIER, MASK_PRESENT
-from fedbn_flwr.transport.step import Transport
 from fedbn_flwr.transport.step_by_channel import ByChannel
 from fedbn_flwr.transport.step_by_messages import ByMessages
+from fedbn_flwr.transport.step_transport import Transport
 from fedbn_flwr.transport.through_user_code import Reducer, in_process_reducer, wrapped
 
 __all__ = ["TRANSPORTS", "connect"]

@@ -23,7 +23,7 @@ from fedbn_flwr.batchnorm.averaging import (
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, pool
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
-from fedbn_flwr.server.methods.moments import pooled_statistics
+from fedbn_flwr.server.methods.moment_pool import pooled_statistics
 from fedbn_flwr.strategies.fbn import trimmed
 
 NAMES = [

@@ -102,7 +102,9 @@ def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -
 def test_client_app_has_it_as_its_first_mod_at_a_supernode(
     on_node: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr("fedbn_flwr.client.app.on_network_node", lambda: on_node)
+    monkeypatch.setattr(
+        "fedbn_flwr.client.message_app.on_network_node", lambda: on_node
+    )
     app = client_app(lambda context: NumPyClient(), [bn_mod])
     assert NodeProperties.read(
         app(Message(RecordDict(), 5, "query"), context())

@@ -58,7 +58,7 @@ class Line(InProcessGrid):
 @pytest.fixture(autouse=True)
 def _on_a_node(monkeypatch) -> None:
     """Let ``client_app`` make its apps as in a SuperNode's process."""
-    monkeypatch.setattr("fedbn_flwr.client.app.on_network_node", lambda: True)
+    monkeypatch.setattr("fedbn_flwr.client.message_app.on_network_node", lambda: True)
 
 
 @pytest.fixture

@@ -63,6 +63,10 @@ SPEC = find_spec("fedbn_flwr")
 assert SPEC is not None
 assert SPEC.origin is not None
 PACKAGE = Path(SPEC.origin).parent  # found without importing it
+ADAPTERS = (
+    PACKAGE / "compat",
+    PACKAGE / "legacy",
+)  # Flower's internals, its older loop
 RELEASE = tuple(int(number) for number in flwr.__version__.split(".")[:2])
 # By the number: a version that moves them must fail.
 RECENT = pytest.mark.skipif(RELEASE < (1, 40), reason="internals of recent Flower")
@@ -114,14 +118,14 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 @RECENT
 def test_every_name_is_where_it_was() -> None:
     """A name with two places, as in older versions, is in one of them."""
-    for path in sorted((PACKAGE / "compat").glob("*.py")):
+    for path in (path for room in ADAPTERS for path in sorted(room.glob("*.py"))):
         places = defaultdict[str, list[str]](list)
         for module, name, _ in imported(path):
             places[name].append(module)
         for name, modules in places.items():
             found = [importlib.import_module(module) for module in modules]
             assert any(hasattr(module, name) for module in found), (
-                f"compat/{path.name}: {name} in {', '.join(modules)}"
+                f"{path.relative_to(PACKAGE)}: {name} in {', '.join(modules)}"
             )
 
 
@@ -786,11 +790,9 @@ def touches(node: ast.AST) -> str:
 
 
 def found_outside(check: Callable[[Path], list[str]]) -> list[str]:
-    """What a check finds in the package's modules outside ``compat/``."""
+    """What a check finds in the package's modules outside the adapters."""
     paths = [
-        path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.parent != PACKAGE / "compat"
+        path for path in sorted(PACKAGE.rglob("*.py")) if path.parent not in ADAPTERS
     ]
     return [
         f"{path.relative_to(PACKAGE)}:{found}"

@@ -58,8 +58,8 @@ from fedbn_flwr.strategies import (
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import turn
 from fedbn_flwr.transport import Member, RetryStep, in_process_reducer
-from fedbn_flwr.transport.step import Limits, StepResult
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
+from fedbn_flwr.transport.step_transport import Limits, StepResult
 from tests.support.federation import Outcome
 from tests.support.many_layers import EveryType
 

@@ -41,7 +41,7 @@ from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.travels import Travels
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import (
     STRATEGIES,
     FedAvg,
@@ -101,7 +101,7 @@ def pooled(
     asked = asked or len(states)
     facts = Facts(1, None, split_state(before), before, num_able=asked)
     replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
-    report = RoundReport(1, "train", asked=asked)
+    report = RoundOutcome(1, "train", asked=asked)
     (reply,) = privacy.pool(facts, report, replies, lambda reply: None)
     return dict(reply.state)
 
@@ -698,9 +698,9 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
 def test_rounds_that_a_resumed_run_repeats_are_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedbn_flwr.lab.output.recorder import Recorder
+    from fedbn_flwr.lab.output.result_writer import ResultWriter
 
-    original = Recorder.test
+    original = ResultWriter.test
 
     def killed(self: Any, server_round: int, arrays: ArrayRecord) -> Any:
         if server_round == 3:
@@ -711,10 +711,10 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(
     # all are clipped, so C grows by 10 % a round
     adaptive = {"dp_clipping": "adaptive", "dp_clipping_norm": 1e-3}
     keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 0.1, **adaptive}
-    monkeypatch.setattr(Recorder, "test", killed)
+    monkeypatch.setattr(ResultWriter, "test", killed)
     with pytest.raises(KeyboardInterrupt):
         quick(tmp_path, "run", **keys)
-    monkeypatch.setattr(Recorder, "test", original)
+    monkeypatch.setattr(ResultWriter, "test", original)
     summary = quick(tmp_path, "run", **keys, resume=True)
     assert "after 5 releases" in summary["privacy"]["guarantee"]
     whole = quick(tmp_path, "whole", **keys)

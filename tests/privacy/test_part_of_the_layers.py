@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.masked_sums import MaskedSums
-from fedbn_flwr.privacy.settings import MaskSettings
+from fedbn_flwr.privacy.protection_settings import MaskSettings
 from fedbn_flwr.strategies import MTFL, FedBN, FixBN, SiloBN
 from tests.support.small_vision import VISION
 

@@ -11,7 +11,7 @@ from flwr.app import Error, Message, MessageType, RecordDict
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.transport.polling_grid import PollingGrid
-from fedbn_flwr.transport.step import send_until
+from fedbn_flwr.transport.step_transport import send_until
 
 
 class Slow(PollingGrid):

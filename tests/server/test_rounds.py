@@ -29,9 +29,9 @@ from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
-from fedbn_flwr.server.runs.recording import Recording
-from fedbn_flwr.server.runs.report import RoundReport
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.run_listener import RunListener
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -465,7 +465,7 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
 
 
 def asked_of(
-    run: Run, report: RoundReport, nodes: list[Node], kind: str = "train"
+    run: Run, report: RoundOutcome, nodes: list[Node], kind: str = "train"
 ) -> Any:
     """Messages of a round to these nodes, made without a federation."""
     # Flower makes messages only in a process of a run
@@ -489,7 +489,7 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(
     another node than those asked.
     """
     report, run = (
-        RoundReport(1, "train"),
+        RoundOutcome(1, "train"),
         run_of(FedAvg(parts=split_state({})), timeout),
     )
     sent = asked_of(run, report, [Node(7, 0), Node(8, 1)])
@@ -524,7 +524,7 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
 
     A node that replies twice to its message counts once.
     """
-    report, run = RoundReport(1, "train"), run_of(FedAvg(parts=split_state({})), 60.0)
+    report, run = RoundOutcome(1, "train"), run_of(FedAvg(parts=split_state({})), 60.0)
     nodes = [Node(7 + i, partition) for i, partition in enumerate(partitions)]
     run.nodes._nodes = {node.node_id: node for node in nodes}
     sent = asked_of(run, report, nodes[::-1])  # in no order that the result may have
@@ -713,7 +713,7 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
     assert numbers == [(2, 2), (1, 1)]
 
 
-class Notes(Recording):
+class Notes(RunListener):
     """Notes what a run tells, and ends it after a round; its run's name moves on."""
 
     def __init__(self, last: int) -> None:

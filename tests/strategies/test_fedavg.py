@@ -21,7 +21,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
 from fedbn_flwr.messages.records import num_bytes, to_record
-from fedbn_flwr.server.runs.report import average_metrics
+from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import (
     BINARY,

@@ -31,7 +31,7 @@ from fedbn_flwr.transport import (
     step_by_channel,
 )
 from fedbn_flwr.transport.polling_grid import PollingGrid
-from fedbn_flwr.transport.step import Limits
+from fedbn_flwr.transport.step_transport import Limits
 from tests.support.federation import Outcome
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 from tests.support.versioned import Versioned

@@ -25,8 +25,8 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record, to_state, views
-from fedbn_flwr.server.runs.report import RoundReport
-from fedbn_flwr.server.runs.run import Run as ServersRun
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.run_state import Run as ServersRun
 from fedbn_flwr.strategies import STRATEGIES, Facts, FedAvg, FixBN, Replies, combined
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -368,7 +368,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     """
     strategy = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue")
     fields = {field.name for field in dataclasses.fields(ServersRun)}
-    of_report = {field.name for field in dataclasses.fields(RoundReport)}
+    of_report = {field.name for field in dataclasses.fields(RoundOutcome)}
     watched, read, written, read_of_reports = False, set[str](), set[str](), set[str]()
     kept: dict[str, Any] = {}
 
@@ -382,7 +382,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
             written.add(name)
         object.__setattr__(run, name, value)
 
-    def get_of_report(report: RoundReport, name: str) -> Any:
+    def get_of_report(report: RoundOutcome, name: str) -> Any:
         if (
             watched
             and name in of_report
@@ -411,7 +411,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
 
     monkeypatch.setattr(ServersRun, "__getattribute__", get)
     monkeypatch.setattr(ServersRun, "__setattr__", put)
-    monkeypatch.setattr(RoundReport, "__getattribute__", get_of_report)
+    monkeypatch.setattr(RoundOutcome, "__getattribute__", get_of_report)
     strategy.on_round_end = end_round
     app = functools.partial(
         spoiling, spoil_state(all_nan), who={0, 1, 2}, rounds={3, 4}

@@ -11,10 +11,10 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.method_params import FedTANParams
+from fedbn_flwr.server.methods.params_by_method import FedTANParams
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.transport import Member
-from fedbn_flwr.transport.step import Limits, LinkSettings
+from fedbn_flwr.transport.step_transport import Limits, LinkSettings
 from fedbn_flwr.transport.transports import TRANSPORTS
 
 

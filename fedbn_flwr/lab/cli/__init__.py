@@ -9,7 +9,14 @@ import sys
 
 # isort: off
 # Each module adds its command to the app; --help shows them in this order.
-from fedbn_flwr.lab.cli import before, node, run, sweep, reading, finished  # noqa: F401
+from fedbn_flwr.lab.cli import (  # noqa: F401
+    before,
+    node_command,
+    run_command,
+    sweep_command,
+    report_command,
+    finished,
+)
 from fedbn_flwr.lab.cli.console import app
 
 # isort: on

@@ -35,7 +35,7 @@ Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
 @app.add(BEFORE, "list strategies", name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
-    from fedbn_flwr.lab.config.reading import rows
+    from fedbn_flwr.lab.config.values import rows
 
     entries = rows(kind)
     wide = max(len(name) for name, _, _ in entries)
@@ -66,7 +66,7 @@ def inspect(
 ) -> None:
     """Show the BN layers of a model, and which entries a strategy shares or keeps."""
     from fedbn_flwr.lab.config import Config, read_overrides
-    from fedbn_flwr.server.methods.method_params import PARAMS
+    from fedbn_flwr.server.methods.params_by_method import PARAMS
 
     with exit_codes():
         given = read_overrides(set_ or [])

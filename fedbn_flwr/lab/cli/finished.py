@@ -64,7 +64,7 @@ def evaluate(
         refuse_no_run(run)
         if against is not None:
             refuse_no_run(against)
-    from fedbn_flwr.lab.cli.sites import print_sites
+    from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.config import data_of
     from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
     from fedbn_flwr.lab.finished_runs.saved_model import run_config

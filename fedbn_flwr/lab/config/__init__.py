@@ -2,10 +2,10 @@
 ``[tool.flwr.app.config]``.
 
 ``fields.py`` has the keys; those of the methods come from
-``server/methods/method_params.py``. ``config.py`` reads and writes them. They are
+``server/methods/params_by_method.py``. ``config.py`` reads and writes them. They are
 checked in two halves: ``checks.py`` needs no torch, so that a wrong key or value is
 told at once, and ``run_checks.py`` asks the registries, the data and the methods.
-``data.py`` and ``method.py`` say what the settings mean: ``data_of(config)``,
+``data.py`` and ``method_of_config.py`` say what the settings mean: ``data_of(config)``,
 ``method_of(config)``. A name here costs its module when it is used.
 """
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fedbn_flwr.lab.config.config import Config, Scalar, state_in_out
     from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.config.fields import GROUPS, STATE_IN_OUT
-    from fedbn_flwr.lab.config.method import (
+    from fedbn_flwr.lab.config.method_of_config import (
         learning_rate_of,
         method_of,
         schedule_changes,
     )
-    from fedbn_flwr.lab.config.reading import (
+    from fedbn_flwr.lab.config.values import (
         CENTRALIZED,
         RENAMED,
         listed,
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from fedbn_flwr.lab.config.yaml_text import read_overrides
 else:
     _WHERE = {
-        "CENTRALIZED": "reading",
+        "CENTRALIZED": "values",
         "GROUPS": "fields",
-        "RENAMED": "reading",
+        "RENAMED": "values",
         "STATE_IN_OUT": "fields",
         "Config": "config",
         "Scalar": "config",
         "data_of": "data",
-        "learning_rate_of": "method",
-        "listed": "reading",
-        "method_of": "method",
-        "number": "reading",
+        "learning_rate_of": "method_of_config",
+        "listed": "values",
+        "method_of": "method_of_config",
+        "number": "values",
         "read_overrides": "yaml_text",
-        "schedule_changes": "method",
-        "split": "reading",
+        "schedule_changes": "method_of_config",
+        "split": "values",
         "state_in_out": "config",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.lab.config.fields import Fields, config_fields, methods_with, only_if_of
-from fedbn_flwr.lab.config.reading import CENTRALIZED, allowed, read_decays, split
-from fedbn_flwr.server.methods.method_params import PARAMS
+from fedbn_flwr.lab.config.values import CENTRALIZED, allowed, read_decays, split
 from fedbn_flwr.server.methods.params import EVALUATIONS, SET, TEST_BN
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 
 __all__ = [
     "ROLES",

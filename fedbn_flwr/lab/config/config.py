@@ -16,7 +16,7 @@ from fedbn_flwr.lab.config.checks import (
     values_of,
 )
 from fedbn_flwr.lab.config.fields import GROUPS, Fields, config_fields
-from fedbn_flwr.lab.config.reading import (
+from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
     RENAMED,
     merged,
@@ -119,7 +119,7 @@ class Config(Fields):
     def _resolved(self, changes: Mapping[str, Any]) -> Config:
         """Return the config with these changes, and what "not set" stands for."""
         from fedbn_flwr.lab.config.data import data_of
-        from fedbn_flwr.lab.config.method import method_of
+        from fedbn_flwr.lab.config.method_of_config import method_of
 
         config = self.model_copy(update=changes)
         update: dict[str, Any] = {"partition": data_of(config).split_name}
@@ -218,7 +218,7 @@ class Config(Fields):
         """Return what these settings do that a user may not expect, one line each."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
-        from fedbn_flwr.lab.config.method import method_of
+        from fedbn_flwr.lab.config.method_of_config import method_of
 
         lines = self.late_decays()
         lines += [problem.text for problem in method_of(self).problems("warn")]

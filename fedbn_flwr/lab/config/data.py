@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.lab.config.fields import Fields
-from fedbn_flwr.lab.config.reading import listed, split
+from fedbn_flwr.lab.config.values import listed, split
 from fedbn_flwr.lab.data import (
     DATASETS,
     FUNCTION,

@@ -3,8 +3,8 @@
 Each key has a type, a default, limits, a meaning, and the conditions under which it has
 an effect. A key is the kebab-case name of its field. This module does not import torch,
 so that a wrong key or value is reported immediately. The settings of the methods come
-from ``server.methods.method_params``, the settings of the protections from
-``privacy.settings``.
+from ``server.methods.params_by_method``, the settings of the protections from
+``privacy.protection_settings``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.reading import refuse_bool, split
-from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
-from fedbn_flwr.server.methods.method_params import PARAMS
+from fedbn_flwr.lab.config.values import refuse_bool, split
+from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.params import BATCHNORM_KINDS, SET, Params, Settings
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 
 __all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "config_fields", "methods_with"]
 __all__ += ["only_if_of", "own_defaults", "settings_of_methods"]

@@ -9,11 +9,11 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config.checks import Problem, of_error, of_name
 from fedbn_flwr.lab.config.data import RunData, data_of
 from fedbn_flwr.lab.config.fields import Fields
-from fedbn_flwr.lab.config.method import RunMethod, method_of
-from fedbn_flwr.lab.config.reading import allowed, split
+from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
+from fedbn_flwr.lab.config.values import allowed, split
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
-from fedbn_flwr.privacy.settings import dp_conflicts, mask_conflicts
+from fedbn_flwr.privacy.protection_settings import dp_conflicts, mask_conflicts
 from fedbn_flwr.server.methods.params import TEST_BN
 
 __all__ = ["has_no_effect_in_run", "problems_of_run"]
@@ -124,7 +124,7 @@ def _check_task(config: Fields, data: RunData) -> None:
 
 
 # --- the methods and the protections --------------------------------------------------
-def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
+def _of_methods(config: Fields, method: MethodOfConfig) -> list[Problem]:
     """Return the problems of the methods, and their conflicts with the protections."""
     if method.centralized:
         return []
@@ -140,7 +140,7 @@ def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
     return problems
 
 
-def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
+def _of_dp(config: Fields, method: MethodOfConfig) -> list[Problem]:
     """Return the parts of this run that bypass the noise or conflict with it."""
     # Runs without privacy do not import it.
     from fedbn_flwr.privacy.differential import not_covered
@@ -160,7 +160,7 @@ def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
     return [Problem("conflict", "dp", line) for line in lines]
 
 
-def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
+def _of_masks(config: Fields, method: MethodOfConfig) -> list[Problem]:
     """Return the parts of this run that are not sums over the clients."""
     # Runs without masks do not import it.
     from fedbn_flwr.privacy.masked_sums import refusals
@@ -173,7 +173,7 @@ def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
     return [Problem("conflict", "masked-sums", line) for line in lines]
 
 
-def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str]:
+def _uncovered(config: Fields, method: MethodOfConfig, protects: str) -> Iterator[str]:
     """Yield the settings, other than updates, that reveal the clients' data."""
     tells = f"reports results on the clients' data, which {protects} not cover"
     tests = []
@@ -231,7 +231,7 @@ def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
     return unused
 
 
-def _unused_of_tests(config: Fields, method: RunMethod) -> dict[str, str]:
+def _unused_of_tests(config: Fields, method: MethodOfConfig) -> dict[str, str]:
     unused: dict[str, str] = {}
     personal = [name for name in method.tests if name.startswith("personal")]
     adapted = [name for name in method.tests if name.endswith(TEST_BN)]

@@ -8,9 +8,9 @@ What every other file uses:
 - ``augment``: random changes of the images of a training batch.
 
 Data sets by name. A new one is a reader in one of these files, or in a file of its own,
-and an entry of ``registry``:
+and an entry of ``datasets``:
 
-- ``registry``: every data set by name, with what is known before it is loaded.
+- ``datasets``: every data set by name, with what is known before it is loaded.
 - ``loading``: loads one in the shape that a model needs, once in a process.
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
 - ``folders``: folders of image files (ImageNet); ``image_files`` decodes the files.
@@ -39,6 +39,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.data.augment import Augment
+from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.own.request import (
@@ -57,7 +58,6 @@ from fedbn_flwr.lab.data.partitioning import (
     split_dataset,
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table
-from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.samples import Dataset, Samples
 from fedbn_flwr.lab.data.splits import PartitionRequest
 from fedbn_flwr.lab.data.subset import Subset
@@ -66,7 +66,7 @@ from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.data.own.description import own_info
-    from fedbn_flwr.lab.data.own.reading import is_divided, own_sha256, own_tests
+    from fedbn_flwr.lab.data.own.own_examples import is_divided, own_sha256, own_tests
 else:
     # Their modules import every reader, which a process without own data never needs.
     _WHERE = {

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
+from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.readers import READ_ERRORS
-from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.samples import Dataset, Shape, fitted, per_channel
 
 __all__ = ["load_dataset"]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
 from fedbn_flwr.lab.data.folders import Files, image_files
 from fedbn_flwr.lab.data.readers import READ_ERRORS
-from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, fitted, per_channel
 
 __all__ = ["load_local_dataset"]

@@ -28,7 +28,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.norms.convolution import DerivedWeightConv
-from fedbn_flwr.norms.report import shown_path
+from fedbn_flwr.norms.replaced_layers import shown_path
 from fedbn_flwr.training.model_state import copied
 
 __all__ = ["Folding", "fold", "folded_at"]

@@ -1,10 +1,10 @@
 """Models by name, the seeded build, and initial weights. Torch and torchvision.
 
-A new model is a file like ``lenet`` and an entry of ``registry``.
+A new model is a file like ``lenet`` and an entry of ``models_by_name``.
 
-- ``registry``: every model by name; builds one for the inputs of a data set.
+- ``models_by_name``: every model by name; builds one for the inputs of a data set.
 - ``info``: the entry of a model: how it is built, what it takes and gives.
-- ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs``, ``signal_cnn``:
+- ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``, ``signal_cnn``:
   the papers' networks, one a file.
 - ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.
 - ``extras``: networks of optional packages, ``timm:NAME`` and ``smp:NAME/ENCODER``.
@@ -17,8 +17,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.models.info import ModelInfo
+from fedbn_flwr.lab.models.models_by_name import (
+    MODELS,
+    build_model,
+    input_shape,
+    model_info,
+)
 from fedbn_flwr.lab.models.own import code_changed, code_sha256
-from fedbn_flwr.lab.models.registry import MODELS, build_model, input_shape, model_info
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """``fedbn-flwr check-node``: what a site finds out before it joins; nothing is sent.
 
 - ``check``: the steps: config, data, a short round, the way to the server.
-- ``trial``: the short round, a federation of this node alone.
+- ``trial_rounds``: the short round, a federation of this node alone.
 - ``connection``: the way to the server.
 - ``page``: what was found, as text.
 """

@@ -15,7 +15,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError, split_code
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.node_check.connection import Connection, check_connection
 from fedbn_flwr.lab.node_check.page import Finding, Page
-from fedbn_flwr.lab.node_check.trial import try_rounds
+from fedbn_flwr.lab.node_check.trial_rounds import try_rounds
 from fedbn_flwr.lab.runs.node import client_fn, describe_data
 from fedbn_flwr.lab.runs.node_guard import check_run
 

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
@@ -189,7 +189,7 @@ class GlobalTests:
         return self._config.test_bn if test.endswith(TEST_BN) else ""
 
 
-def client_means(report: RoundReport, task: Task) -> dict[str, float]:
+def client_means(report: RoundOutcome, task: Task) -> dict[str, float]:
     """Return each metric of the clients' tests as two means over the clients.
 
     ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), ``NAME-weighted`` the mean
@@ -233,7 +233,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def client_means_by_domain(
-    report: RoundReport, domain_of: Callable[[int], str | None], task: Task
+    report: RoundOutcome, domain_of: Callable[[int], str | None], task: Task
 ) -> dict[str, dict[str, float]]:
     """Return each metric of the clients' own tests, as a plain mean by domain."""
     tests: dict[str, list[Mapping[str, Any]]] = {}

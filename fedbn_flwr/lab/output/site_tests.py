@@ -22,7 +22,7 @@ from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.server.runs.failures import shortened
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state

@@ -19,11 +19,11 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint
 from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
-from fedbn_flwr.lab.output.recorder import OnRound, Recorder
+from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.recording import divergence_of, ends_diverged
+from fedbn_flwr.lab.runs.folder_listener import divergence_of, ends_diverged
 from fedbn_flwr.lab.runs.serve import beginning, report_data, tests_of_clients
-from fedbn_flwr.lab.runs.start_checks import Checked
+from fedbn_flwr.lab.runs.start_checks import CheckedConfig
 from fedbn_flwr.lab.setup import local_training, on_device
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
@@ -34,7 +34,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.server.methods.together import TOO_LARGE_STEPS
 from fedbn_flwr.server.runs.failures import losses_not_finite
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.model_state import load_state, unwrap
@@ -48,7 +48,7 @@ _OPTIMIZER = "optimizer"  # in a checkpoint, in place of a strategy's state
 
 
 def centralized(
-    checked: Checked, out: Path, on_round: OnRound | None = None
+    checked: CheckedConfig, out: Path, on_round: OnRound | None = None
 ) -> dict[str, Any]:
     """Run the reference over the union of the clients' data, and write its folder.
 
@@ -69,7 +69,7 @@ def centralized(
 
         with RunFolder(out, config, start.after) as folder:
             report_data(folder, config, data)
-            recorder = Recorder(folder, config, model, data, None, on_round)
+            recorder = ResultWriter(folder, config, model, data, None, on_round)
             tests = tests_of_clients(config, data)
             reference = _Reference(config, model, optimizer, recorder, start, tests)
 
@@ -126,7 +126,7 @@ class _Reference:
         config: Config,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        recorder: Recorder,
+        recorder: ResultWriter,
         start: StartingPoint,
         tests: Sequence[str],
     ) -> None:
@@ -220,9 +220,9 @@ class _Reference:
 
 def _report(
     server_round: int, result: TrainResult, tested: Mapping[str, Any]
-) -> RoundReport:
+) -> RoundOutcome:
     """Return the report of a round, and log losses that are not finite."""
-    report = RoundReport(server_round, "centralized")
+    report = RoundOutcome(server_round, "centralized")
     report.metrics = {
         TRAIN_LOSS: result.loss,
         EXAMPLES_PROCESSED: result.num_processed,

@@ -54,7 +54,7 @@ from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.runs.start_checks import Checked
+    from fedbn_flwr.lab.runs.start_checks import CheckedConfig
 
 __all__ = ["RunClients", "client_fn", "describe_data"]
 
@@ -110,7 +110,7 @@ class RunClients:
         self._split = functools.lru_cache(maxsize=4)(split)
 
     @classmethod
-    def of(cls, checked: Checked) -> RunClients:
+    def of(cls, checked: CheckedConfig) -> RunClients:
         """Return those of a run that this process has checked."""
         # They train copies of this copy: the server takes over the model itself.
         model, config = copied(checked.model), checked.config

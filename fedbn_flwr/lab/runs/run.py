@@ -13,14 +13,18 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.simulation import simulate
-from fedbn_flwr.lab.runs.start_checks import Checked, check, refuse_too_few_clients
+from fedbn_flwr.lab.runs.start_checks import (
+    CheckedConfig,
+    check,
+    refuse_too_few_clients,
+)
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
@@ -33,7 +37,7 @@ Engine = Literal["in-process", "simulation"]
 _WORTH_PROCESSES = 1e8
 
 
-def preflight(config: Config, out: Path) -> Checked:
+def preflight(config: Config, out: Path) -> CheckedConfig:
     """Check a run before anything is written.
 
     The returned config names the absolute folder and the clients. The data and their
@@ -79,7 +83,7 @@ def _keeps_files(config: Config) -> bool:
     return config.checkpoint_every > 0 or keeps
 
 
-def default_workers(checked: Checked) -> int:
+def default_workers(checked: CheckedConfig) -> int:
     """Return how many worker processes make the run faster.
 
     As many as cores, at most one for a client of a round.
@@ -148,7 +152,7 @@ def run(
 
 
 def start(
-    checked: Checked,
+    checked: CheckedConfig,
     engine: Engine = "in-process",
     on_round: OnRound | None = None,
     workers: int | None = None,

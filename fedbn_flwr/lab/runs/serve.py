@@ -21,7 +21,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.output.checkpoint import StartingPoint, starting_point
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
-from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.output.run_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.partitioned.counts import (
     data_counts,
@@ -35,9 +35,9 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     domain_test,
     partitioned_data,
 )
-from fedbn_flwr.lab.runs.recording import CheckpointManager, RunRecord
+from fedbn_flwr.lab.runs.folder_listener import CheckpointManager, FolderListener
 from fedbn_flwr.lab.runs.start_checks import (
-    Checked,
+    CheckedConfig,
     moved_buffers,
     refuse_too_few_clients,
 )
@@ -79,7 +79,7 @@ REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
 
 
 def serve(
-    grid: Grid, checked: Checked, out: Path, on_round: OnRound | None = None
+    grid: Grid, checked: CheckedConfig, out: Path, on_round: OnRound | None = None
 ) -> dict[str, Any]:
     """Run the server's side of a federated run; write its folder, return the summary.
 
@@ -120,7 +120,7 @@ def serve(
 
         with RunFolder(out, config, start.after) as folder:
             report_data(folder, config, data)
-            record = RunRecord(
+            record = FolderListener(
                 folder, config, model, data, strategy, checkpoints, on_round
             )
             tests = ",".join(tests_of_clients(config, data))

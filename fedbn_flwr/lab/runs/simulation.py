@@ -21,7 +21,7 @@ from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.files import NewLines, read_json
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, FLOWER_LOG
-from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.runs.cluster import check_cluster
 from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
@@ -58,7 +58,7 @@ def echo(line: str) -> None:
 
 _APP = '''"""A ServerApp and a ClientApp from the installed package."""
 
-from fedbn_flwr.lab.runs.app import client_app, server_app
+from fedbn_flwr.lab.runs.default_app import client_app, server_app
 
 __all__ = ["client_app", "server_app"]
 '''
@@ -67,7 +67,7 @@ _CLUSTER_APP = '''"""The same ClientApp on a Ray cluster. Only the process of Fl
 
 from pathlib import Path
 
-from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.cluster import join_cluster
 
 __all__ = ["client_app"]

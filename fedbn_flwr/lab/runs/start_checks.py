@@ -1,7 +1,7 @@
 """The checks before a run: the machine, and whether the model fits.
 
-``check`` returns the config as a ``Checked``, with the model that was built for the
-checks: what takes a ``Checked`` neither checks the config nor builds the model again.
+``check`` returns the config as a ``CheckedConfig``, with the model that was built for the
+checks: what takes a ``CheckedConfig`` neither checks the config nor builds the model again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ from fedbn_flwr.training.model_state import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["Checked", "check", "misfits", "moved_buffers", "refuse_too_few_clients"]
+__all__ = [
+    "CheckedConfig",
+    "check",
+    "misfits",
+    "moved_buffers",
+    "refuse_too_few_clients",
+]
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedConfig:
     """A config that can run on this machine.
 
     Attributes:
@@ -53,7 +59,7 @@ class Checked:
     warnings: tuple[str, ...]
 
 
-def check(config: Config) -> Checked:
+def check(config: Config) -> CheckedConfig:
     """Check that a run can start here: device, folders, and layers for the method.
 
     Forward passes of the model on two examples, in eval mode and in train mode, find
@@ -88,7 +94,7 @@ def check(config: Config) -> Checked:
     warnings += _try_model(config, trial)
     warnings += config.late_decays()
     warnings += of_model
-    return Checked(config, model, tuple(warnings))
+    return CheckedConfig(config, model, tuple(warnings))
 
 
 def _problems_here(config: Config) -> Iterator[str]:

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.output.folder import (
     changed_settings,
     lock_folder,
 )
-from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.output.result_writer import OnRound
 from fedbn_flwr.lab.runs.centralized import reference_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study import Cell

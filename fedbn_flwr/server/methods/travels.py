@@ -16,7 +16,7 @@ from typing import Literal
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.transport.step import LinkSettings
+from fedbn_flwr.transport.step_transport import LinkSettings
 from fedbn_flwr.transport.transports import TRANSPORTS
 
 __all__ = [

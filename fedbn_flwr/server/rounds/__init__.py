@@ -7,7 +7,7 @@ Read the modules in this order:
 - ``dispatch``: the messages that are sent, and the senders of the replies.
 - ``replies``: reading, checking and refusing a reply.
 - ``testing``: the second half of a round, and the model that is tested.
-- ``reestimation``: BN statistics from a pass over the clients' data, before a test.
+- ``recalibration``: BN statistics from a pass over the clients' data, before a test.
 - ``synchronised_training``: a training whose first local step is synchronised.
 
 Other packages contain the nodes, the reports and everything else that lasts longer than

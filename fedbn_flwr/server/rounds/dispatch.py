@@ -20,7 +20,7 @@ from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.records import Traffic, num_bytes, select
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = [
     "NOTHING",

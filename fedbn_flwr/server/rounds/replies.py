@@ -15,12 +15,12 @@ from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
-from fedbn_flwr.messages.moments import decode_moments
+from fedbn_flwr.messages.moment_record import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
 from fedbn_flwr.server.methods.travels import Extra
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 __all__ = [
     "Refused",
@@ -248,7 +248,7 @@ def _no_batchnorm_hint(parts: Parts) -> str:
 def read_replies(
     replies: Iterable[tuple[Node, Message]],
     read: Callable[[Node, Message], Read],
-    report: RoundReport,
+    report: RoundOutcome,
     what: str = "",
 ) -> tuple[list[Usable[Read]], list[Refused]]:
     """Read all replies; return the usable and the refused replies, in the given order.

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.rounds.dispatch import NOTHING, in_order
-from fedbn_flwr.server.rounds.reestimation import reestimate_before_tests
+from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.testing import (
     address_tests,
     completed,
@@ -39,7 +39,7 @@ from fedbn_flwr.server.runs.failures import (
     note_losses,
     with_refusals,
 )
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = ["Played", "close_round", "play_tests", "play_training"]
 

@@ -14,10 +14,15 @@ from flwr.serverapp import Grid
 from fedbn_flwr.errors import MOD_ORDER, ConfigError, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import Traffic
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.transport import BarrierGrid, Member
-from fedbn_flwr.transport.step import Limits, LinkSettings, StepResult, with_config
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
+from fedbn_flwr.transport.step_transport import (
+    Limits,
+    LinkSettings,
+    StepResult,
+    with_config,
+)
 from fedbn_flwr.transport.transports import TRANSPORTS
 
 __all__ = ["train_synchronised"]

@@ -2,7 +2,7 @@
 
 The tested model, which a run also returns, is the global model, completed with BN
 entries: averages of BN parts that stay with the clients (``server.methods.shared_bn``),
-or re-estimated statistics (``server.rounds.reestimation``). Training does not use them.
+or re-estimated statistics (``server.rounds.recalibration``). Training does not use them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedbn_flwr.server.rounds.dispatch import (
 )
 from fedbn_flwr.server.rounds.replies import read_metrics, read_replies, tested_nothing
 from fedbn_flwr.server.runs.failures import losses_not_finite, note_losses
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [

@@ -32,7 +32,7 @@ from fedbn_flwr.server.runs.failures import (
     training_losses,
 )
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [

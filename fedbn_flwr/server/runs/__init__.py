@@ -2,13 +2,13 @@
 
 Read the modules in this order:
 
-- ``report``: the report of a round, and the averages of its metrics.
+- ``round_outcome``: the report of a round, and the averages of its metrics.
 - ``nodes``: the connected clients, the draw of a round, and how a client joins.
 - ``kept``: the local states of the clients, as far as the server knows them.
 - ``protection``: the interface for privacy between replies and methods; does nothing.
-- ``run``: the state of a run, which contains all of these, and its checkpoint.
+- ``run_state``: the state of a run, which contains all of these, and its checkpoint.
 - ``failures``: non-finite losses, too few replies, and the errors that end a run.
-- ``recording``: the events that a listener of a run receives.
+- ``run_listener``: the events that a listener of a run receives.
 
 Other modules contain the course of a round (``server.rounds``), the settings and states
 of methods (``server.methods``), the error messages of lost clients

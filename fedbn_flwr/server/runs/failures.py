@@ -26,8 +26,8 @@ from fedbn_flwr.errors import (
     NothingTrainedError,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
-from fedbn_flwr.server.runs.report import RoundReport, listed
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome, listed
+from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = [
     "account",
@@ -130,7 +130,7 @@ def training_losses(
     return kept
 
 
-def all_not_finite(report: RoundReport) -> bool:
+def all_not_finite(report: RoundOutcome) -> bool:
     """Return whether non-finite values made every reply of the round unusable."""
     if report.participants or not report.rejected:
         return False
@@ -254,7 +254,7 @@ def _has_trained_nothing(run: Run) -> bool:
     return all(report.kept_previous for report in run.reports)
 
 
-def divergence(report: RoundReport, advice: str) -> str:
+def divergence(report: RoundOutcome, advice: str) -> str:
     """Return the error message of a diverged run.
 
     ``report`` is the report of its last round; ``advice`` has cause and remedies.
@@ -267,7 +267,7 @@ def divergence(report: RoundReport, advice: str) -> str:
     )
 
 
-def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
+def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
     """Return the error message of a run in which no round used a reply."""
     return (
         "nothing was trained: no round had the required"
@@ -288,7 +288,7 @@ def with_refusals(run: Run) -> Iterator[None]:
         raise NothingTrainedError(text, Result(arrays=run.arrays)) from None
 
 
-def _refusals(reports: Sequence[RoundReport]) -> str:
+def _refusals(reports: Sequence[RoundOutcome]) -> str:
     """Return the sentences about refused replies, each with a space before it."""
     # Quote the first reason in full: the later refusals often follow from it.
     reasons = [why for report in reports for why in report.rejected.values()]
@@ -298,7 +298,7 @@ def _refusals(reports: Sequence[RoundReport]) -> str:
     return f"{first}{counts}"
 
 
-def account(reports: Sequence[RoundReport]) -> str:
+def account(reports: Sequence[RoundOutcome]) -> str:
     """Return a summary of the rounds for messages.
 
     It has the numbers of asked clients and of replies, and the most frequent reasons

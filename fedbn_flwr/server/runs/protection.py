@@ -15,9 +15,9 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.transport import Member
-from fedbn_flwr.transport.step import Limits
+from fedbn_flwr.transport.step_transport import Limits
 
 __all__ = ["Protection"]
 
@@ -61,7 +61,7 @@ class Protection:
     def protect_messages(
         self,
         facts: Facts,
-        report: RoundReport,
+        report: RoundOutcome,
         messages: Sequence[tuple[Node, Message]],
         grid: Grid,
         timeout: float,
@@ -96,7 +96,7 @@ class Protection:
     def pool(
         self,
         facts: Facts,
-        report: RoundReport,
+        report: RoundOutcome,
         replies: Sequence[Reply],
         check: Callable[[Reply], None],
     ) -> Sequence[Reply]:

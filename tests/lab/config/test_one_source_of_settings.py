@@ -15,8 +15,8 @@ from fedbn_flwr.lab.config.fields import (
     own_defaults,
     settings_of_methods,
 )
-from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import Params, setting
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.strategies import STRATEGIES
 
 

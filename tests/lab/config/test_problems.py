@@ -11,11 +11,11 @@ import pytest
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.lab.config.checks import ConfigProblemsError, defaults_of
 from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
-from fedbn_flwr.lab.config.reading import allowed
+from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.methods.method_params import PARAMS
 from fedbn_flwr.server.methods.params import SET
+from fedbn_flwr.server.methods.params_by_method import PARAMS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

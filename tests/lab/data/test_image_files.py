@@ -15,8 +15,8 @@ from torchvision.transforms import v2
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import Augment, Subset
 from fedbn_flwr.lab.data.folders import open_image_files
+from fedbn_flwr.lab.data.image_files.damage import refuse_damaged_files
 from fedbn_flwr.lab.data.image_files.decoding import pixels
-from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
 from fedbn_flwr.lab.data.samples import Samples, Shape
 
 COUNT = 11

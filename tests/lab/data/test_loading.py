@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import loading
+from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, reshaped
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"

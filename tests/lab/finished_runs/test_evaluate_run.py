@@ -22,7 +22,7 @@ from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config.reading import allowed
+from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, Subset
 from fedbn_flwr.lab.finished_runs.evaluate import (
     _csv,

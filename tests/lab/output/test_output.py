@@ -22,12 +22,12 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output import recorder as recorder_module
+from fedbn_flwr.lab.output import result_writer as result_writer_module
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
-from fedbn_flwr.lab.output.recorder import Recorder
+from fedbn_flwr.lab.output.result_writer import ResultWriter
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -123,10 +123,18 @@ HERE = "fedbn_flwr.lab.output"
 # by the name in the warning: what is called, in a run with these settings, and how the
 # command says to make it again
 EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
-    "The table of sites": (f"{HERE}.recorder.table_of_run", [], "fedbn-flwr evaluate"),
+    "The table of sites": (
+        f"{HERE}.result_writer.table_of_run",
+        [],
+        "fedbn-flwr evaluate",
+    ),
     "site client 0": (f"{HERE}.site_tests.evaluate", [], "cut.png"),
     "curves.png": (f"{HERE}.curves.draw_curves", [], "fedbn-flwr report"),
-    "Round 2 of statistics": (f"{HERE}.recording.StatisticsLog.line", [], "new run"),
+    "Round 2 of statistics": (
+        f"{HERE}.folder_listener.StatisticsLog.line",
+        [],
+        "new run",
+    ),
     "fine-tuning of client 2": (
         f"{HERE}.own_models.TorchClient",
         ["fine-tune=2"],
@@ -158,7 +166,9 @@ def test_no_extra_can_take_the_results_of_a_run(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise DataError("cut.png cannot be read")
 
-    monkeypatch.setattr(where.replace("output.recording", "runs.recording"), fails)
+    monkeypatch.setattr(
+        where.replace("output.folder_listener", "runs.folder_listener"), fails
+    )
     words = [word for one in settings for word in ("--set", one)]
     here = tmp_path / "here"
     command = ["run", str(there / "config.yaml"), *words, "--out", str(here)]
@@ -203,7 +213,7 @@ def test_a_model_says_that_it_diverged_if_its_round_has(
         if number >= 2:
             line[DIVERGED_AT] = 2
         folder.add_round(line)
-    recorder = Recorder(folder, config, nn.Linear(64, 10), None, None, None)
+    recorder = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
     summary = recorder.finish(STATE, None)
     assert summary[DIVERGED_AT] == 2
     with safe_open(folder.path / "model.safetensors", "np") as file:
@@ -215,15 +225,15 @@ def test_the_seconds_of_a_line_are_those_of_its_round(
     tmp_path: Path, monkeypatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(result_writer_module.time, "monotonic", lambda: now[0])
     config = Config.make({"strategy": "centralized", "num-server-rounds": 3})
     folder = RunFolder(tmp_path / "run", config)
-    recorder = Recorder(folder, config, nn.Linear(64, 10), None, None, None)
+    recorder = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
     now[0] += 50
     recorder.start_clock()
     for number, seconds in enumerate((5, 3, 4), 1):
         now[0] += seconds
-        recorder.write(RoundReport(number, "centralized"))
+        recorder.write(RoundOutcome(number, "centralized"))
     assert [line["seconds"] for line in recorder.lines()] == [5, 3, 4]
 
 

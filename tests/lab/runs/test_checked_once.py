@@ -17,7 +17,7 @@ from fedbn_flwr import InProcessGrid
 from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config, run_checks
-from fedbn_flwr.lab.runs import app as flower_app
+from fedbn_flwr.lab.runs import default_app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs import start_checks
 from fedbn_flwr.lab.runs.node import RunClients

@@ -27,22 +27,22 @@ from fedbn_flwr.lab.cli.console import Scores
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.config.checks import ConfigProblemsError
 from fedbn_flwr.lab.config.data import RunData
-from fedbn_flwr.lab.config.reading import allowed
+from fedbn_flwr.lab.config.values import allowed
+from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.loading import _load
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.run_tests import client_means, client_means_by_domain
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task
 
@@ -802,7 +802,7 @@ def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() 
         dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True))
         for client in clients
     ]
-    report = RoundReport(1, "train")
+    report = RoundOutcome(1, "train")
     report.evaluations = {
         str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)
     }

@@ -26,12 +26,12 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output import recorder
+from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
@@ -344,7 +344,7 @@ def test_the_result_is_that_of_the_last_test(
     """Where the replies of the last test were lost, an earlier round's accuracy stood
     beside the last round's model.
     """
-    real = recorder.read_metrics
+    real = result_writer.read_metrics
 
     def cut(path: Path) -> list[dict[str, Any]]:
         *kept, last = real(path)[:lines] or [{}]
@@ -355,8 +355,8 @@ def test_the_result_is_that_of_the_last_test(
         )
 
     with (
-        patch.object(recorder, "read_metrics", cut),
-        patch.object(recorder.logger, "warning") as warning,
+        patch.object(result_writer, "read_metrics", cut),
+        patch.object(result_writer.logger, "warning") as warning,
     ):
         summary = run(quick_config(strategy="fedavg", **settings), tmp_path / "out")
     server_round, value = final

@@ -5,8 +5,8 @@ larger set stays on the disk, and each batch decodes its own images. Both give t
 bits.
 
 - ``decoding``: the pixels of one file, and many files in several threads.
-- ``files``: files as the inputs of samples.
-- ``inspection``: what is wrong with files, found before a run begins.
+- ``image_inputs``: files as the inputs of samples.
+- ``damage``: what is wrong with files, found before a run begins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from fedbn_flwr.lab.data.image_files.damage import refuse_damaged_files
 from fedbn_flwr.lab.data.image_files.decoding import Bytes
-from fedbn_flwr.lab.data.image_files.files import ImageFiles
-from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
+from fedbn_flwr.lab.data.image_files.image_inputs import ImageFiles
 from fedbn_flwr.lab.data.samples import Samples, Shape
 
 __all__ = ["MAX_BYTES", "ImageFiles", "hold"]

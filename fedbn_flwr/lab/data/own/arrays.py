@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.data.own.records import Records
+from fedbn_flwr.lab.data.own.own_records import Records
 from fedbn_flwr.lab.data.own.request import (
     COMPLEX,
     OwnData,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
 from fedbn_flwr.lab.data.own.function import function_info
-from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
+from fedbn_flwr.lab.data.own.own_examples import load, read, stamp_of
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.registry import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
 from fedbn_flwr.lab.data.samples import Shape, per_channel
 from fedbn_flwr.training.tasks import TASKS
 

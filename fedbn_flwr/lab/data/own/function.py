@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.lab.data.datasets import DatasetInfo
 from fedbn_flwr.lab.data.own.read_inputs import ReadInputs
 from fedbn_flwr.lab.data.own.request import COMPLEX, KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.registry import DatasetInfo
 from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.training.losses import IGNORED_PIXEL

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.lab.data.folders import SUFFIXES
+from fedbn_flwr.lab.data.image_files.damage import refuse_damaged_files
 from fedbn_flwr.lab.data.image_files.decoding import for_all, is_transparent, size_of
-from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
-from fedbn_flwr.lab.data.own.records import Records
+from fedbn_flwr.lab.data.own.own_records import Records
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 
 __all__ = ["read_folder"]

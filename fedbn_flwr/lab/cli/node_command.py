@@ -49,7 +49,7 @@ def check_node(
 
     The exit code is 1 if the machine cannot take part in the run.
     """
-    from fedbn_flwr.lab.config.reading import merged, read_settings
+    from fedbn_flwr.lab.config.values import merged, read_settings
 
     with exit_codes():
         quiet_flower()

@@ -60,11 +60,11 @@ from fedbn_flwr.messages.records import (
     tensors,
     to_state,
 )
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.model_state import load_state
 
-__all__ = ["OnRound", "Recorder"]
+__all__ = ["OnRound", "ResultWriter"]
 
 logger = logging.getLogger("flwr")
 
@@ -74,7 +74,7 @@ OnRound = Callable[[Mapping[str, Any]], None]
 REFUSED = "a reply was refused; the server's log has the reason"
 
 
-class Recorder:
+class ResultWriter:
     """Tests the global model, and writes a line for each round.
 
     Args:
@@ -183,7 +183,7 @@ class Recorder:
             return {}
         return tested_at_clients(self._model, self._data, tests, self._task)
 
-    def write(self, report: RoundReport) -> dict[str, Any]:
+    def write(self, report: RoundOutcome) -> dict[str, Any]:
         """Write and return the line of a round, and call ``on_round`` with it."""
         # What was measured: in the training, by the server's tests, by the clients'.
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
@@ -215,7 +215,7 @@ class Recorder:
         self._add(line, report.absences())
         return line
 
-    def _counted(self, report: RoundReport) -> dict[str, Any]:
+    def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return a round's examples, clients, traffic and spent privacy."""
         counted: dict[str, Any] = {}
         # the centralized reference has no clients, and its own metrics

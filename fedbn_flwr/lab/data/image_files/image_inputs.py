@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import transform_image
+from fedbn_flwr.lab.data.image_files.damage import refuse_damaged
 from fedbn_flwr.lab.data.image_files.decoding import Bytes, for_all, pixels
-from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged
 from fedbn_flwr.lab.data.samples import LazyInputs, Samples, Shape, reshaped
 
 __all__ = ["ImageFiles"]

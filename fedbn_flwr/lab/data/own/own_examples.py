@@ -16,9 +16,9 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.image_files import open_images
 from fedbn_flwr.lab.data.own.arrays import read_arrays
-from fedbn_flwr.lab.data.own.folder import read_folder
+from fedbn_flwr.lab.data.own.class_folders import read_folder
 from fedbn_flwr.lab.data.own.function import function_sha256
-from fedbn_flwr.lab.data.own.records import Records
+from fedbn_flwr.lab.data.own.own_records import Records
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples, Shape

@@ -22,8 +22,8 @@ from fedbn_flwr.batchnorm.parts import (
 )
 from fedbn_flwr.lab.config.data import data_of
 from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
-from fedbn_flwr.lab.config.reading import CENTRALIZED, number, read_decays, split
-from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
+from fedbn_flwr.lab.config.values import CENTRALIZED, number, read_decays, split
+from fedbn_flwr.privacy.protection_settings import DPSettings, MaskSettings
 from fedbn_flwr.server.methods.method import Problem, RunSettings
 from fedbn_flwr.server.methods.params import Params, tests_in
 from fedbn_flwr.server.methods.together import Methods
@@ -32,7 +32,7 @@ from fedbn_flwr.training.schedule import LearningRate
 from fedbn_flwr.training.settings import round_of
 
 __all__ = [
-    "RunMethod",
+    "MethodOfConfig",
     "learning_rate_of",
     "method_of",
     "rounds_of_decays",
@@ -42,13 +42,13 @@ __all__ = [
 
 # The same value for the same settings: each question is resolved once in a run.
 @functools.lru_cache(maxsize=8)
-def method_of(config: Fields) -> RunMethod:
+def method_of(config: Fields) -> MethodOfConfig:
     """Return what the config says of the method."""
-    return RunMethod(config)
+    return MethodOfConfig(config)
 
 
 @dataclass(frozen=True)
-class RunMethod:
+class MethodOfConfig:
     """The method of a run; ``strategy=centralized`` has tests alone."""
 
     config: Fields

@@ -10,10 +10,10 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.server.methods.method import Reply
 
-__all__ = ["Recording"]
+__all__ = ["RunListener"]
 
 
-class Recording:
+class RunListener:
     """The listener of a run: ``strategy.start(..., recording=...)``.
 
     A subclass overrides the methods that it needs.

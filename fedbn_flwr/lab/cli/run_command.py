@@ -136,7 +136,7 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
-    from fedbn_flwr.lab.cli.sites import print_sites
+    from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
     from fedbn_flwr.training.tasks import quantity_of
 

@@ -34,11 +34,11 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError, split_code
-from fedbn_flwr.messages.moments import decode_moments
+from fedbn_flwr.messages.moment_record import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.server.methods.moments import pooled_statistics, unmeasured
+from fedbn_flwr.server.methods.moment_pool import pooled_statistics, unmeasured
 from fedbn_flwr.server.rounds.dispatch import address, in_order, raise_shared_test_error
 from fedbn_flwr.server.rounds.replies import (
     error_text,
@@ -46,7 +46,7 @@ from fedbn_flwr.server.rounds.replies import (
     read_metrics,
     read_replies,
 )
-from fedbn_flwr.server.runs.run import Run
+from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = ["reestimate_before_tests"]
 

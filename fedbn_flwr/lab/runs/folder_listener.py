@@ -25,23 +25,23 @@ from fedbn_flwr.lab.output.folder import (
     RunFolder,
     extra,
 )
-from fedbn_flwr.lab.output.recorder import OnRound, Recorder
+from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.output.statistics_log import StatisticsLog, rounds_with_statistics
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record, views
 from fedbn_flwr.server.methods.method import Reply
 from fedbn_flwr.server.runs.failures import divergence, nothing_trained
-from fedbn_flwr.server.runs.recording import Recording
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["CheckpointManager", "RunRecord", "divergence_of", "ends_diverged"]
+__all__ = ["CheckpointManager", "FolderListener", "divergence_of", "ends_diverged"]
 
 logger = logging.getLogger("flwr")
 
 
-class RunRecord(Recording):
+class FolderListener(RunListener):
     """Tests the global model; writes lines, statistics, checkpoints and the results.
 
     It is the ``recording`` of ``Strategy.start``, and its ``test`` the ``evaluate_fn``.
@@ -58,7 +58,7 @@ class RunRecord(Recording):
         on_round: OnRound | None,
     ) -> None:
         self._config, self._strategy = config, strategy
-        self._recorder = Recorder(folder, config, model, data, strategy, on_round)
+        self._recorder = ResultWriter(folder, config, model, data, strategy, on_round)
         self._checkpoints = checkpoints
         self._folder = folder
         self._statistics = StatisticsLog(model, strategy)
@@ -204,7 +204,7 @@ def divergence_of(
     line: Mapping[str, Any], advice: str, result: Result | None = None
 ) -> DivergedError:
     """Return the error of a run whose last round, with this line, diverged."""
-    report = RoundReport(
+    report = RoundOutcome(
         line["round"],
         line["phase"],
         diverged=line["diverged"],

@@ -15,7 +15,7 @@ from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models import digits, lenet, mlp, resnet
 from fedbn_flwr.lab.models.alexnet import FULL, SMALL, AlexNet
 from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, smp_info, timm_info
-from fedbn_flwr.lab.models.fedbs import cifar_net, mnist_net
+from fedbn_flwr.lab.models.fedbs_nets import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet

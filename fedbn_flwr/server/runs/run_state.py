@@ -29,9 +29,9 @@ from fedbn_flwr.server.methods.travels import Travels
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.report import RoundReport
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.training.model_state import without_wrappers
-from fedbn_flwr.transport.step import Transport
+from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
@@ -134,7 +134,7 @@ class Run:
     begun: bool = False
     states: States = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
-    reports: list[RoundReport] = field(default_factory=list)
+    reports: list[RoundOutcome] = field(default_factory=list)
     reestimated: dict[str, Any] = field(default_factory=dict)
     not_finite_since: int = 0
     most_able: int = 0
@@ -156,7 +156,7 @@ class Run:
     delivery: tuple[frozenset[int], Sequence[Message]] | None = None
 
     @property
-    def report(self) -> RoundReport:
+    def report(self) -> RoundOutcome:
         """The report of this round."""
         return self.reports[-1]
 
@@ -259,7 +259,7 @@ class Run:
         # This precedes the new report, because ``known_statistics`` reads the last one.
         self.statistics_at_start = self.reestimated or self.known_statistics
         self.reestimated = {}
-        self.reports.append(RoundReport(number, self.travels.phase))
+        self.reports.append(RoundOutcome(number, self.travels.phase))
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""

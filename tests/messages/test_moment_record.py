@@ -7,7 +7,7 @@ import torch
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.messages.moments import decode_moments, encode_moments
+from fedbn_flwr.messages.moment_record import decode_moments, encode_moments
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

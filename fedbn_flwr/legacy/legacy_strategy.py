@@ -44,8 +44,8 @@ from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import app_error, identify_process
-from fedbn_flwr.compat.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.legacy.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.messages.numpy_client import (
     Config,
     describe,

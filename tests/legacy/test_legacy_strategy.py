@@ -35,7 +35,6 @@ from torch import nn
 from fedbn_flwr import to_client_fn, to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.compat.flower import TaskIdentity
-from fedbn_flwr.compat.legacy_strategy import LegacyStrategy
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import (
     ClientPartError,
@@ -43,6 +42,7 @@ from fedbn_flwr.errors import (
     DivergedError,
     NothingTrainedError,
 )
+from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.strategies import (
