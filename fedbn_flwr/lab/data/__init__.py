@@ -70,10 +70,10 @@ if TYPE_CHECKING:
 else:
     # Their modules import every reader, which a process without own data never needs.
     _WHERE = {
-        "is_divided": "own.reading",
+        "is_divided": "own.own_examples",
         "own_info": "own.description",
-        "own_sha256": "own.reading",
-        "own_tests": "own.reading",
+        "own_sha256": "own.own_examples",
+        "own_tests": "own.own_examples",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
