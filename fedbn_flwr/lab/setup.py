@@ -254,7 +254,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         # Nodes that split into another number would train on the examples of held-out
         # clients.
         num_partitions=config.num_clients if config.held_out_clients else 0,
-        # The recorder tests with and without averaged BN, and says which.
+        # The result writer tests with and without averaged BN, and says which.
         completes_tests=False,
         **settings,
     )

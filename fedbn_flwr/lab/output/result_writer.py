@@ -1,4 +1,4 @@
-"""Recording a run: tests of the global model, a line a round, and the results.
+"""The result writer: tests of the global model, a line per round, and the results.
 
 Each round: ``test`` while its model is there, ``write`` at its end. After the last one
 ``finish`` writes model, curves and summary.
@@ -155,7 +155,7 @@ class ResultWriter:
 
         Args:
             server_round: the round.
-            arrays: the global model; None = the recorder's model is up to date.
+            arrays: the global model; None = the result writer's model is up to date.
         """
         self._tested, self._by_domain = {}, {}
         if not self._due(server_round):
@@ -175,7 +175,7 @@ class ResultWriter:
     def test_at_clients(
         self, server_round: int, tests: Sequence[str]
     ) -> dict[str, Any]:
-        """Return the tests of the recorder's model at each client, as clients reply.
+        """Return the tests of the result writer's model at each client, as clients reply.
 
         There are none in a round without a test.
         """

@@ -69,9 +69,9 @@ def centralized(
 
         with RunFolder(out, config, start.after) as folder:
             report_data(folder, config, data)
-            recorder = ResultWriter(folder, config, model, data, None, on_round)
+            writer = ResultWriter(folder, config, model, data, None, on_round)
             tests = tests_of_clients(config, data)
-            reference = _Reference(config, model, optimizer, recorder, start, tests)
+            reference = _Reference(config, model, optimizer, writer, start, tests)
 
             # the rounds, with the threads of a client
             threads = torch.get_num_threads()
@@ -83,9 +83,9 @@ def centralized(
                 raise
             finally:
                 torch.set_num_threads(threads)
-                recorder.close()
+                writer.close()
 
-            summary = recorder.finish(reference.result(), None, reference.resumed_after)
+            summary = writer.finish(reference.result(), None, reference.resumed_after)
             if ends_diverged(config, last):
                 raise divergence_of(last, TOO_LARGE_STEPS)
             return summary
@@ -126,15 +126,15 @@ class _Reference:
         config: Config,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        recorder: ResultWriter,
+        writer: ResultWriter,
         start: StartingPoint,
         tests: Sequence[str],
     ) -> None:
         self._config = config
         self._model = model
         self._optimizer = optimizer
-        self._recorder = recorder
-        self._stopping = recorder.stopping
+        self._writer = writer
+        self._stopping = writer.stopping
         self._start = start
         self._tests = tests
         # after the last whole round: a copy, which training does not change
@@ -161,7 +161,7 @@ class _Reference:
         config = self._config
         line: Mapping[str, Any] = {}
         if self._start.after:
-            line = self._recorder.lines()[-1]
+            line = self._writer.lines()[-1]
         settings, task = local_training(config), data_of(config).test_task
         # a run that is killed in round 1 can be continued, too
         if not self._start.saved:
@@ -179,11 +179,9 @@ class _Reference:
                 optimizer=self._optimizer,
                 task=task,
             )
-            report = _report(server_round, result, self._recorder.test(server_round))
-            report.evaluations = self._recorder.test_at_clients(
-                server_round, self._tests
-            )
-            line = self._recorder.write(report)
+            report = _report(server_round, result, self._writer.test(server_round))
+            report.evaluations = self._writer.test_at_clients(server_round, self._tests)
+            line = self._writer.write(report)
             # the line has the validation score, which early stopping has read
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()

@@ -58,7 +58,7 @@ class FolderListener(RunListener):
         on_round: OnRound | None,
     ) -> None:
         self._config, self._strategy = config, strategy
-        self._recorder = ResultWriter(folder, config, model, data, strategy, on_round)
+        self._writer = ResultWriter(folder, config, model, data, strategy, on_round)
         self._checkpoints = checkpoints
         self._folder = folder
         self._statistics = StatisticsLog(model, strategy)
@@ -74,13 +74,13 @@ class FolderListener(RunListener):
         """Record the rounds that are done within, however they end."""
         try:
             yield
-            self._checkpoints.after_run(self._recorder.stopping)
+            self._checkpoints.after_run(self._writer.stopping)
         except (KeyboardInterrupt, SystemExit):
             # A signal ends a run in mid-round: it goes on after the last whole one.
-            self._checkpoints.on_signal(self._recorder.stopping)
+            self._checkpoints.on_signal(self._writer.stopping)
             raise
         finally:
-            self._recorder.close()
+            self._writer.close()
 
     @property
     def continuity(self) -> Continuity:  # type: ignore[override]
@@ -90,7 +90,7 @@ class FolderListener(RunListener):
     @property
     def finished(self) -> bool:  # type: ignore[override]
         """Whether early stopping ends the run."""
-        stopping = self._recorder.stopping
+        stopping = self._writer.stopping
         return stopping is not None and stopping.stops
 
     def begin(self, after: int) -> None:
@@ -98,14 +98,14 @@ class FolderListener(RunListener):
         if after == 0:
             # A run that is killed in round 1 can be continued, too.
             self._checkpoints.after_round(0)
-        self._recorder.start_clock()
+        self._writer.start_clock()
 
     def test(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test the global model after a round that has a test."""
         # Flower also asks before round 1, where our runs test nothing.
         if server_round == 0:
             return None
-        metrics = self._recorder.test(server_round, arrays)
+        metrics = self._writer.test(server_round, arrays)
         return MetricRecord(metrics) if metrics else None
 
     def replies(
@@ -129,8 +129,8 @@ class FolderListener(RunListener):
         if self._line:
             self._folder.append(STATISTICS_FILE, self._line)
             self._line = {}
-        self._recorder.write(self._strategy.run.report)
-        self._checkpoints.after_round(server_round, self._recorder.stopping)
+        self._writer.write(self._strategy.run.report)
+        self._checkpoints.after_round(server_round, self._writer.stopping)
 
     def finish(
         self, result: Result, diverged: DivergedError | None = None
@@ -145,7 +145,7 @@ class FolderListener(RunListener):
             DivergedError: the run diverged, now or before it was resumed.
             NothingTrainedError: no round had enough usable replies.
         """
-        lines = self._recorder.lines()
+        lines = self._writer.lines()
         # A run that diverged and is resumed does no further round.
         if not diverged and lines and ends_diverged(self._config, lines[-1]):
             advice = " ".join(self._strategy.advice(lines[-1]["round"]))
@@ -158,7 +158,7 @@ class FolderListener(RunListener):
             raise NothingTrainedError(text, result)
 
         arrays = self._back_to_best() or result.arrays
-        summary = self._recorder.finish(
+        summary = self._writer.finish(
             from_record(arrays), self._strategy, self._checkpoints.resumed_after
         )
         if diverged:
@@ -170,9 +170,9 @@ class FolderListener(RunListener):
 
         None without early stopping, or before any score.
         """
-        if self._recorder.stopping is None:
+        if self._writer.stopping is None:
             return None
-        saved = self._checkpoints.checkpoints.best(self._recorder.stopping)
+        saved = self._checkpoints.checkpoints.best(self._writer.stopping)
         if saved is None:
             return None
         # Local state in memory belongs to the last round; earlier states are lost.

@@ -40,7 +40,7 @@ EVALUATIONS = (
     *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
 )
 """The names of tests in ``eval-on``. The strategy itself handles averaged-bn and
-recalibrated; the recorder handles all of them.
+recalibrated; the result writer handles all of them.
 """
 
 

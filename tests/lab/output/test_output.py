@@ -213,8 +213,8 @@ def test_a_model_says_that_it_diverged_if_its_round_has(
         if number >= 2:
             line[DIVERGED_AT] = 2
         folder.add_round(line)
-    recorder = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
-    summary = recorder.finish(STATE, None)
+    writer = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
+    summary = writer.finish(STATE, None)
     assert summary[DIVERGED_AT] == 2
     with safe_open(folder.path / "model.safetensors", "np") as file:
         said = file.metadata().get(DIVERGED_AT)
@@ -228,13 +228,13 @@ def test_the_seconds_of_a_line_are_those_of_its_round(
     monkeypatch.setattr(result_writer_module.time, "monotonic", lambda: now[0])
     config = Config.make({"strategy": "centralized", "num-server-rounds": 3})
     folder = RunFolder(tmp_path / "run", config)
-    recorder = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
+    writer = ResultWriter(folder, config, nn.Linear(64, 10), None, None, None)
     now[0] += 50
-    recorder.start_clock()
+    writer.start_clock()
     for number, seconds in enumerate((5, 3, 4), 1):
         now[0] += seconds
-        recorder.write(RoundOutcome(number, "centralized"))
-    assert [line["seconds"] for line in recorder.lines()] == [5, 3, 4]
+        writer.write(RoundOutcome(number, "centralized"))
+    assert [line["seconds"] for line in writer.lines()] == [5, 3, 4]
 
 
 @pytest.mark.parametrize("used", ["file inside", "a file", "hidden file inside"])
