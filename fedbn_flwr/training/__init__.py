@@ -1,5 +1,6 @@
-"""Local training and evaluation of a torch model: one loop that trains, one function
-that evaluates. Torch only.
+"""Local training and evaluation of a torch model.
+
+One function trains, one function evaluates. Both need only torch.
 """
 
 from __future__ import annotations

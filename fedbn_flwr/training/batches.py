@@ -1,5 +1,7 @@
-"""Batches of a client's data: the data interface of training and evaluation, and how a
-batch's inputs get to the model: to its device, dtype and memory format. Torch only.
+"""Batches of a client's data, and their way to the model.
+
+The module defines the data interface of training and evaluation. It also moves the
+inputs of a batch to the device, dtype and memory format of the model. Torch only.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ __all__ = [
 ]
 
 
-# Examples of a batch in which a cause is looked for.
+# Number of examples per batch when the inputs are searched for non-finite values.
 _LOOKED_AT = 256
 
 
 class Batches(Protocol):
-    """The data interface of training and evaluation: a length, and batches by position.
+    """The data interface of training and evaluation.
 
-    Any object with these two methods is such a data set; ``fedbn_flwr.lab.data.Subset``
-    is one. ::
+    A data set has a length and returns batches by position. Any object with these two
+    methods is a data set, for example ``fedbn_flwr.lab.data.Subset``. ::
 
         class Memory:
             def __init__(self, inputs, targets):
@@ -60,25 +62,25 @@ class Batches(Protocol):
     def batch(
         self, positions: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Any, Tensor]:
-        """Return (inputs, targets) at the positions (int64, any order), augmented if a
-        generator is given.
+        """Return (inputs, targets) at the positions (int64, in any order).
 
-        The model is called with the inputs as they are: a tensor, or tensors in a list,
-        a tuple or a dict.
+        The examples are augmented if a generator is given. The model is called with
+        the inputs unchanged: a tensor, or tensors in a list, a tuple or a dict.
         """
 
 
 def with_positions(
     data: Batches, order: Iterable[Tensor], generator: torch.Generator | None = None
 ) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
-    """Yield the positions of each batch and the batch; data with a method ``batches``
-    may read some batches ahead.
+    """Yield the positions of each batch and the batch.
+
+    Data with a method ``batches`` may read some batches ahead.
     """
     if not hasattr(data, "batches"):
         for positions in order:
             yield positions, data.batch(positions, generator)
         return
-    # It asks for positions ahead of the batch that it gives: note them in between.
+    # The data asks for the next positions before it returns a batch: note them here.
     asked: deque[Tensor] = deque()
 
     def noted() -> Iterator[Tensor]:
@@ -91,8 +93,9 @@ def with_positions(
 
 
 def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
-    """Return the batches with the last one joined to the one before it; none if there
-    is one only.
+    """Return the batches, with the last two joined.
+
+    Returns an empty list if there is only one batch.
     """
     *others, last = batches
     return [*others[:-1], torch.cat([others[-1], last])] if others else []
@@ -109,14 +112,15 @@ class Entries(Protocol):
 
 
 def refuse_not_finite(data: Batches, prepared: Callable[[Any], Any]) -> None:
-    """Look for the cause of a loss that is not finite in the inputs of the data, as the
-    model gets them (``inputs_for``).
+    """Search the inputs of the data for the cause of a non-finite loss.
+
+    ``prepared`` converts the inputs for the model (``inputs_for``).
 
     Raises:
         DataError: an input is NaN or infinite.
     """
     for positions in torch.split(torch.arange(len(data)), _LOOKED_AT):
-        # With a generator: without one random transforms are warned of.
+        # Without a generator, random transforms would cause a warning.
         with seeded(0):
             inputs, _ = data.batch(positions, torch.Generator())
         first, last = int(positions[0]), int(positions[-1])
@@ -129,22 +133,22 @@ def refuse_inputs(inputs: Any, where: str) -> None:
         is_number = isinstance(tensor, Tensor) and tensor.is_floating_point()
         if is_number and not tensor.isfinite().all():
             text = (
-                "the loss is not finite, because NaN or infinity is in the inputs as"
-                f" {tensor.dtype} ({where}). Replace such values, scale them, or leave"
-                " these examples out."
+                f"the loss is not finite, because the inputs ({where}) contain NaN or"
+                f" infinity after conversion to {tensor.dtype}. Replace these values,"
+                " scale the inputs, or drop the examples."
             )
             raise DataError(coded(INPUTS_NOT_FINITE, text))
 
 
 def inputs_for(model: Entries) -> Callable[[Any], Any]:
-    """Return the function that brings a batch's inputs to the model's device, dtype and
-    memory format.
+    """Return the function that prepares a batch's inputs for the model.
 
-    Inputs in several parts keep their structure.
+    It converts them to the model's device, dtype and memory format. Inputs with several
+    parts keep their structure.
     """
     device, dtype = device_of(model), _dtype_of(model)
-    # ``set_memory_format`` has put the model into one of the two formats. A tensor may
-    # be in both at once, and then says nothing: one channel, or 1x1 kernels.
+    # ``set_memory_format`` has given the model one of two formats. A tensor with one
+    # channel or with 1x1 kernels is in both formats, so it does not reveal the choice.
     memory_format = torch.contiguous_format
     for p in model.parameters():
         in_channels_last = p.dim() == 4 and p.is_contiguous(
@@ -158,8 +162,7 @@ def inputs_for(model: Entries) -> Callable[[Any], Any]:
         if not isinstance(inputs, Tensor):  # such as a packed sequence
             return inputs.to(device)
         wanted = dtype if inputs.is_floating_point() else None
-        # A copy from a GPU to the CPU that does not block may be read before it has
-        # ended.
+        # A non-blocking copy from a GPU to the CPU may be read before it is complete.
         inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
         if inputs.dim() != 4:
             return inputs
@@ -169,10 +172,10 @@ def inputs_for(model: Entries) -> Callable[[Any], Any]:
 
 
 def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """Return the same structure with ``function`` of each tensor, and of what else has
-    a method ``to``.
+    """Return the inputs with ``function`` applied to each tensor.
 
-    Texts and numbers stay as they are. A mapping of a class of its own becomes a dict.
+    Other objects with a method ``to`` are treated as tensors. Texts and numbers do not
+    change. A mapping of another class becomes a dict.
     """
     if isinstance(inputs, Tensor) or hasattr(inputs, "to"):
         return function(inputs)
@@ -181,28 +184,31 @@ def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
     if not isinstance(inputs, (list, tuple)):
         return inputs
     parts = [map_inputs(function, part) for part in inputs]
-    if hasattr(inputs, "_fields"):  # a named tuple takes its parts one by one
+    if hasattr(inputs, "_fields"):  # a named tuple takes separate arguments
         return type(inputs)(*parts)
     return type(inputs)(parts)
 
 
 def device_of(model: Entries) -> torch.device:
-    """Return the device of the model's first parameter, else buffer; BatchNorm alone
-    may have no parameter.
+    """Return the device of the model's first parameter.
+
+    Its first buffer decides if the model lacks parameters (BatchNorm without affine).
     """
     first = next(_entries(model), None)
     return torch.get_default_device() if first is None else first.device
 
 
 def _dtype_of(model: Entries) -> torch.dtype:
-    """Return the dtype of the model's first real entry, else that of its first complex
-    one, else the default.
+    """Return the dtype of the model's first real entry.
+
+    If all entries are complex or integers, the first trained complex entry decides.
+    Otherwise the default dtype is returned.
     """
     first_complex = None
     for entry in _entries(model):
         if entry.is_floating_point():
             return entry.dtype
-        # a complex table that is not trained says nothing of the inputs
+        # a complex table that is not trained does not reveal the dtype of the inputs
         if entry.is_complex() and entry.requires_grad and first_complex is None:
             first_complex = entry.dtype
     return first_complex or torch.get_default_dtype()
@@ -214,32 +220,31 @@ def _entries(model: Entries) -> Iterator[Tensor]:
 
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-# modules whose layers work in channels-last
+# packages whose layers work in channels-last
 _KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")
-# models that are not tried again: of many clients, or in each message
+# kinds of models that already passed the trial: there may be many clients and messages
 _WORKING: set[tuple[str, str, str]] = set()
 
 
 def set_memory_format(
     model: nn.Module, example: Callable[[], Any] | None = None
 ) -> nn.Module:
-    """Give the model's 4-d entries the memory format that suits it, in place, and
-    return the model.
+    """Give the model the fastest memory format, in place, and return the model.
 
     Channels-last makes most convolutions faster, and changes the last bits. Values,
     shapes and names stay: a state dict is the same in both formats.
 
-    It is channels-last for models with 2-d convolutions in float32 or less and without
-    instance norm, for which it is slow in torch; other models stay as they are. A model
-    with layers of a user's own becomes contiguous if it works in that format only:
-    ``x.view(-1, 400)`` needs each image in one piece. Only the model counts, so every
-    engine and every node decides alike.
+    The choice is channels-last for models with 2-d convolutions in float32 or smaller
+    types. Models with instance norm do not change, because torch is slow for them in
+    channels-last. A model with user-defined layers becomes contiguous if it works only
+    in that format: ``x.view(-1, 400)`` needs each image in one piece. The choice
+    depends only on the model, so all engines and nodes make the same choice.
 
     Args:
         model: the model, on its device.
-        example: returns inputs of two examples, on which a model with layers of a
-            user's own is tried; it is called once for all equal models. None = such a
-            model is not tried.
+        example: returns inputs of two examples. They are used to try a model with
+            user-defined layers, once for all equal models. With None, such a model is
+            not tried.
     """
     convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
     wide = any(m.weight.dtype == torch.float64 for m in convolutions)
@@ -252,14 +257,14 @@ def set_memory_format(
 
 
 def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
-    """Return whether a model works in the contiguous format and not in channels-last."""
+    """Return whether the model works in contiguous format but not in channels-last."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return False
     # The text of a model has its layers with their sizes.
     kind = type(model).__module__, type(model).__qualname__, repr(model)
     if kind in _WORKING:
         return False
-    # users' data may raise anything, and the training will raise it again
+    # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):
         inputs = example()
         if not _fails(model, torch.channels_last, inputs):
@@ -270,10 +275,10 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
 
 
 def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> bool:
-    """Return whether a copy of the model raises in this format, in a step or in a test."""
+    """Return whether a training or test pass of a copy raises in this format."""
     try:
         trial = copied(model)
-    except Exception:  # it holds a lock, say, and is not tried
+    except Exception:  # the model cannot be copied (it contains a lock): no trial
         return False
     trial.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
     try:
@@ -289,8 +294,9 @@ def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) ->
 
 
 def _normalises_each_channel(module: nn.Module) -> bool:
-    """Return whether the statistics are those of one channel of one example, as in
-    instance norm.
+    """Return whether a layer normalises each channel of an example separately.
+
+    Instance norm is such a layer.
     """
     if isinstance(module, nn.GroupNorm):
         return module.num_groups == module.num_channels

@@ -1,5 +1,6 @@
-"""The channels of a layer's input (N, C, *): dimension 1; statistics are over all
-others.
+"""Helpers for the channels of a layer's input (N, C, *).
+
+The channels are dimension 1; statistics are computed over all other dimensions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ __all__ = ["batch_mean_and_variance", "other_axes", "per_channel"]
 
 
 def other_axes(x: Tensor) -> list[int]:
-    """Return the dimensions of ``x`` except that of the channels."""
+    """Return the dimensions of ``x`` except the channel dimension."""
     return [axis for axis in range(x.dim()) if axis != 1]
 
 
@@ -21,11 +22,11 @@ def per_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def batch_mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (C,) of ``x``, in its dtype.
+    """Return the mean and biased variance (C,) of ``x``, in its dtype.
 
-    In float32 the variance has a relative error of 1e-6, and of 1e-4 where the mean is
-    1e5 deviations from 0. On a CPU torch.var_mean, which is more exact, takes ten times
-    as long; on a GPU it is one pass.
+    In float32, the relative error of the variance is 1e-6. It is 1e-4 if the mean is
+    1e5 deviations from 0. torch.var_mean is more exact, but takes ten times as long on
+    a CPU; on a GPU it is one pass.
     """
     axes = other_axes(x)
     if x.is_cuda:

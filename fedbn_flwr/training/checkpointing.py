@@ -1,7 +1,7 @@
-"""Activation checkpointing: a part of a model runs a second time, in the backward pass.
-Torch only.
+"""Detection of activation checkpointing.
 
-What a method measures of such a part counts once, in the first pass.
+A checkpointed part of a model runs a second time, in the backward pass. A method
+counts its measurements of such a part only once, in the first pass. Torch only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["in_checkpoint", "is_recomputed"]
 
 
 def in_checkpoint() -> bool:
-    """Return whether the present call comes from ``torch.utils.checkpoint``."""
+    """Return whether the current call comes from ``torch.utils.checkpoint``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -25,7 +25,8 @@ def in_checkpoint() -> bool:
 
 
 def is_recomputed() -> bool:
-    """Return whether the present call of a layer is in a backward pass: it is the
-    second one for the same input.
+    """Return whether the current call of a layer is in a backward pass.
+
+    If it is, the layer runs a second time with the same input.
     """
     return torch._C._current_graph_task_id() != -1

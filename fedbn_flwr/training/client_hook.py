@@ -1,5 +1,6 @@
-"""``ClientHook``: the client half of a method, by the calls that a round of local
-training makes. Torch only.
+"""``ClientHook``, the client code of a method.
+
+It has one function for each point in a round of local training. Torch only.
 """
 
 from __future__ import annotations
@@ -35,40 +36,44 @@ Extras = Mapping[str, Entries]
 Stage = Literal["choose", "change", "correct", "count"]
 """The stages of ``ClientHook.gradients`` in a step, in order."""
 OWN_MODEL = "own-model"
-"""Of ``ClientHook.kept_as``: what a hook keeps is the client's own model."""
+"""Value of ``ClientHook.kept_as``: the kept state is the client's own model."""
 
 
 class RetryStep(BaseException):
-    """Leaves a step: another client was lost. Repeat it with the remaining clients.
+    """Leaves a step because another client was lost.
 
-    It may pass through a user's training loop, so it is no Exception; see
-    ``transport.through_user_code``.
+    Repeat the step with the remaining clients. The exception may pass through a user's
+    training loop, so it is not a subclass of Exception (see
+    ``transport.through_user_code``).
     """
 
 
 class ClientHook:
-    """The client half of a method in local training. Here every hook does nothing; a
-    method overrides what it needs.
+    """The client code of a method in local training.
 
+    The functions of this class do nothing; a method overrides those that it needs.
     Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step
     ``around``, ``penalty`` and ``gradients``; then ``end``, ``reply``, ``keep``.
 
     Attributes:
-        compares_with_start: whether ``end`` compares the model with what ``begin``
-            found, and the optimizer need not be wrapped: a state that a user's loop
-            loads in between would be taken for training.
-        of_all_steps: "" if what it sends or keeps fits any weights that a user's loop
-            returns. Else it belongs to all steps, and this is the advice where other
-            weights are loaded after one, e.g. those of the best epoch.
-        kept_as: where what ``keep`` returns is stored; "" = under the name of its class.
-            ``OWN_MODEL`` = it is the client's own model, and tests and exports use it.
-        stage: when ``gradients`` acts, whatever order the methods have. "choose" = it
-            drops the gradients of parameters that do not train in this step; "change" =
-            it changes those of the loss, as clipping does; "correct" = it adds to them;
-            "count" = it reads the gradients that the optimizer will apply.
-        passes: what ``survey`` calls with the inputs of each batch; None = the model
-            itself.
-        step: the number of the present step, from 0, in ``gradients``. Optimizers that
+        compares_with_start: whether ``end`` compares the model with the state found by
+            ``begin``, without wrapping the optimizer. Such a hook would mistake a state
+            loaded by a user's loop for training.
+        of_all_steps: "" if the sent or kept values fit any weights that a user's loop
+            returns. Otherwise the values depend on all steps, and this text is the
+            advice if the loop loads other weights after a step, such as the weights of
+            the best epoch.
+        kept_as: the name for storing the result of ``keep``. "" means the
+            name of the class. ``OWN_MODEL`` means that the result is the client's own
+            model, used in tests and exports.
+        stage: when ``gradients`` acts, independent of the order of the methods.
+            "choose": it drops the gradients of parameters that do not train in this
+            step. "change": it changes the gradients of the loss, such as by clipping.
+            "correct": it adds to the gradients. "count": it reads the gradients that
+            the optimizer will apply.
+        passes: the function that ``survey`` calls with the inputs of each batch. None
+            means the model.
+        step: the number of the current step, from 0, in ``gradients``. Optimizers that
             step after the same backward pass have the same number.
     """
 
@@ -80,58 +85,60 @@ class ClientHook:
     step: int = 0
 
     def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take the server's extra records, and the entries that this hook kept in the
-        last round.
-        """
+        """Take the server's extra records and the entries kept in the last round."""
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare the model before the first step; it has the state from the server and
-        is in train mode.
+        """Prepare the model before the first step.
+
+        The model has the state from the server and is in train mode.
         """
 
     def survey(
         self, model: nn.Module, data: Batches, batch_size: int, seed: int
     ) -> None:
-        """Pass the client's data through the model, which has the weights from the
-        server; after ``begin``.
+        """Pass the client's data through the model, after ``begin``.
+
+        The model has the weights from the server.
 
         Args:
-            model: as ``begin`` left it.
-            data: the client's training data, taken without a generator, so without
+            model: the model as prepared by ``begin``.
+            data: the client's training data; it is read without a generator, so without
                 augmentation.
-            batch_size: examples per batch; 0 = all in one.
+            batch_size: examples per batch; 0 means one batch of all examples.
             seed: for dropout and other random layers.
         """
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the optimizer, which has the learning rate of the round.
+        """Prepare the optimizer, after its learning rate was set.
 
-        A user's loop may have several, each with parameters of its own; ``penalty`` and
-        ``gradients`` are then called before the steps of each, and only its parameters
-        have gradients.
+        A user's loop may have several optimizers, each with its own parameters.
+        Then ``penalty`` and ``gradients`` are called before the steps of each
+        optimizer, and only its parameters have gradients.
         """
 
     def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return a term to add to the loss of a step, or None; the reported loss does
-        not include it.
+        """Return a term to add to the loss of a step, or None.
+
+        The reported loss does not include the term.
         """
         return None
 
     def gradients(self, model: nn.Module) -> None:
-        """Change the gradients of a step, after their norm was clipped, before weight
-        decay and momentum; ``stage`` says in which order.
+        """Change the gradients of a step.
+
+        The call comes after the clipping of their norm, and before weight decay and
+        momentum. ``stage`` determines the order of several hooks.
         """
 
     def synchronises(self, step: int) -> bool:
-        """Return whether BN in step ``step`` (from 0) uses all clients' batches, so
-        that a batch of one is enough.
+        """Return whether BN in step ``step`` (from 0) uses all clients' batches.
+
+        A batch of one example is enough in such a step.
         """
         return False
 
     def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether this BatchNorm layer, in train mode, can use a batch with one
-        value per channel.
-        """
+        """Return whether this BN layer can train on one value per channel."""
         return False
 
     def around(
@@ -139,19 +146,20 @@ class ClientHook:
     ) -> AbstractContextManager[object]:
         """Return a context for the forward and backward pass of a step.
 
-        Where the hook ``synchronises`` a step, the context may raise RetryStep: the
-        step is repeated from the same state and batch.
+        If the hook ``synchronises`` a step, the context may raise RetryStep. The step
+        is then repeated from the same state and batch.
         """
         return nullcontext()
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Undo the changes of ``begin`` to the model's settings; return metrics for the
-        reply.
+        """Return metrics for the reply, and undo the changes of ``begin``.
+
+        Only changes of the model's settings are undone.
         """
         return {}
 
     def reply(self) -> Extras:
-        """Return the extra records for the server, besides the model."""
+        """Return the extra records for the server, in addition to the model."""
         return {}
 
     def keep(self) -> Entries:
@@ -161,8 +169,9 @@ class ClientHook:
 
 @contextmanager
 def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
-    """Begin the hooks. If the block raises, end them: the model may be used again, for
-    another round.
+    """Begin the hooks, and end them if the block raises.
+
+    The model may be used again in another round.
     """
     done: list[ClientHook] = []
     try:
@@ -172,7 +181,7 @@ def begun(hooks: Iterable[ClientHook], model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for hook in reversed(done):
-            with contextlib.suppress(Exception):  # the first error is the one to see
+            with contextlib.suppress(Exception):  # the first error is the useful one
                 hook.end(model)
         raise
 
@@ -198,7 +207,7 @@ def change_gradients(hooks: Iterable[ClientHook], model: nn.Module, step: int) -
 
 
 def overrides(hook: ClientHook, *names: str) -> bool:
-    """Return whether the hook's class has its own form of one of these methods."""
+    """Return whether the hook's class overrides at least one of these methods."""
     return any(
         getattr(type(hook), name) is not getattr(ClientHook, name) for name in names
     )

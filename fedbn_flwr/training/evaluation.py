@@ -1,5 +1,6 @@
-"""The function that evaluates a model: always in eval mode, and afterwards every mode
-is restored.
+"""The function that evaluates a model.
+
+It evaluates in eval mode and restores all modes afterwards.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class EvalResult:
     Attributes:
         loss: mean loss of the targets that count.
         num_examples: number of examples with a target that counts.
-        metrics: the metrics of the task by name; NaN where the test set does not define
-            one.
+        metrics: the metrics of the task by name; a metric is NaN if it is not defined
+            on the test set.
     """
 
     loss: float
@@ -52,7 +53,7 @@ class EvalResult:
 
     @property
     def accuracy(self) -> float:
-        """Accuracy: the share of counted targets that are predicted correctly."""
+        """Accuracy as the share of counted targets that are predicted correctly."""
         return self.metrics["accuracy"]
 
     @property
@@ -61,7 +62,7 @@ class EvalResult:
         return self.metrics["miou"]
 
     def named(self, prefix: str = "") -> dict[str, float]:
-        """Return loss and metrics, with ``prefix`` before each name."""
+        """Return the loss and the metrics, with ``prefix`` before each name."""
         values = {"loss": self.loss, **self.metrics}
         return {prefix + name: value for name, value in values.items()}
 
@@ -75,25 +76,26 @@ def evaluate(
     tries_last: bool = True,
     on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> EvalResult:
-    """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every
-    module has its mode again.
+    """Return the metrics of ``model`` on all of ``data``, in eval mode.
+
+    Afterwards, the mode of every module is restored.
 
     Args:
         model: the model.
-        data: the test data; batches follow their order. A last batch of one example
-            joins the one before it if a BatchNorm without running statistics cannot use
-            it alone.
-        task: the loss, which targets count, and the score.
-        batch_size: examples per batch; 0 = the task's number, which is another one
-            where BatchNorm layers use the statistics of the batch.
-        tries_last: whether the last example alone is tried, in a forward pass of its
-            own; not where hooks of the model count its passes.
+        data: the test data; batches follow their order. The last two batches are joined
+            if the last has one example that a BatchNorm layer without running
+            statistics cannot use.
+        task: defines the loss, the counted targets and the score.
+        batch_size: examples per batch; 0 means the default of the task. That default is
+            smaller or larger if BatchNorm layers use the statistics of the batch.
+        tries_last: whether a last batch of one example is tried in an extra forward
+            pass. Choose False if hooks of the model count its passes.
         on_batch: called with the outputs (B, ...) and the targets (B, ...) of each
             batch, in order.
 
     Returns:
-        Mean loss (every target has the same weight, also in a smaller last batch) and
-        the metrics of the task. NaN if no target counts.
+        The mean loss and the metrics of the task. Each target has the same weight, even
+        if the last batch is smaller. All values are NaN if no target counts.
 
     Raises:
         DataError: outputs or targets do not fit the task.
@@ -104,7 +106,7 @@ def evaluate(
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
     sums = _Sums(task)
-    # Not inference_mode: a tensor that the model keeps from it cannot be trained on.
+    # Not inference_mode: training fails on tensors that the model keeps from it.
     with restored_modes(model), torch.no_grad():
         model.eval()
         size = batch_size or _test_batch(model, task)
@@ -122,10 +124,10 @@ def evaluate(
 
 
 def _test_batch(model: nn.Module, task: Task) -> int:
-    """Return the examples per batch of a test of the model as it is now."""
+    """Return the number of examples per test batch for the current model."""
     for module in model.modules():
-        # With the statistics of the batch the metrics depend on its size. Of a scripted
-        # layer they are not known here.
+        # Statistics of the batch make the metrics depend on the batch size. A scripted
+        # layer may use them; its choice is not visible here.
         of_batch = isinstance(module, _BatchNorm) and module.running_mean is None
         if of_batch or is_scripted_batchnorm(module):
             return task.test_batch
@@ -133,11 +135,11 @@ def _test_batch(model: nn.Module, task: Task) -> int:
 
 
 class _Sums:
-    """Sums over the batches of a test, which are read from the device at the end only."""
+    """Sums over the batches of a test, read from the device only at the end."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        # of each batch: mean loss, correct, counted targets, and examples with one
+        # per batch: mean loss, correct, counted targets, examples with a counted target
         self._batches: list[Tensor] = []
         self._confusion: Tensor | None = None
         self._gathered: list[tuple[Tensor, Tensor]] = []
@@ -154,7 +156,7 @@ class _Sums:
         loss = task.loss(outputs, targets).double()
         correct = task.correct(outputs, targets)
         self._batches.append(torch.stack([loss, correct, counted, examples]))
-        # Pixels are counted, and not gathered: all of a test would not fit into memory.
+        # Pixels are only counted: all outputs of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
             if self._confusion is not None:
@@ -170,7 +172,7 @@ class _Sums:
         """Return the result of the test.
 
         Raises:
-            DataError: targets have values that the task does not have.
+            DataError: targets have values that do not exist in the task.
         """
         if self._unusable:
             self._task.refuse(int(torch.stack(self._unusable).sum()))
@@ -190,8 +192,8 @@ class _Sums:
             outputs = torch.cat([batch[0] for batch in self._gathered]).cpu()
             targets = torch.cat([batch[1] for batch in self._gathered]).cpu()
             metrics |= self._task.measure(outputs, targets)
-        # A client's weight in means over the clients: of a test in which nothing counts
-        # it is 0.
+        # The number of examples is the client's weight in means over the clients. It is
+        # 0 if no target of the test counts.
         return EvalResult(
             total_loss / mean_over,
             int(num_examples),
@@ -205,20 +207,21 @@ def _joined(
     order: Sequence[Tensor],
     prepared: Callable[[Any], Any],
 ) -> Sequence[Tensor]:
-    """Return the positions of each batch; a last example joins the others if a layer
-    has no variance for it alone.
+    """Return the positions of each batch.
+
+    The last two batches are joined if a layer has no variance for the last example.
     """
     layers = layers_of(model).values()
     if all(layer.running_mean is not None for layer in layers):
         return order
     inputs = prepared(data.batch(order[-1])[0])
-    # "" is a scripted layer: a test with its running statistics works
+    # "" is a scripted layer, and a test with its running statistics works
     refusing = [path for path in refusing_layers(model, inputs) if path]
     if refusing and len(order[0]) == 1:
         raise NormLayerError(
-            f"BatchNorm layer '{refusing[0]}' has no running statistics, and gets one"
-            " value per channel, from which no variance can be computed. Test batches"
-            " of two or more examples, or give it running statistics"
+            f"BatchNorm layer '{refusing[0]}' has no running statistics and gets one"
+            " value per channel, so it cannot compute a variance. Test batches of two"
+            " or more examples, or give the layer running statistics"
             " (track_running_stats=True)."
         )
     return join_last(order) if refusing else order
@@ -226,17 +229,18 @@ def _joined(
 
 @contextmanager
 def without_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Remove the running statistics in the block: a BatchNorm without them uses its
-    batch's own, also in eval mode.
+    """Remove the running statistics in the block.
+
+    A BatchNorm layer without them uses the statistics of its batch, even in eval mode.
 
     Raises:
-        NormLayerError: TorchScript holds a layer.
+        NormLayerError: a layer is in TorchScript.
     """
     refuse_scripted(model, "statistics of test batches")
     layers = layers_of(model).values()
     kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
     try:
-        # torch then takes the batch's, whatever the mode
+        # without them, torch uses the batch's statistics in both modes
         for layer in layers:
             layer.running_mean = layer.running_var = None
         yield

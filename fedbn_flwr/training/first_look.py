@@ -1,5 +1,7 @@
-"""What passes of a copy show of a model before it trains: entries that they make, and a
-sigmoid or softmax before a loss of logits. Torch only.
+"""Faults of a model that trial passes of a copy reveal before the training.
+
+The passes find entries that are created in a forward pass, and a sigmoid or softmax
+before a loss of logits. Torch only.
 """
 
 from __future__ import annotations
@@ -21,34 +23,34 @@ from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
 __all__ = ["first_look", "makes_no_entries", "refuse_made", "was_looked_at"]
 
-# What this process has looked at: a model may be built for every message.
+# Models that this process has checked: a model may be built for every message.
 _SEEN: set[tuple[object, ...]] = set()
-# Weights that are drawn before a model is told to end in a function.
+# Number of random weights that must all show the function at the end of a model.
 _DRAWS = 8
 
 
 def was_looked_at(model: nn.Module, task: Task) -> bool:
-    """Return whether this process has had the first look at such a model."""
+    """Return whether this process has already checked such a model for the task."""
     return _key(model, task) in _SEEN
 
 
 def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
-    """Look at the model in passes of a copy, in train and in eval mode.
+    """Check the model in passes of a copy, in train and in eval mode.
 
     Args:
-        model: it does not change.
+        model: the model; it does not change.
         inputs: returns the inputs of two examples.
-        task: what its outputs are for.
+        task: the task of the model.
 
     Returns:
-        What to tell the user of its outputs, after "model ...", or "".
+        A warning about its outputs that continues "model ...", or "".
 
     Raises:
-        ConfigError: the passes make entries, which the server and other clients lack,
-            or give them another shape.
+        ConfigError: the passes create entries or change their shape. The server and
+            the other clients would not have these entries.
     """
     trial, end = model, ""
-    # The user's code may raise anything, and raises it again where it is told of.
+    # The user's code may raise any exception; the training raises it again and reports.
     with suppress(Exception), seeded(0), torch.enable_grad():
         trial = copied(model)
         end = _end_of(trial, inputs_for(trial)(inputs()), task)
@@ -57,29 +59,31 @@ def first_look(model: nn.Module, inputs: Callable[[], Any], task: Task) -> str:
     if not end:
         return ""
     return (
-        f"seems to end with a {end}: the loss of {task.name}, and its tests, take"
-        f" outputs without {end}. Leave it out; a loss of your own then takes logits, as"
-        " binary_cross_entropy_with_logits does."
+        f"seems to end with a {end}, but the loss and the tests of {task.name} take"
+        f" outputs without {end}. Remove it. If you have your own loss, it then takes"
+        " logits, as binary_cross_entropy_with_logits does."
     )
 
 
 def refuse_made(names: Sequence[str]) -> None:
-    """Raise ConfigError if there are entries that a forward pass has made."""
+    """Raise ConfigError if a forward pass has created the named entries."""
     if names:
         raise ConfigError(
-            f"the model makes {len(names)} entries in a forward pass, or gives them"
-            f" another shape ('{names[0]}', ...): the model of the server, which had"
-            " none, lacks them, and so do new clients. Make them where the model is"
-            " built, or pass a batch through it there."
+            f"the model creates {len(names)} entries in a forward pass, or changes"
+            f" their shape ('{names[0]}', ...). The server and new clients do not run"
+            " such a pass, so their models lack these entries. Create the entries when"
+            " the model is built, or pass a batch through it there."
         )
 
 
 @contextmanager
 def makes_no_entries(model: nn.Module) -> Iterator[None]:
-    """Refuse entries that the block makes, once in a process for such a model.
+    """Refuse entries that are created in the block.
+
+    The check runs once in a process for each kind of model.
 
     Raises:
-        ConfigError: at the end of the block, if there are any.
+        ConfigError: the block has created entries; raised at its end.
     """
     key = _key(model)
     if key in _SEEN:
@@ -92,14 +96,14 @@ def makes_no_entries(model: nn.Module) -> Iterator[None]:
 
 
 def _made(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the entries that are new, or have another shape."""
+    """Return the names of entries that are new or have another shape."""
     return [name for name in now if (name, now[name]) not in before.items()]
 
 
 def _shapes(model: nn.Module) -> dict[str, Any]:
     shapes = {}
     for name, entry in model.state_dict(keep_vars=True).items():
-        # A lazy one raises where it is asked; what is no tensor has none.
+        # A lazy entry raises if it is asked for its shape; other objects have none.
         shapes[name] = None if is_lazy(entry) else getattr(entry, "shape", None)
     return shapes
 
@@ -109,12 +113,12 @@ def _key(model: nn.Module, task: Task | None = None) -> tuple[object, ...]:
 
 
 def _end_of(trial: nn.Module, inputs: Any, task: Task) -> str:
-    """Return the function with which the model ends in a mode, if its outputs are those
-    of one whatever the weights are, and the task takes logits; else "".
+    """Return the function at the end of the model, or "".
 
-    Outputs may be between 0 and 1 by chance, and a sigmoid may be hidden in a clamp or
-    be there in eval mode alone: so many weights are drawn, and only outputs are looked
-    at.
+    It is the function whose outputs the model has in train or eval mode for any
+    weights, if the task takes logits. Outputs may be between 0 and 1 by chance. A
+    sigmoid may be hidden in a clamp, or exist only in eval mode. Therefore the search
+    draws many weights and looks only at outputs.
     """
     ends: dict[bool, set[str]] = {}
     for mode in (True, False):
@@ -127,7 +131,7 @@ def _end_of(trial: nn.Module, inputs: Any, task: Task) -> str:
         for mode, possible in ends.items():
             possible &= _possible_ends(trial.train(mode)(inputs), task)
         draws += 1
-    # The outputs of a softmax are those of a sigmoid, too.
+    # The outputs of a softmax also look like outputs of a sigmoid.
     return min(set().union(*ends.values()), key=_ENDS.index, default="")
 
 
@@ -135,7 +139,7 @@ _ENDS = ("softmax", "sigmoid", "log-sigmoid")
 
 
 def _possible_ends(outputs: Any, task: Task) -> set[str]:
-    """Return the functions that may have made the outputs."""
+    """Return the functions that may have produced the outputs."""
     found = set()
     values = outputs.detach().float()
     if ((values >= 0) & (values <= 1)).all():
@@ -143,20 +147,20 @@ def _possible_ends(outputs: Any, task: Task) -> set[str]:
         several = values.dim() > 1 and values.shape[1] > 1
         if several and ((values.sum(1) - 1).abs() < 0.01).all():
             found.add("softmax")
-    # Labels are decided at 0; log-probabilities of classes are logits, too.
+    # Labels are decided at 0, but log-probabilities of classes are valid logits.
     if isinstance(task, LabelTask) and (values <= 0).all():
         found.add("log-sigmoid")
     return found
 
 
 def _takes_logits(task: Task, outputs: Any) -> bool:
-    """Return whether a sigmoid or softmax is applied to the outputs of a model."""
+    """Return whether the task applies a sigmoid or softmax to the model's outputs."""
     if isinstance(task, RegressionTask) or not isinstance(outputs, Tensor):
         return False
     # Tests of labels decide at logit 0, whatever the loss is.
     if isinstance(task, LabelTask):
         return True
-    # A softmax in the loss does not see a constant that all logits have.
+    # A softmax in the loss ignores a constant that is added to all logits.
     loss = task.training_loss or task.loss
     classes = outputs.new_zeros(len(outputs), *outputs.shape[2:], dtype=torch.int64)
     return torch.allclose(loss(outputs + 1, classes), loss(outputs, classes), 1e-3)

@@ -1,18 +1,21 @@
-"""Train and eval modes of a model's layers, and training of some layers only: the other
-parameters stay as they are, as one does with a pretrained network. Torch only.
+"""Train and eval modes of layers, and training of a part of a model.
 
-A BatchNorm layer outside the named ones has two more questions: by which statistics it
-normalises, and whether its running ones move. ``eval`` (the default): the running ones,
-which stay as they are, so that the frozen part of the network remains one fixed
-function. It is what Keras does with ``trainable = False`` and torchvision's detectors
-with ``FrozenBatchNorm2d``. ``train``: the batch's, and the running ones move, so a
-client's part adapts to its inputs with fixed weights (AdaBN, Li et al. 2016,
-arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
+``train_only`` freezes the parameters without a given name, usually of a pretrained
+network. For a BatchNorm layer without named entries, the option ``frozen_bn`` answers
+two further questions: which statistics does the layer use, and does it update the
+running statistics?
 
-A model may come with BatchNorm in eval mode, which ``model.train()`` would undo: its
-author froze it, and it stays so. Parameters without ``requires_grad`` say nothing about
-the statistics, as in torch. Of BatchNorm in TorchScript the mode is all that can be
-changed.
+``eval`` (the default): the layer uses the running statistics and does not update them,
+so the frozen part of the network remains a fixed function. Keras does this with
+``trainable = False``, and torchvision's detectors with ``FrozenBatchNorm2d``.
+
+``train``: the layer uses the statistics of the batch and updates the running
+statistics. A client's frozen part then adapts to its inputs, with fixed weights (AdaBN,
+Li et al. 2016, arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
+
+BatchNorm layers that were built in eval mode stay in eval mode, even though
+``model.train()`` would change it. As in torch, ``requires_grad`` does not affect the
+statistics. Only the mode of a BatchNorm layer in TorchScript can be changed.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ __all__ = [
     "unlike_in_tests",
 ]
 
-# The attributes of every module, which hold its entries, hooks and mode.
+# Types whose values a forward pass may change in place.
 _CHANGED_IN_PLACE = (
     list,
     tuple,
@@ -71,7 +74,8 @@ _SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers by path, found by type.
 
-    A shared layer is there once, or at every path, as in the state.
+    A shared layer has one path. If ``every_path`` is set, it has all its paths, like
+    the state.
     """
     modules = model.named_modules(remove_duplicate=not every_path)
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
@@ -80,7 +84,7 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
     """Restore every module's train or eval mode at the end of the block."""
-    # each module by itself: ``train(mode)`` of the model would give all the same
+    # one by one: ``model.train(mode)`` would give all modules the same mode
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -91,16 +95,17 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the block all that a forward pass may change in a model.
+    """Undo the changes of a model by forward passes when the block ends.
 
-    They are modes, parameters, buffers, and tensors, plain values, containers, arrays,
-    generators and dataclasses among the attributes of its modules: running statistics
-    of any layer, counters, codebooks, averages, states of a recurrence. Each is the
-    same object as before, with its values.
+    The block may change modes, parameters and buffers. It may also change tensors,
+    plain values, containers, arrays, generators and dataclasses among the attributes of
+    the modules. Examples are running statistics of any layer, counters, codebooks,
+    averages and states of a recurrence. Afterwards each is the same object with the
+    same values.
     """
     tensors: list[Any] = []
     others: list[Any] = []
-    # Containers may hold what is restored by itself.
+    # Containers may contain objects that are restored separately.
     own = (*model.modules(), *model.parameters(), *model.buffers())
     memo = memo_of(model, own)
     for module in model.modules():
@@ -111,7 +116,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     tensors.append((table, name, value, value.detach().clone()))
                 elif name not in ATTRIBUTES_OF_TORCH:
                     others.append((table, name, value))
-                    # The pass has a copy: what it appends is in no one else's list.
+                    # The pass gets a copy, so it cannot change a list of somebody else.
                     if isinstance(value, _CHANGED_IN_PLACE) or is_dataclass(value):
                         with suppress(Exception):
                             table[name] = copy.deepcopy(value, memo)
@@ -124,20 +129,20 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for table, name, tensor, before in tensors:
                 table[name] = tensor
-                # As observers of quantisation do in their first pass.
+                # Observers of quantisation change the shape in their first pass.
                 if tensor.shape != before.shape:
                     tensor.data = before
-                # A write counts as a change in torch: only where there is something.
+                # Torch counts each write as a change, so write only if values differ.
                 elif not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 
 def is_scripted_batchnorm(module: nn.Module) -> bool:
-    """Return whether a layer is BatchNorm in TorchScript.
+    """Return whether a layer is a BatchNorm layer in TorchScript.
 
-    Its state has the layer's entries, and its forward pass is out of reach.
+    Its state has the usual entries, but its forward pass cannot be changed.
     """
-    # TorchScript keeps the name of the class only.
+    # TorchScript keeps only the name of the class.
     return (
         isinstance(module, torch.jit.ScriptModule)
         and getattr(module, "original_name", "") in _SCRIPTED
@@ -145,10 +150,13 @@ def is_scripted_batchnorm(module: nn.Module) -> bool:
 
 
 def refuse_scripted(model: nn.Module, what: str) -> None:
-    """Refuse a model with BatchNorm in TorchScript, on which ``what`` has no effect.
+    """Refuse a model with BatchNorm layers in TorchScript.
 
-    Layers that the model keeps in eval mode, those of a frozen backbone, are left as
-    they are.
+    Layers that the model keeps in eval mode, such as a frozen backbone, are accepted.
+
+    Args:
+        model: the model.
+        what: the feature that has no effect on such layers, for the message.
 
     Raises:
         NormLayerError: there is such a layer; the message names the first.
@@ -160,15 +168,15 @@ def refuse_scripted(model: nn.Module, what: str) -> None:
     }
     if not scripted:
         return
-    # A model may have a ``train`` of its own that leaves layers in eval mode: ask it.
+    # The model may override ``train`` to leave layers in eval mode: call it.
     with restored_modes(model):
         model.train()
         refused = [path for path, module in scripted.items() if module.training]
     if refused:
         kind = type(scripted[refused[0]]).__name__
         raise NormLayerError(
-            f"{what}: BatchNorm layer {refused[0] or 'model'!r} is a {kind}, in which"
-            " it would have no effect. Use the plain module."
+            f"{what} would have no effect on BatchNorm layer"
+            f" {refused[0] or 'model'!r}, because it is a {kind}. Use the plain module."
         )
 
 
@@ -182,19 +190,19 @@ def train_only(
 
     Args:
         model: the model, with its final layers.
-        names: paths of modules or names of parameters; a prefix ends at a dot. Empty =
-            all parameters train.
-        frozen_bn: mode of the BatchNorm layers of which no entry is named; "eval" is
-            kept through ``model.train()``.
+        names: paths of modules or names of parameters; a prefix ends at a dot. If
+            empty, all parameters train.
+        frozen_bn: mode of the BatchNorm layers without a named entry; "eval" is kept
+            through ``model.train()``.
 
     Raises:
         ConfigError: a name has no parameter; the message gives the nearest one.
     """
     if not names:
         return
-    # Weights that layers share have several names, and each may be the named one.
+    # Weights that layers share have several names; any of them may be in ``names``.
     parameters = list(model.named_parameters(remove_duplicate=False))
-    # A name without a parameter would silently freeze all.
+    # A name without a parameter would silently freeze the whole model.
     known = [entry for entry, _ in parameters]
     unknown = [
         name for name in names if not any(_under(entry, [name]) for entry in known)
@@ -217,10 +225,12 @@ def train_only(
 
 
 def force_eval(layer: nn.Module) -> Callable[[], None]:
-    """Keep a layer in eval mode, also through ``model.train()``; return the function
-    that undoes this.
+    """Keep a layer in eval mode, even through ``model.train()``.
 
-    The modules inside a layer, a dropout say, keep the mode that the model gives them.
+    Modules inside the layer, such as dropout, keep the mode that the model gives them.
+
+    Returns:
+        The function that undoes this.
     """
     mode = layer.training
     layer.training = False
@@ -240,11 +250,10 @@ def is_forced_eval(layer: nn.Module) -> bool:
 
 
 def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that a model in train mode has in eval mode, by path;
-    a shared one has each path.
+    """Return the BatchNorm layers in eval mode of a model in train mode, by path.
 
-    A model that is in eval mode as a whole, as loaders of pretrained weights return it,
-    says nothing of its layers.
+    A shared layer has each of its paths. A model in eval mode, as returned by loaders
+    of pretrained weights, does not reveal the intended modes: the result is empty.
     """
     if not model.training:
         return {}
@@ -256,14 +265,13 @@ def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def force_eval_as_built(model: nn.Module) -> str:
-    """Keep the layers of ``left_in_eval`` as they are, through ``model.train()``;
-    return what to tell the user.
+    """Keep the layers of ``left_in_eval`` in eval mode, even in ``model.train()``.
 
     Returns:
-        A sentence that names the layers; "" if there are none but those that are kept
-        already.
+        A sentence for the user that names the layers that were not yet kept; "" if
+        there are none.
     """
-    # A layer that is used twice has two paths, and is told by its first.
+    # A layer that is used twice has two paths; name it by the first.
     left: dict[_BatchNorm, str] = {}
     for path, layer in left_in_eval(model).items():
         if not is_forced_eval(layer):
@@ -274,27 +282,27 @@ def force_eval_as_built(model: nn.Module) -> str:
         return ""
     paths = list(left.values())
     return (
-        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built"
-        f" ({_listed(paths)}): they stay so, and their running statistics do not"
-        " change. If they shall train, call model.train() where the model is built; to"
-        " freeze parameters alone, use train-only or requires_grad_(False)."
+        f"{len(paths)} BatchNorm layer(s) of the model are built in eval mode"
+        f" ({_listed(paths)}). They stay in eval mode, and their running statistics do"
+        " not change. To train them, call model.train() in the function that builds the"
+        " model. To freeze only parameters, use train-only or requires_grad_(False)."
     )
 
 
 def unlike_in_tests(model: nn.Module) -> str:
-    """Return what to tell the user of layers that train by the batch and are tested by
-    statistics that never move.
+    """Return a warning about layers whose tests use statistics that never change.
 
-    Their ``track_running_stats`` was set to False after they were made with running
-    statistics. "" if there are none.
+    These layers train with the statistics of the batch. Their ``track_running_stats``
+    was set to False after they were made with running statistics. Returns "" if there
+    are none.
     """
-    # torch's forward pass in eval mode uses statistics wherever they are
+    # in eval mode, torch's forward pass uses running statistics if they exist
     unlike = {
         layer: path
         for path, layer in layers_of(model).items()
         if layer.running_mean is not None and not layer.track_running_stats
     }
-    # first, as few models have one, and a model may be built for every message
+    # checked first: few models have such a layer, but each message may build a model
     if not unlike:
         return ""
     in_eval = stays_in_eval(model)
@@ -302,10 +310,11 @@ def unlike_in_tests(model: nn.Module) -> str:
     if not paths:
         return ""
     return (
-        f"{len(paths)} BatchNorm layer(s) train with the batch's statistics and are"
-        f" tested with running ones that training does not move ({_listed(paths)}):"
-        " track_running_stats was set to False after they were made. Leave it True, or"
-        " make them with track_running_stats=False."
+        f"{len(paths)} BatchNorm layer(s) train with the statistics of the batch, but"
+        " are tested with running statistics that training does not change"
+        f" ({_listed(paths)}). The reason is that track_running_stats was set to False"
+        " after they were made. Leave it True, or make the layers with"
+        " track_running_stats=False."
     )
 
 
@@ -319,8 +328,8 @@ def _listed(paths: Sequence[str]) -> str:
 def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     """Return the BatchNorm layers that training leaves in eval mode.
 
-    They are those of ``left_in_eval``, those of ``force_eval`` and those that a
-    ``train`` of the model's own leaves so.
+    These are the layers of ``left_in_eval`` and of ``force_eval``, and the layers that
+    the model's own ``train`` leaves in eval mode.
     """
     layers = set(left_in_eval(model).values())
     with restored_modes(model):
@@ -351,6 +360,6 @@ def _no_parameter(name: str, paths: Sequence[str]) -> str:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     top = [path for path in paths if "." not in path]
     return (
-        f"train-only: {name!r} names no parameter of the model.{hint} Its parts with"
-        f" parameters: {', '.join(top)}."
+        f"train-only: {name!r} names no parameter of the model.{hint} The parts with"
+        f" parameters are {', '.join(top)}."
     )

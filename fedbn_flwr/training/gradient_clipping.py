@@ -1,13 +1,13 @@
-"""Adaptive gradient clipping: the norm of a unit's gradient is at most a share of the
-norm of its weight.
+"""Adaptive gradient clipping.
 
-For each unit, with |G| the Euclidean norm of its gradient and |W| that of its weight:
+The norm of a unit's gradient is limited to a share of the norm of its weight. For each
+unit, let |G| be the Euclidean norm of its gradient and |W| the norm of its weight:
 
     if |G| > clipping * max(|W|, eps):  G <- G * clipping * max(|W|, eps) / |G|.
 
 A unit is one output (index 0) of a parameter with two or more dimensions, or a whole
-vector or scalar. Clip after the backward pass and before the optimizer's step, that is
-before weight decay and momentum.
+vector or scalar. Clip after the backward pass and before the optimizer's step. The step
+then adds weight decay and momentum.
 
 Source: Brock et al. 2021b, arXiv:2102.06171, section 4. Equal to timm's
 ``adaptive_clip_grad`` (in the quotient |G| is at least 1e-6). FedWon uses clipping 0.1
@@ -47,7 +47,7 @@ def clip_gradients(
 
     Args:
         parameters: the parameters to clip; those without a gradient are skipped.
-        clipping: the paper's lambda; 0 = no clipping.
+        clipping: the paper's lambda; 0 means no clipping.
         eps: smallest |W| used, so that weights of zero can learn.
         exclude: parameters to skip, see ``exclude_head``.
 
@@ -81,11 +81,10 @@ def clip_in_steps(
     *,
     exclude: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Return ``optimizer``, which from now on calls ``clip_gradients`` before each
-    step.
+    """Let ``optimizer`` call ``clip_gradients`` before each step, and return it.
 
     Raises:
-        ConfigError: as ``clip_gradients``, at the first step.
+        ConfigError: as in ``clip_gradients``, at the first step.
     """
     excluded = tuple(exclude)
 
@@ -94,7 +93,7 @@ def clip_in_steps(
         clip_gradients(parameters, clipping, eps, exclude=excluded)
         return 0.0
 
-    # One around another hands its steps on, and torch calls the hooks of the inner one.
+    # An optimizer around another calls its steps; torch runs the hooks of the inner.
     for stepping in stepping_optimizers(optimizer):
         before_steps(stepping, clip)
     return optimizer
@@ -107,13 +106,14 @@ def _unit_norms(values: Tensor) -> Tensor:
 
 
 def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of the classifier's last layer, for
-    ``clip_gradients(exclude=...)``: of the layers that make the model's outputs.
+    """Return the parameters of the layers that make the model's outputs.
 
-    They may be several, whose outputs are added (torchvision's LR-ASPP). If a pass does
-    not show them (``training.head``), it is the linear layer or convolution that is
-    registered last; () without such a layer. timm leaves out the last two parameters:
-    the same if there is one such layer, with a weight and a bias.
+    Pass them as ``clip_gradients(exclude=...)``. There are several such layers if their
+    outputs are added (torchvision's LR-ASPP). If a pass does not reveal them
+    (``training.head``), the linear layer or convolution that was registered last is
+    used. The result is () if no such layer exists. timm leaves out the last two
+    parameters; the result is equal if there is one such layer, with a weight and a
+    bias.
     """
     plain = unwrap(model)
     paths, known = head_of(plain)

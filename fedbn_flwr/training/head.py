@@ -1,14 +1,15 @@
-"""The head of a model: the layers that make its outputs. Torch only.
+"""Search for the head of a model (the layers that make its outputs).
 
-A forward pass shows them: it is followed from the outputs back to the first layers on
-every path. A layer here is a module with a weight of two or more dimensions; BatchNorm
-after the classifier, a scale or a temperature are passed over.
+A forward pass reveals the head. The search follows the pass from the outputs back to
+the first layers on every path. Here a layer is a module with a weight of two or more
+dimensions; BatchNorm after the classifier, a scale or a temperature are skipped.
 
-The pass is recorded (``recorded_pass``), which needs no inputs and takes milliseconds.
-If the model's code branches on values, it cannot be recorded: with inputs a real pass of
-a copy takes its place, in which autograd's graph is followed; without them the sizes of
-the linear layers and convolutions may show the head. If the model multiplies by a matrix
-outside any layer, the head is not known: the answer then has the candidates.
+The search uses a recorded pass (``recorded_pass``), because it needs no inputs and
+takes milliseconds. A model whose code branches on values cannot be recorded. If inputs
+are available, a copy of such a model runs a real pass, and the search follows
+autograd's graph. Without inputs, the sizes of the linear layers and convolutions may
+show the head. If the model multiplies by a matrix outside any layer, the head is
+unknown, and the result contains the candidates. Torch only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedbn_flwr.training.recorded_pass import record, skeleton_of
 __all__ = ["Head", "head_in_shapes", "head_of"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Leaves of a layer's weight, also under the old weight_norm and spectral_norm.
+# Names of a layer's weight, including the old weight_norm and spectral_norm.
 _WEIGHTS = ("weight", "weight_v", "weight_g", "weight_orig")
 
 
@@ -39,9 +40,9 @@ class Head(NamedTuple):
     """The layers that make a model's outputs.
 
     Attributes:
-        paths: their paths, and of parameters outside layers the names; "" = the model
-            itself is the layer.
-        known: whether they are the head; if not, each may be.
+        paths: the paths of the layers, and the names of parameters outside layers. ""
+            means that the model itself is the layer.
+        known: whether they are the head; if not, each is a candidate.
     """
 
     paths: tuple[str, ...]
@@ -52,13 +53,13 @@ def head_of(model: nn.Module, inputs: Callable[[], Any] | None = None) -> Head:
     """Return the head of a model.
 
     Args:
-        model: it does not change; its wrappers are not in the paths.
-        inputs: returns the inputs of some examples; None = there are none.
+        model: the model; it does not change. The paths do not contain its wrappers.
+        inputs: returns the inputs of some examples; None if examples are not available.
     """
     plain = unwrap(model)
     layers = dict(_layers(plain))
     ends: set[str] = set()
-    # The user's code may raise anything, on proxies more than on tensors.
+    # The user's code may raise any exception, especially on proxies.
     with suppress(Exception):
         ends = _ends_of_record(plain)
     with suppress(Exception):
@@ -66,7 +67,7 @@ def head_of(model: nn.Module, inputs: Callable[[], Any] | None = None) -> Head:
             ends = _ends_of_pass(plain, inputs)
     if not ends:
         shapes: dict[str, tuple[int, ...]] = {}
-        # Not of the weights: to read a parametrized one may change it.
+        # Use the sizes of the layers: reading a parametrized weight may change it.
         for path, layer in layers.items():
             if isinstance(layer, nn.Linear):
                 shapes[f"{path}.weight"] = layer.out_features, layer.in_features
@@ -78,18 +79,19 @@ def head_of(model: nn.Module, inputs: Callable[[], Any] | None = None) -> Head:
 
 
 def head_in_shapes(shapes: Mapping[str, Any]) -> Head:
-    """Return the head by the shapes of a state's entries.
+    """Return the head, found by the shapes of a state's entries.
 
-    It is known if the last layer is the only one whose outputs no other layer can take:
-    after a linear layer it is one with as many inputs, after a convolution one with as
-    many or more. The order alone says too little.
+    The head is known if the last layer is the only layer whose outputs do not fit into
+    any other layer. After a linear layer, a layer with as many inputs fits. After a
+    convolution, a layer with as many inputs or more fits. The order of the layers is
+    not sufficient.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for name, value in shapes.items():
         shape = tuple(getattr(value, "shape", value) or ())
         if len(shape) > 1:
             path = _layer_path(name)
-            # weight_norm has a matrix of one column beside the weight.
+            # weight_norm has a matrix of one column in addition to the weight.
             sizes[path] = max(shape, sizes.get(path, ()))
     free = []
     for path, size in sizes.items():
@@ -113,10 +115,10 @@ def _layer_path(name: str) -> str:
 
 
 def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers with a matrix and their paths; a shared one has each path."""
+    """Yield the layers with a matrix and their paths, each path of a shared layer."""
     inner = {name: one for name, one in module._modules.items() if _has_matrix(one)}
     of_torch = type(module).__module__.startswith("torch.nn.")
-    # torch's own, such as attention, may use the weights of modules inside.
+    # a module of torch, such as attention, may use the weights of modules inside it
     whole = of_torch and not isinstance(module, _CONTAINERS)
     if _has_matrix(module) and (whole or not inner):
         yield path, module
@@ -132,7 +134,10 @@ def _has_matrix(module: nn.Module | None) -> bool:
 
 
 def _ends_of_pass(model: nn.Module, inputs: Callable[[], Any]) -> set[str]:
-    """Return the ends of a pass of a copy in eval mode."""
+    """Return the ends of a pass of a copy in eval mode.
+
+    Each path back from the outputs ends at a layer or parameter.
+    """
     trial = copied(model).eval().requires_grad_(True)
     made: dict[Any, list[str]] = {}
 
@@ -153,7 +158,7 @@ def _ends_of_pass(model: nn.Module, inputs: Callable[[], Any]) -> set[str]:
         outputs = trial(inputs_for(trial)(inputs()))
 
     def ends_at(node: Any) -> list[str]:
-        # A node of autograd that ends at a parameter has it.
+        # A node of autograd that ends at a parameter has the attribute "variable".
         return made.get(node) or names.get(getattr(node, "variable", None), [])
 
     return _followed(
@@ -190,7 +195,7 @@ def _followed(
     ends_at: Callable[[Any], list[str]],
     before: Callable[[Any], Iterable[Any]],
 ) -> set[str]:
-    """Return where the paths back from some operations end."""
+    """Return the ends of the paths back from some operations."""
     found: set[str] = set()
     left, seen = list(starts), set()
     while left:

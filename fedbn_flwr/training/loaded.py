@@ -1,5 +1,6 @@
-"""A torch ``Dataset`` or the data set of a ``DataLoader`` as the ``Batches`` of
-training and evaluation.
+"""Torch data sets as the ``Batches`` of training and evaluation.
+
+The source is a torch ``Dataset``, or the data set of a ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ class LoadedBatches:
 
     Args:
         loader: the ``DataLoader``.
-        plain: the same examples in the same order without random transforms, taken
-            where no generator is given. None = the loader's own.
+        plain: the same examples in the same order without random transforms. They are
+            read if no generator is given. None means the data set of the loader.
 
-    A ``SubsetRandomSampler`` or a ``DistributedSampler`` chooses examples: these are
-    the data then, in their order.
+    If the loader has a ``SubsetRandomSampler`` or a ``DistributedSampler``, the data
+    are the examples chosen by the sampler, in their order.
 
     Attributes:
-        batch_size: that of the loader or of its batch sampler; if neither has one, the
-            number of examples.
+        batch_size: the batch size of the loader or of its batch sampler. If neither has
+            a batch size, it is the number of examples.
 
     Raises:
-        DataError: the data set has no length, or ``plain`` has another one; the sampler
-            chooses in another way.
+        DataError: the data set has no length, ``plain`` has another length, or the
+            sampler chooses examples in another way.
     """
 
     def __init__(self, loader: Any, plain: Any = None) -> None:
@@ -54,9 +55,9 @@ class LoadedBatches:
             _refuse_without_positions(data)
         if len(plain) != len(self._data):
             raise DataError(
-                f"the data set without random transforms has {len(plain)}"
-                f" examples, the one that is trained on {len(self._data)}: they must be"
-                " the same examples in the same order"
+                f"the data set without random transforms has {len(plain)} examples, but"
+                f" the training data set has {len(self._data)}. Both must contain the"
+                " same examples in the same order."
             )
         chosen = _chosen(loader)
         if chosen is not None:
@@ -71,28 +72,31 @@ class LoadedBatches:
     def batch(
         self, positions: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Any, Tensor]:
-        """See ``training.batches.Batches``; with a generator random transforms draw
-        from it.
+        """Return a batch, see ``training.batches.Batches``.
+
+        If a generator is given, random transforms draw from it.
 
         Raises:
-            DataError: the examples are something else than pairs, cannot be stacked, or
-                are not as many in the batch.
+            DataError: the examples are not pairs, they cannot be stacked, or the batch
+                has another number of examples.
         """
-        # A batch of no example has the shapes of one.
+        # An empty batch gets its shapes from a batch of one example.
         chosen = positions.tolist() or [0]
         read = self._read_plain if generator is None else self._read
         if generator is None or draws_nothing(read):
             batch = read(chosen)
         else:
-            # Users' transforms draw from the default generators of torch, NumPy, Python.
+            # Users' transforms draw from the default generators of torch, NumPy,
+            # Python.
             with drawing_from(generator):
                 batch = read(chosen)
         inputs, targets = _pair(batch)
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(chosen),):
             raise DataError(
-                f"{name_of(self._data)}: the collate_fn makes targets of shape"
-                f" {tuple(targets.shape)} of {len(chosen)} examples: it must keep each"
-                " of them, in their order. Leave examples out of the data set instead."
+                f"{name_of(self._data)}: the collate_fn returns targets of shape"
+                f" {tuple(targets.shape)} for {len(chosen)} examples. It must keep all"
+                " examples, in their order. To drop examples, remove them from the data"
+                " set."
             )
         if not len(positions):
             return map_inputs(lambda part: part[:0], inputs), targets[:0]
@@ -103,17 +107,17 @@ def _refuse_without_positions(data: Any) -> None:
     is_map = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, IterableDataset) or not is_map:
         raise DataError(
-            f"the data set, {type(data).__name__}, has no length and no"
-            " indices: a pass in a fixed order needs both (a torch Dataset,"
-            " not an IterableDataset, and not a DataLoader)"
+            f"the data set, {type(data).__name__}, has no length or no indices. A pass"
+            " in a fixed order needs both: use a torch Dataset, not an IterableDataset"
+            " or a DataLoader."
         )
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch.
+    """Return the inputs and targets of a batch.
 
     Raises:
-        DataError: it is something else than a pair.
+        DataError: the batch is not a pair.
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -121,34 +125,36 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         keys = f" of {', '.join(map(str, batch))}"
     raise DataError(
-        f"the data set's batches are {type(batch).__name__}{keys}; (inputs,"
-        " targets) are needed. Let the examples be such pairs, where the input"
-        " may have several parts, e.g. by a data set around it, or by the"
-        " collate_fn of a loader (in a TorchClient"
-        " fedbn_flwr.training.batches_of(loader))."
+        f"the batches of the data set are {type(batch).__name__}{keys}; they must be"
+        " pairs (inputs, targets), and the inputs may have several parts. Return pairs"
+        " from a data set that wraps this data set, or from the collate_fn of a loader"
+        " (in a TorchClient: fedbn_flwr.training.batches_of(loader))."
     )
 
 
 def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
-    """Return the data set of a ``DataLoader`` as ``Batches``, put together by its
-    ``collate_fn``.
+    """Return the data set of a ``DataLoader`` as ``Batches``.
+
+    The batches are assembled by its ``collate_fn``.
 
     Args:
-        loader: its batch size and order are not used: a client's settings have them.
-            Examples that a sampler chooses are the data.
-        plain: the same examples in the same order without random transforms; None = the
-            loader's own.
+        loader: its batch size and order are ignored, because the client's settings
+            define them. If its sampler chooses examples, only these are the data.
+        plain: the same examples in the same order without random transforms. None means
+            the data set of the loader.
 
     Raises:
-        DataError: the data set has no length, or ``plain`` has another one; the sampler
-            chooses in another way than by a fixed list.
+        DataError: the data set has no length, ``plain`` has another length, or the
+            sampler does not choose examples by a fixed list.
     """
     return LoadedBatches(loader, plain)
 
 
 def num_examples(loader: Any) -> int:
-    """Return the number of examples that a loader gives in an epoch; raises DataError
-    as ``LoadedBatches`` does.
+    """Return the number of examples in an epoch of a loader.
+
+    Raises:
+        DataError: as in ``LoadedBatches``.
     """
     chosen = _chosen(loader)
     if chosen is not None:
@@ -159,8 +165,8 @@ def num_examples(loader: Any) -> int:
 
 
 def first_batch(loader: Any) -> int:
-    """Return the batch size of a loader or of its batch sampler; 0 if neither has one."""
-    # torch's loader has None besides a batch sampler of the user's
+    """Return the batch size of a loader or its batch sampler, or 0 without one."""
+    # with a user's batch sampler, the batch size of torch's loader is None
     if loader.batch_size:
         return int(loader.batch_size)
     sampler = getattr(loader, "batch_sampler", None)
@@ -168,33 +174,32 @@ def first_batch(loader: Any) -> int:
 
 
 def _chosen(loader: Any) -> list[int] | None:
-    """Return the positions that the loader's sampler chooses, in their order; None for
-    all.
+    """Return the positions chosen by the loader's sampler, in order, or None for all.
 
     Raises:
-        DataError: it draws them in a way that a pass in a fixed order cannot follow.
+        DataError: a pass in a fixed order cannot reproduce the choice.
     """
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         sampler = getattr(loader, "sampler", None)
     else:
-        # Besides a batch sampler of one's own the loader's sampler is a
-        # SequentialSampler that it never asks.
+        # A loader with a custom batch sampler also has a SequentialSampler, but never
+        # uses it.
         sampler = getattr(batches, "sampler", batches)
     if sampler is None:
         return None
     if isinstance(sampler, (SubsetRandomSampler, DistributedSampler)):
         return sorted(getattr(sampler, "indices", None) or set(sampler))
-    # In order or shuffled, an epoch has all examples; but a RandomSampler may draw a
-    # number of them.
+    # In order or shuffled, an epoch has all examples. But a RandomSampler may draw
+    # fewer or more.
     in_order = isinstance(sampler, (SequentialSampler, RandomSampler))
     if in_order and len(sampler) == _size(loader):
         return None
     raise DataError(
         f"{name_of(loader.dataset)}: the loader's sampler, {type(sampler).__name__},"
-        " chooses examples in a way that a pass in a fixed order cannot follow: choose"
-        " a client's examples by torch.utils.data.Subset, and give here a loader"
-        " without it"
+        " chooses examples in a way that a pass in a fixed order cannot reproduce."
+        " Choose a client's examples with torch.utils.data.Subset, and use a loader"
+        " without this sampler."
     )
 
 

@@ -1,8 +1,7 @@
-"""Local training: the only loop that trains, with the hooks that a method may use.
-Torch only.
+"""Local training, with the hooks of a method.
 
-Its effect on BatchNorm: layers are in train mode unless a hook puts them in eval mode,
-and the layers themselves update their running statistics once per step.
+This is the only loop that trains. BatchNorm layers are in train mode, unless a hook
+changes it, and the layers update their running statistics once per step. Torch only.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["TrainResult", "train"]
 
-# Examples of a batch in which targets are looked for.
+# Number of examples per batch when the data are searched for counted targets.
 _LOOKED_AT = 256
 
 
@@ -52,14 +51,14 @@ class TrainResult:
 
     Attributes:
         loss: mean of the batch losses before each step over the processed examples,
-            without penalties; that of a batch in which no target counts is 0. NaN if
-            all batches are empty.
+            without penalties. The loss of a batch without counted targets is 0. The
+            mean is NaN if all batches are empty.
         accuracy: the share of counted targets that are predicted correctly, before each
-            step; None for a task without accuracy.
+            step. It is None for a task without accuracy.
         num_processed: processed examples; an example counts in each step that uses it.
         num_steps: optimizer steps.
-        num_dropped: batches of one example that were left out because a BatchNorm would
-            see one value per channel.
+        num_dropped: dropped batches of one example, because a BatchNorm layer would
+            get one value per channel.
         metrics: metrics of the hooks.
     """
 
@@ -87,25 +86,26 @@ def train(
     """Train ``model`` in place for one round.
 
     Args:
-        model: on the device to train on.
+        model: the model, on the device for training.
         data: the client's training data.
         settings: steps, batch size, optimizer.
         learning_rate: rate of this round.
         stream: returns a CPU generator for a purpose ("survey", "batches", "augment",
             "dropout").
         hooks: the method's hooks.
-        task: the loss, and which targets count.
+        task: defines the loss and the counted targets.
         optimizer: an optimizer to continue with (the centralized reference keeps its
-            momentum); None = a new one.
-        layout: the known layout of the model without wrappers; None = it is found.
-        surveys: whether the hooks survey the data, for a server that gets their
+            momentum). None creates a new optimizer.
+        layout: the known layout of the model without wrappers. None means that the
+            layout is computed.
+        surveys: whether the hooks survey the data, for a server that uses their
             moments.
 
     Raises:
-        DataError: there is no data or no target that counts, every batch has one
+        DataError: the data are empty or have no counted target, or every batch had one
             example and was dropped, or outputs or targets do not fit the task.
         NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
-            message names the layer. Or a compiler fails at an operation in place
+            message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
     """
     if len(data) == 0:
@@ -113,24 +113,24 @@ def train(
     layout = layout or Layout(unwrap(model))
     bare = layout.model
     device, prepared = device_of(layout), inputs_for(layout)
-    # A wrapper has a mode of its own; a model that is in train mode needs no walk.
+    # A wrapper has its own mode; a model in train mode needs no walk over its modules.
     if model is not bare or not layout.in_train_mode():
         model.train()
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with begun(hooks, bare):
-        # Statistics of the data are measured under the received weights: before a step.
+        # Statistics of the data belong to the received weights: measure before a step.
         for hook in hooks if surveys else ():
             seed = stream("survey").initial_seed()
             hook.survey(bare, data, settings.batch_size, seed)
-        # A hook may have given the model other parameters.
+        # A hook may have replaced parameters of the model.
         known = None if hooks else layout.parameters()
         optimizer = optimizer or make_optimizer(model, settings, known)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         for hook in hooks:
             hook.start(bare, optimizer)
-        # The order of the batches, their augmentation and dropout have streams of their
-        # own, so that one of them does not move the others.
+        # The order of the batches, their augmentation and dropout have separate
+        # streams, so that a change of one does not affect the others.
         augment = stream("augment")
         loss_fn = task.training_loss or task.loss
         steps = _Steps(model, bare, optimizer, hooks, task, loss_fn, settings.amp)
@@ -140,7 +140,7 @@ def train(
             batches = with_positions(data, order, augment)
             for positions, (inputs, targets) in batches:
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                # A batch that is left out is no step.
+                # A dropped batch does not count as a step.
                 size, step = positions.shape[0], totals.steps
                 if size == 1 and singles.drop(step, inputs):
                     continue
@@ -161,16 +161,16 @@ def train(
 
 @dataclass(frozen=True)
 class _Steps:
-    """What all steps of a round have in common.
+    """The common data of all steps in a round.
 
     Attributes:
         model: the model with its wrappers.
-        bare: the module inside them.
+        bare: the module inside the wrappers.
         optimizer: takes the steps.
         hooks: the method's hooks.
-        task: what outputs and targets must be.
+        task: checks outputs and targets.
         loss: the loss of a batch.
-        amp: bfloat16 autocast in forward passes.
+        amp: whether forward passes use bfloat16 autocast.
     """
 
     model: nn.Module
@@ -202,14 +202,16 @@ class _Steps:
     def _passes_in_hooks(
         self, step: int, inputs: Any, targets: Tensor, size: int
     ) -> LossAndOutputs:
-        """Do forward and backward pass inside the hooks; a synchronised step is
-        repeated until it succeeds.
+        """Run the forward and backward pass inside the hooks.
+
+        A synchronised step is repeated until it succeeds.
         """
         if not any(hook.synchronises(step) for hook in self.hooks):
             with around_step(self.hooks, step, self.bare, size):
                 return self._passes(inputs, targets)
-        # Another client may be lost in the middle of the step, when this one has moved
-        # running statistics and drawn dropout masks: the repeated step starts as it did.
+        # Another client may be lost during the step. By then, this client has updated
+        # running statistics and drawn dropout masks: restore them for the repeated
+        # step.
         before = {name: value.clone() for name, value in self.bare.state_dict().items()}
         generators = Generators.now()
         while True:
@@ -221,8 +223,9 @@ class _Steps:
                 generators.restore()
 
     def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
-        """Set the gradients of the optimizer's parameters by a forward and a backward
-        pass; return the mean loss and the outputs.
+        """Return the mean loss and the outputs, and set the gradients.
+
+        A forward and a backward pass set the gradients of the optimizer's parameters.
         """
         autocast: AbstractContextManager[Any] = nullcontext()
         if self.amp:
@@ -236,7 +239,7 @@ class _Steps:
             penalty = hook.penalty(self.bare)
             if penalty is not None:
                 total = total + penalty
-        # None, not 0: the backward pass then hands over its own tensors
+        # None instead of 0: the backward pass can then use its own tensors
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -246,7 +249,7 @@ class _Steps:
 
 @dataclass
 class _Totals:
-    """Sums over the steps, which are read from the device at the end only."""
+    """Sums over the steps, read from the device only at the end."""
 
     task: Task
     steps: int = 0
@@ -257,8 +260,9 @@ class _Totals:
     unusable: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B,
-        ...).
+        """Add a step's mean loss, outputs and targets.
+
+        The outputs are (B, classes, ...), the targets (B, ...).
         """
         self.steps += 1
         self.losses.append(loss)
@@ -273,15 +277,15 @@ class _Totals:
         """Return the result of the round.
 
         Raises:
-            DataError: targets have values that the task does not have.
+            DataError: targets have values that do not exist in the task.
         """
         if self.unusable:
             self.task.refuse(int(torch.stack(self.unusable).sum()))
         losses = torch.stack(self.losses).tolist()
         counted = torch.stack(self.counted).tolist()
-        total = 0.0  # not sum(), which rounds differently from Python 3.12 on
+        total = 0.0  # not sum(): it rounds differently since Python 3.12
         for loss, size, targets in zip(losses, self.sizes, counted, strict=True):
-            # torch's mean over no target is NaN
+            # torch's mean over an empty set of targets is NaN
             if targets:
                 total += loss * size
         processed = sum(self.sizes)
@@ -295,26 +299,28 @@ class _Totals:
 
 
 def _refuse_without_targets(data: Batches, task: Task) -> None:
-    """Raise DataError if no target counts: such a client would only weigh down others."""
+    """Raise DataError if no target counts.
+
+    Such a client would only reduce the weight of the other clients.
+    """
     for positions in torch.split(torch.arange(len(data)), _LOOKED_AT):
         targets = data.batch(positions, torch.Generator())[1]
         if task.counted(task.on_device(targets, targets.device)):
             return
     raise DataError(
-        f"none of the {len(data)} training examples has a target that counts: leave this"
-        " client out or give it targets"
+        f"none of the {len(data)} training examples has a target that counts. Leave"
+        " this client out or give it targets."
     )
 
 
 def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
-    # one example is a batch of one in every batch size
+    # one example is a batch of one for every batch size
     remedy = f"use a batch-size above 1 (it is {batch_size})"
     if num_examples == 1:
         remedy = (
-            "give this client, which has one training example, more of them, leave"
-            " it out"
+            "this client has one training example: give it more examples, leave it out"
         )
     return DataError(
-        f"all {dropped} batches have one example, from which BatchNorm cannot compute a"
+        f"all {dropped} batches have one example, so BatchNorm cannot compute a"
         f" variance: {remedy}, or use another norm"
     )

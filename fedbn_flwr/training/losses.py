@@ -1,5 +1,6 @@
-"""The losses of the tasks besides cross-entropy: means over the targets that count.
-Torch only.
+"""The losses of the tasks other than cross-entropy.
+
+Each is a mean over the targets that count. Torch only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ IGNORED_PIXEL = 255
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the pixels that are not 255; 0 if all pixels
-    are (torch's own mean is NaN).
+    """Return the mean cross-entropy over the pixels that are not 255.
+
+    The loss is 0 if all pixels are 255 (torch's own mean is NaN).
 
     Args:
         outputs: logits (B, classes, H, W), or (B, classes, D, H, W) of voxels.
@@ -39,8 +41,9 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean binary cross-entropy over the labels that are not NaN (unknown);
-    0 if all are.
+    """Return the mean binary cross-entropy over the known labels.
+
+    Unknown labels are NaN. The loss is 0 if all labels are unknown.
 
     Args:
         outputs: logits (B, labels), or (B,) for one label.
@@ -53,8 +56,9 @@ def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error over the targets that are not NaN (unknown); 0 if
-    all are.
+    """Return the mean squared error over the known targets.
+
+    Unknown targets are NaN. The loss is 0 if all targets are unknown.
 
     Args:
         outputs: (B, columns), or (B,) for one column.
@@ -66,8 +70,9 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of
-    one shape and dtype.
+    """Return outputs, targets and a mask, of one shape and dtype.
+
+    Unknown targets (NaN) become 0. The mask is 1 for known and 0 for unknown targets.
     """
     # at least float32: half precision rounds targets and counts
     dtype = torch.promote_types(outputs.dtype, torch.float32)

@@ -1,8 +1,10 @@
-"""The metrics of a test: mean IoU and Dice from counts, the others from all outputs.
-NaN where one is not defined.
+"""The metrics of a test.
 
-scikit-learn is imported when a metric is computed, which takes a second or two the
-first time.
+Mean IoU and Dice are computed from counts, the others from all outputs. A metric that
+is not defined is NaN.
+
+scikit-learn is imported when a metric is computed, because the first import takes a
+second or two.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ _NAN = float("nan")
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """Return how many targets of class i were classified as class j, int64 (classes,
-    classes).
+    """Return the confusion matrix, int64 (classes, classes).
+
+    Entry (i, j) is the number of targets of class i that were classified as class j.
 
     Args:
         outputs: logits (B, classes, ...).
@@ -38,11 +41,11 @@ def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> float:
-    """Return the mean over classes of intersection / union, from the confusion matrix
-    of a whole test set.
+    """Return the mean IoU over classes, from the confusion matrix of a test set.
 
-    As in Cityscapes' own evaluation, classes that are neither in the targets nor in the
-    predictions are left out. NaN if no class is left.
+    IoU is intersection / union. As in Cityscapes' own evaluation, classes that are
+    neither in the targets nor in the predictions are left out. The result is NaN if no
+    class is left.
     """
     counts = counts.double()
     intersection = counts.diagonal()
@@ -51,10 +54,10 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def dice(counts: Tensor) -> float:
-    """Return the mean over classes of 2 intersection / (targets + predictions), from
-    the same confusion matrix.
+    """Return the mean Dice score over classes, from the same confusion matrix.
 
-    The classes are those of ``mean_iou``: a background class counts as the others do.
+    Dice is 2 intersection / (targets + predictions). The classes are chosen as in
+    ``mean_iou``, and a background class counts like the others.
     """
     counts = counts.double()
     intersection, both = counts.diagonal(), counts.sum(0) + counts.sum(1)
@@ -76,19 +79,20 @@ def of_classes(
     """
     y_true = F.one_hot(targets, logits.shape[1])
     y_pred = F.one_hot(logits.argmax(1), logits.shape[1])
-    # Not the probabilities, which are equal for all large logits.
+    # Not the probabilities, because they are equal for all large logits.
     return _over_columns(_recall, names, logits.log_softmax(1), y_pred, y_true)
 
 
 def of_labels(
     names: Iterable[str], logits: Tensor, targets: Tensor
 ) -> dict[str, float]:
-    """Return metrics of yes or no, decided at logit 0; with several labels the mean
-    over those that define it.
+    """Return metrics of labels, decided at logit 0.
+
+    With several labels, a metric is the mean over the labels that define it.
 
     Args:
-        names: ``balanced-accuracy``: mean of the recalls of yes and no, of those
-            present. ``f1``, ``macro-f1``, ``auroc``, ``auprc``: of yes.
+        names: ``balanced-accuracy``: mean of the recalls of yes and no, without a class
+            that is absent. ``f1``, ``macro-f1``, ``auroc``, ``auprc``: of yes.
         logits: float64 (N, labels).
         targets: float64 (N, labels), 0, 1 or NaN (unknown).
     """
@@ -106,9 +110,9 @@ def of_numbers(
             over the columns with two different targets. All are NaN if an output is
             infinite or NaN.
         outputs: float64 (N, columns).
-        targets: float64 (N, columns), NaN = unknown.
+        targets: float64 (N, columns), NaN if unknown.
     """
-    if not outputs.isfinite().all():  # scikit-learn refuses such
+    if not outputs.isfinite().all():  # scikit-learn refuses non-finite values
         return dict.fromkeys(names, _NAN)
     metrics: dict[str, Callable[[Tensor, Tensor], float]] = {
         "mae": _mae,
@@ -134,7 +138,7 @@ def _mean_r2(outputs: Tensor, targets: Tensor) -> float:
     values = []
     for column, rows in enumerate((~targets.isnan()).T):
         y_true, y_pred = targets[rows, column], outputs[rows, column]
-        # Of equal targets there is no variance that could be explained.
+        # Equal targets have no variance that could be explained.
         if bool((y_true != y_true[:1]).any()):
             values.append(float(_sklearn().r2_score(y_true, y_pred)))
     return _mean(values)
@@ -151,10 +155,11 @@ def _over_columns(
     y_pred: Tensor,
     y_true: Tensor,
 ) -> dict[str, float]:
-    """Return for each name its mean over the columns where it is defined; NaN if a
-    score is NaN.
+    """Return the mean of each metric over the columns that define it.
+
+    All values are NaN if a score is NaN.
     """
-    # Ranks and the largest of NaN mean nothing.
+    # Ranks and the largest value are meaningless with NaN.
     if scores.isnan().any():
         return dict.fromkeys(names, _NAN)
     columns = []
@@ -178,7 +183,7 @@ def _sklearn() -> Any:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the mean of the values that are defined; NaN without any."""
+    """Return the mean of the values that are not NaN, or NaN without such values."""
     defined = [value for value in values if not math.isnan(value)]
     return sum(defined) / len(defined) if defined else _NAN
 
@@ -202,7 +207,7 @@ def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
 
 
 def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    if not 0 < y_true.sum() < len(y_true):  # it compares examples of both
+    if not 0 < y_true.sum() < len(y_true):  # the metric compares examples of both
         return _NAN
     return float(_sklearn().roc_auc_score(y_true, _ranks(scores)))
 
@@ -222,8 +227,9 @@ _OF_COLUMN: dict[str, _OfColumn] = {
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """Return the ranks of the scores, equal for equal ones: scikit-learn refuses
-    infinite scores.
+    """Return the ranks of the scores, because scikit-learn refuses infinite scores.
+
+    Equal scores have equal ranks.
     """
     ranks: Tensor = torch.unique(scores, return_inverse=True)[1]
     return ranks

@@ -1,5 +1,7 @@
-"""The state of models: where its entries are, found once and read without a walk over the
-modules; how it is loaded, and copied with the model; and models in wrappers that add a
+"""The state of models.
+
+The module finds the place of each entry once, so that reading a state needs no walk
+over the modules. It loads states and copies models. It also removes wrappers that add a
 prefix to every name (``torch.compile``, DDP).
 """
 
@@ -50,7 +52,7 @@ _Place = tuple[MutableMapping[str, Tensor | None], str]
 
 
 class Layout:
-    """The facts of a model's architecture that each of its trainings needs.
+    """The facts of a model's architecture that each of its trainings uses.
 
     Attributes:
         model: the module, without wrappers such as ``torch.compile``.
@@ -67,8 +69,9 @@ class Layout:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model still has the modules, parameters and buffers that were
-        found; their values may differ.
+        """Whether the model still has the same modules, parameters and buffers.
+
+        Their values may differ.
         """
         return _structure(self.model) == self._structure
 
@@ -78,8 +81,9 @@ class Layout:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The entries of ``model.state_dict()``. They share memory with the model,
-        until a layer replaces a buffer.
+        """The entries of ``model.state_dict()``.
+
+        They share memory with the model, until a layer replaces a buffer.
         """
         if self._places is None:
             return dict(self.model.state_dict())
@@ -102,19 +106,20 @@ class Layout:
 
 
 def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return the modules, their parameters (by identity) and the names of their
-    buffers, in one pass.
+    """Return the modules, their parameters and the names and types of their buffers.
+
+    Parameters are given by identity. One pass finds all.
     """
     found: list[tuple[Any, ...]] = []
     left = [model]
     while left:
         module = left.pop()
-        if isinstance(module, torch.jit.ScriptModule):  # it cannot change
+        if isinstance(module, torch.jit.ScriptModule):  # its structure cannot change
             found.append((module,))
             continue
         buffers = module._buffers
-        # Parameters by identity, as a layer may replace one; buffers by name and type,
-        # as BatchNorm's may become None or a tensor.
+        # Parameters by identity, because a layer may replace one; buffers by name and
+        # type, because a buffer of BatchNorm may become None or a tensor.
         parameters = map(id, module._parameters.values())
         found.append((module, *parameters, *buffers, *map(type, buffers.values())))
         left += [child for child in module._modules.values() if child is not None]
@@ -122,8 +127,9 @@ def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _places(model: nn.Module) -> dict[str, _Place] | None:
-    """Return the place of each entry of the state dict; None if a module makes entries
-    in a way of its own.
+    """Return the place of each entry of the state dict.
+
+    Returns None if a module creates entries in its own way.
     """
     places: dict[str, _Place] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -137,7 +143,7 @@ def _places(model: nn.Module) -> dict[str, _Place] | None:
             in_state = leaf not in module._non_persistent_buffers_set
             if in_state and buffer is not None:
                 places[prefix + leaf] = (module._buffers, leaf)
-    # A module may have put another tensor into its state than it has: ask torch once.
+    # A module may have added another tensor to its state: compare once with torch.
     state = model.state_dict(keep_vars=True)
     if list(state) != list(places):
         return None
@@ -148,8 +154,9 @@ def _places(model: nn.Module) -> dict[str, _Place] | None:
 
 
 def _is_usual(module: nn.Module) -> bool:
-    """Return whether a module's part of the state dict is what its dicts of parameters
-    and buffers hold.
+    """Return whether torch's defaults create the module's part of the state dict.
+
+    It then consists of the module's dicts of parameters and buffers.
     """
     kind = type(module)
     return (
@@ -175,8 +182,8 @@ _OF_TORCH = (
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and, from outside to inside, the modules that it wraps."""
     yield model
-    # A user's own module may have one child of such a name, and do more in its forward
-    # pass than call it.
+    # A user's own module may have one child of such a name, and its forward pass may do
+    # more than call the child.
     bases = type(model).__mro__
     if not any(kind.__module__.startswith(_OF_TORCH) for kind in bases):
         return
@@ -188,12 +195,11 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load all entries of a state that was taken apart, as
-    ``model.load_state_dict(model.state_dict())`` does.
+    """Load all entries of a state, like ``load_state_dict``.
 
-    A state dict has the versions of its layers in ``_metadata``, which messages do not
-    carry, and some layers (torchvision's MNASNet) refuse a state without: it gets the
-    model's own.
+    A state dict has the versions of its layers in ``_metadata``, but messages do not
+    contain it. Some layers (torchvision's MNASNet) refuse a state without versions, so
+    the state gets the versions of the model.
     """
     whole = OrderedDict(state)
     whole._metadata = model.state_dict(keep_vars=True)._metadata  # type: ignore[attr-defined]
@@ -201,8 +207,9 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def no_tensors(model: nn.Module) -> str:
-    """Return why a model's state cannot travel: entries of ``get_extra_state`` that are
-    no tensors; "" if it can.
+    """Return why the state of a model cannot be sent, or "" if it can.
+
+    The reason is entries of ``get_extra_state`` that are not tensors.
     """
     state = model.state_dict(keep_vars=True)
     bad = [
@@ -214,15 +221,16 @@ def no_tensors(model: nn.Module) -> str:
         return ""
     more = ", ..." if len(bad) > 3 else ""
     return (
-        f"{len(bad)} entries of the model's state are no tensors, and cannot be sent or"
-        f" kept: {', '.join(bad[:3])}{more}. Let get_extra_state of the layer return a"
-        " tensor, or keep the value in an attribute."
+        f"{len(bad)} entries of the model's state are not tensors and cannot be sent or"
+        f" kept: {', '.join(bad[:3])}{more}. Return a tensor from get_extra_state of"
+        " the layer, or keep the value in an attribute."
     )
 
 
 def loads_by_copy(model: nn.Module) -> bool:
-    """Return whether copies of all entries do what ``load_state_dict`` does: no layer
-    loads in a way of its own.
+    """Return whether copies of all entries are equivalent to ``load_state_dict``.
+
+    They are not if a layer loads its entries in its own way.
     """
     return all(map(_loads_by_copy, model.modules()))
 
@@ -237,7 +245,7 @@ def _loads_by_copy(module: nn.Module) -> bool:
     )
 
 
-# BatchNorm's own way is for states of old versions of torch.
+# BatchNorm's own function only handles states of old versions of torch.
 _USUAL = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
@@ -249,41 +257,43 @@ M = TypeVar("M", bound=nn.Module)
 def copied(model: M, shared: Iterable[Tensor] = ()) -> M:
     """Return a deep copy of a model.
 
-    The old ``weight_norm`` and models that keep an activation hold tensors with a
-    graph, which the next forward pass makes anew. The copy has their values.
+    The old ``weight_norm`` and models that keep an activation contain tensors with a
+    graph. The copy has the values of these tensors; the next forward pass creates them
+    again.
 
     Args:
-        model: it does not change.
-        shared: tensors that the copy has in common with the model.
+        model: the model; it does not change.
+        shared: tensors that the copy and the model have in common.
 
     Raises:
-        StateError: a layer holds something else that cannot be copied; the message
+        StateError: a layer contains another object that cannot be copied; the message
             names the layer.
     """
     memo = memo_of(model, shared)
     try:
         return copy.deepcopy(model, dict(memo))
-    # a lock, a file, an object of the user's: anything may be raised
+    # any exception is possible: the layer may contain a lock, a file or a user's object
     except Exception as error:
         path, kind = _innermost_that_fails(model, memo)
         raise StateError(
             f"the model cannot be copied: layer '{path or 'the model itself'}' ({kind})"
-            f" raised {type(error).__name__}: {error}. Keep what cannot be copied out"
-            " of the layer; in place of an old weight_norm or spectral_norm use that"
-            " of torch.nn.utils.parametrizations."
+            f" raised {type(error).__name__}: {error}. Remove the object that cannot be"
+            " copied from the layer. Replace an old weight_norm or spectral_norm by the"
+            " function in torch.nn.utils.parametrizations."
         ) from error
 
 
 def memo_of(model: nn.Module, shared: Iterable[Any]) -> dict[int, Any]:
-    """Return the memo with which ``deepcopy`` takes parts of a model: it takes what the
-    memo has in place of a copy. They are what is shared, and values of tensors with a
-    graph.
+    """Return the memo for ``deepcopy`` of a model or its parts.
+
+    ``deepcopy`` uses an object in the memo instead of a copy. The memo has the shared
+    objects, and the values of tensors with a graph.
     """
     memo = {id(one): one for one in shared}
     for module in model.modules():
         held = [*module._parameters.values(), *module._buffers.values()]
         for name, value in vars(module).items():
-            # A walk through each module's empty tables of hooks takes most of the time.
+            # Skipping each module's empty tables of hooks saves most of the time.
             if name not in ATTRIBUTES_OF_TORCH:
                 held.append(value)
         for value in tree_leaves(held):
@@ -293,10 +303,11 @@ def memo_of(model: nn.Module, shared: Iterable[Any]) -> dict[int, Any]:
 
 
 def _innermost_that_fails(model: nn.Module, memo: Mapping[int, Any]) -> tuple[str, str]:
-    """Return path and class of a layer that cannot be copied though all layers inside
-    it can.
+    """Return path and class of an innermost layer that cannot be copied.
+
+    All layers inside it can be copied.
     """
-    # Children before their parents: the first that fails has no layer inside that does.
+    # Children come before their parents, so the first failure is an innermost layer.
     for path, module in reversed(list(model.named_modules())):
         try:
             copy.deepcopy(module, dict(memo))
@@ -310,13 +321,13 @@ R = TypeVar("R")
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function`` as one that a compiled model runs as it is, between its
-    compiled parts.
+    """Return ``function`` excluded from compilation.
 
-    What changes with every step or round (sums, parameters that are made anew) would be
-    compiled anew each time, and torch gives up after some. Without a compiled model in
-    this process the compiler is not imported, which takes seconds, and the function is
-    returned.
+    A compiled model runs the function uncompiled, between its compiled parts. Values
+    that change in every step or round (sums, new parameters) would cause a new
+    compilation each time, and torch gives up after some. The function is returned
+    unchanged if this process has no compiled model, because the import of the compiler
+    takes seconds.
     """
     if "torch._dynamo" not in sys.modules:
         return function
@@ -324,8 +335,9 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in a model that are compiled by themselves, in place or in
-    ``torch.compile``'s wrapper.
+    """Return the compiled modules in a model.
+
+    A module is compiled in place, or it is in ``torch.compile``'s wrapper.
     """
     found = []
     for module in model.modules():
@@ -339,10 +351,10 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def named_compiler(model: nn.Module) -> Iterator[None]:
-    """Name the compiler where the backward pass of the block fails because of it.
+    """Name the compiler if the backward pass of the block fails because of it.
 
     Raises:
-        NormLayerError: in place of autograd's error about an operation in place.
+        NormLayerError: replaces autograd's error about an in-place operation.
     """
     try:
         yield
@@ -351,33 +363,34 @@ def named_compiler(model: nn.Module) -> Iterator[None]:
         if not in_place or not compiled_modules(model):
             raise
         raise NormLayerError(
-            "the backward pass of a compiled model failed at an operation in place. A"
-            " method that computes BatchNorm by itself ends a compiled part at each"
-            " layer, and some compilers (inductor, aot_eager) then fail at an"
-            " activation in place, as SiLU(inplace=True). Build the model with"
-            " inplace=False, use torch.compile(model, backend='eager'), or do not"
-            " compile it."
+            "the backward pass of a compiled model failed at an in-place operation. A"
+            " method that computes BatchNorm ends a compiled part at each layer, and"
+            " some compilers (inductor, aot_eager) then fail at an in-place activation,"
+            " such as SiLU(inplace=True). Build the model with inplace=False, use"
+            " torch.compile(model, backend='eager'), or do not compile it."
         ) from error
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile`` (``_orig_mod.``), DDP and the like
-    (``module.``), at any depth.
+    """Return the module inside wrappers, at any depth.
 
-    Both share their parameters: train the wrapper, send ``unwrap(model).state_dict()``.
+    Wrappers are ``torch.compile`` (``_orig_mod.``), DDP and similar (``module.``). A
+    wrapper shares its parameters with the module: train the wrapper, and send
+    ``unwrap(model).state_dict()``.
     """
     return list(_layers(model))[-1]
 
 
 def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return the module whose state dict has exactly these names: ``model``, a module
-    that it wraps, or the network inside a user's module.
+    """Return the module whose state dict has exactly these names.
+
+    It is ``model``, a module that it wraps, or the network inside a user's module.
 
     Raises:
-        StateError: no module has them, or two have. The message gives the remedy if
-            only a wrapper's prefix differs.
+        StateError: no module has these names, or two modules have them. The message
+            gives the remedy if only a wrapper's prefix differs.
     """
-    # The server may have sent the wrapper's names or those of the inner module.
+    # The server may have sent the names of the wrapper or of the inner module.
     wanted = frozenset(names)
     for module in _layers(model):
         has = frozenset(module.state_dict(keep_vars=True))
@@ -390,16 +403,16 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
     ]
     if len(inside) == 1:
         return inside[0]
-    # ``has``: the names of the innermost module
+    # ``has`` now contains the names of the innermost module
     bare = {without_wrappers(name) for name in wanted}
     missing, extra = sorted(has - wanted), sorted(wanted - has)
     message = (
         f"the arrays do not fit the model: {len(missing)} entries are missing and"
-        f" {len(extra)} unknown"
+        f" {len(extra)} are unknown"
     )
     if bare == has:
         message += (
-            f": they come from a wrapped model ('{extra[0]}'), and this one is not"
+            f". They come from a wrapped model ('{extra[0]}'), but this model is not"
             " wrapped. Build the initial arrays from"
             " fedbn_flwr.unwrap(model).state_dict()"
         )
@@ -409,14 +422,15 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
-    """Return the wrappers' prefix of ``names``, compared with ``model_names``; "" if
-    they have none.
+    """Return the wrappers' prefix of ``names``, or "" if they have none.
+
+    ``model_names`` are the names without a wrapper.
     """
-    # The usual case first, in one pass: it is asked in every message.
+    # The usual case first, in one pass: this function runs for every message.
     prefix = ""
     if all(map(model_names.__contains__, names)):
         return prefix
-    # Wrappers may stand in one another: take off one after the other.
+    # Wrappers may be nested: remove one after the other.
     while not all(name.removeprefix(prefix) in model_names for name in names):
         wrapper = next(iter(names)).removeprefix(prefix).partition(".")[0]
         longer = f"{prefix}{wrapper}."

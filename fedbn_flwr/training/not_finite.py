@@ -1,4 +1,4 @@
-"""Looks for the cause of a loss that is not finite in the model and the loss. Torch only."""
+"""Search for the cause of a non-finite loss in the model. Torch only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fedbn_flwr.training.tasks import Task
 
 __all__ = ["refuse_first_pass"]
 
-# Larger weights may be those of earlier steps that were too large.
+# Larger weights may result from earlier steps that were too large.
 _USUAL = 1000
 
 
 def refuse_first_pass(
     model: nn.Module, data: Batches, task: Task, batch_size: int
 ) -> None:
-    """Look for the cause in passes over the data under the weights that were sent.
+    """Search for the cause in passes over the data with the received weights.
 
-    The model, which has them, does not change. Weights of an unusual size are left out:
-    they may be why.
+    The model has these weights and does not change. Nothing is checked if a weight is
+    unusually large, because it may be the cause.
 
     Raises:
         DataError: the loss of a batch, or a gradient, is not finite.
@@ -38,7 +38,7 @@ def refuse_first_pass(
         for positions in torch.split(torch.arange(len(data)), batch_size or len(data)):
             inputs, targets = data.batch(positions, torch.Generator())
             targets = task.on_device(targets, device)
-            # BatchNorm may have no variance, or the loss no target.
+            # BatchNorm may have no variance, or the loss no target: skip such a batch.
             if len(positions) < 2 or not task.counted(targets):
                 continue
             loss = loss_of(model(prepared(inputs)), targets)
@@ -52,9 +52,10 @@ def refuse_first_pass(
             for what, value in found.items():
                 if not value.isfinite().all():
                     text = (
-                        f"{what} is not finite under the weights that were sent, before"
-                        " a step: look for a logarithm, root or division by 0 in the"
-                        " model and the loss, for class weights of 0, and for numbers"
-                        f" that {value.dtype} does not hold. Another rate does not help."
+                        f"{what} is not finite for the received weights, before any"
+                        " step. Check the model and the loss for a logarithm, root or"
+                        " division by 0, for class weights of 0, and for numbers out of"
+                        f" the range of {value.dtype}. Another learning rate does not"
+                        " help."
                     )
                     raise DataError(coded(FIRST_PASS_NOT_FINITE, text))

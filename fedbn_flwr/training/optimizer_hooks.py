@@ -1,8 +1,8 @@
-"""Change gradients right before an optimizer's step, also if a closure computes them
-inside the step.
+"""Hooks that change gradients right before an optimizer's step.
 
-Some optimizers, as Opacus' and those of sharpness-aware minimisation, prepare a step
-that another one takes.
+They work even if a closure computes the gradients inside the step. Some optimizers
+prepare a step for an inner optimizer, such as the optimizers of Opacus and of
+sharpness-aware minimisation.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ __all__ = ["before_steps", "parameters_of", "stepping_optimizers"]
 
 
 def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that take the steps of ``optimizer``: those that it holds,
-    at any depth, or itself.
+    """Return the optimizers that take the steps of ``optimizer``.
+
+    They are the optimizers inside it, at any depth. If there are none, it is
+    ``optimizer`` itself.
 
     Raises:
-        ConfigError: it has no step hooks, as its class does not begin as
-            ``torch.optim.Optimizer`` does.
+        ConfigError: the optimizer has no step hooks, because its class does not call
+            the constructor of ``torch.optim.Optimizer``.
     """
-    # No two libraries call the inner one alike: it is found among the attributes.
+    # Each library has its own name for the inner optimizer: search the attributes.
     values: list[Any] = []
     for value in getattr(optimizer, "__dict__", {}).values():
         values += value if isinstance(value, (list, tuple)) else [value]
@@ -35,12 +37,12 @@ def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     for inner in values:
         if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
             found += [one for one in stepping_optimizers(inner) if one not in found]
-    # It may call itself an optimizer, and never call torch's ``__init__``.
+    # A subclass may never call torch's ``__init__``.
     if not found and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigError(
-            f"{type(optimizer).__name__} has none of the step hooks of"
-            " torch.optim.Optimizer: give a torch optimizer, and in a class of your"
-            " own call super().__init__(params, defaults)"
+            f"{type(optimizer).__name__} does not have the step hooks of"
+            " torch.optim.Optimizer. Use a torch optimizer, or call"
+            " super().__init__(params, defaults) in your own class."
         )
     return found or [optimizer]
 
@@ -56,34 +58,36 @@ def before_steps(
     optimizer: torch.optim.Optimizer,
     act: Callable[[torch.optim.Optimizer], float | Tensor],
 ) -> RemovableHandle:
-    """Call ``act`` before every step of ``optimizer``, after the gradients are
-    computed; uses a torch hook.
+    """Call ``act`` before every step of ``optimizer``, by a hook of torch.
+
+    The gradients have been computed by then.
 
     Args:
-        optimizer: one that takes its steps itself. With a closure, as in PyTorch
-            Lightning, ``act`` runs after every call of the closure.
-        act: changes the gradients before a step of the optimizer that it gets. It
-            returns what this adds to the loss, because a line search compares losses.
+        optimizer: an optimizer that takes its own steps. If steps use closures, as
+            in PyTorch Lightning, ``act`` runs after every call of the closure.
+        act: changes the gradients before a step of the given optimizer. It returns the
+            amount that the change adds to the loss, because a line search compares
+            losses.
 
     Returns:
         The hook's handle. ``act`` is not called for a step that a fused optimizer skips
-        as a scaled gradient is not finite.
+        because a scaled gradient is not finite.
 
     Raises:
-        ConfigError: in a step, if a fused optimizer is given gradients that a gradient
+        ConfigError: in a step, if a fused optimizer gets gradients that a gradient
             scaler has not unscaled.
     """
 
     def before(
         stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch.amp.GradScaler leaves unscaling and skipping to fused optimizers, and
-        # tells them by these attributes.
+        # torch.amp.GradScaler lets fused optimizers unscale and skip. It sets these
+        # attributes for them.
         if getattr(stepping, "grad_scale", None) is not None:
             raise ConfigError(
                 f"{type(stepping).__name__} is fused and its gradients are still"
-                " scaled, so the method's term would have another scale: call"
-                " scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                " scaled, so the method's term would have another scale. Call"
+                " scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
         if bool(getattr(stepping, "found_inf", False)):
             return None
@@ -94,7 +98,7 @@ def before_steps(
             act(stepping)
             return None
 
-        # Inside the step the closure computes the gradients anew, perhaps several times.
+        # Inside the step the closure computes the gradients again, maybe several times.
         def compute_and_act() -> Any:
             loss = closure()
             penalty = act(stepping)

@@ -1,9 +1,10 @@
-"""The optimizers of local training: torch's SGD, Adam and AdamW, with torch's defaults
-besides our settings.
+"""The optimizers of local training.
 
-Their methods are called without torch's wrappers, which import the compiler to keep
-them out of compiled code. The import takes longer than 100 steps of a small model, and
-over a network every message starts a process.
+They are torch's SGD, Adam and AdamW. Our settings replace some of torch's defaults.
+
+Their methods are called without torch's wrappers. The wrappers import the compiler in
+order to exclude the methods from compiled code. The import takes longer than 100 steps
+of a small model, and over a network every message starts a process.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ class _Unwrapped(torch.optim.Optimizer):
 
 
 class PlainSGD(_Unwrapped, torch.optim.SGD):
-    """SGD for ``sgd_step``."""
+    """SGD for use with ``sgd_step``."""
 
 
 class _Adam(_Unwrapped, torch.optim.Adam):
-    """Adam, also its step."""
+    """Adam whose step has no wrappers either."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
 class _AdamW(_Unwrapped, torch.optim.AdamW):
-    """AdamW, in the same way."""
+    """AdamW whose step has no wrappers either."""
 
-    # in torch 2.6 it is no Adam
+    # in torch 2.6 it is not a subclass of Adam
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
@@ -50,20 +51,24 @@ def make_optimizer(
     settings: LocalTraining,
     known: Sequence[nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer over the trainable parameters; ``known``: the model's
-    parameters, None = they are found.
+    """Return a new optimizer over the trainable parameters.
 
     SGD and Adam add the weight decay to the gradient; AdamW shrinks the weights by
     learning rate times weight decay.
 
+    Args:
+        model: the model.
+        settings: name of the optimizer, learning rate, weight decay, momentum.
+        known: the model's parameters; with None they are read from the model.
+
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has no trainable parameter.
     """
     parameters = [p for p in known or model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError(
-            f"{type(model).__name__} has no parameter that requires a gradient: nothing"
-            " to train"
+            f"{type(model).__name__} has no parameter that requires a gradient, so"
+            " there is nothing to train"
         )
     if settings.optimizer == "sgd":
         return sgd(model, settings, parameters)
@@ -78,10 +83,10 @@ def sgd(
     settings: LocalTraining,
     known: Sequence[nn.Parameter] | None = None,
 ) -> PlainSGD:
-    """Return a new SGD optimizer over the trainable parameters (torch adds the weight
-    decay to the gradient).
+    """Return a new SGD optimizer over the trainable parameters.
 
-    ``known``: the model's parameters; None = they are found.
+    Torch adds the weight decay to the gradient. ``known`` has the model's parameters;
+    with None they are read from the model.
     """
     parameters = [p for p in known or model.parameters() if p.requires_grad]
     rate = settings.learning_rate.initial
@@ -94,7 +99,7 @@ def sgd(
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Do ``optimizer.step()``, with the same bits."""
+    """Run ``optimizer.step()`` or an equivalent with the same bits."""
     # A user's optimizer may have Nesterov momentum, or hooks around its step.
     if type(optimizer) is PlainSGD:
         sgd_step(optimizer)
@@ -104,10 +109,10 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def sgd_step(optimizer: PlainSGD) -> None:
-    """Do ``optimizer.step()`` with the same bits, for small models in a fraction of its
-    time: a few calls for all parameters at once.
+    """Run ``optimizer.step()`` with the same bits, but faster for small models.
 
-    It has no dampening and no Nesterov momentum: ``sgd`` sets neither.
+    A few calls update all parameters. Dampening and Nesterov momentum are not
+    supported, because ``sgd`` sets neither.
     """
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -129,13 +134,13 @@ def _with_momentum(
     gradients: Sequence[torch.Tensor],
     group: dict[str, Any],
 ) -> list[torch.Tensor]:
-    """Return the momentum buffers, moved on by these gradients."""
+    """Return the momentum buffers, updated with these gradients."""
     states = [optimizer.state[p] for p in parameters]
     buffers: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
     for state, gradient in zip(states, gradients, strict=True):
         if state.get("momentum_buffer") is None:
-            # torch's first buffer is the gradient alone
+            # torch's first buffer is a copy of the gradient
             state["momentum_buffer"] = gradient.clone()
         else:
             buffers.append(state["momentum_buffer"])

@@ -1,14 +1,13 @@
-"""One seed, many named random streams; and the default generators of torch, NumPy and
-Python, seeded for one client at a time.
+"""Named random streams, and the default generators of a process.
 
-Every draw of a run uses a generator that is named by its purpose and, if they matter,
-by server round and partition id. Different draws never share a stream, and a stream
-does not depend on the process or thread that uses it.
+One seed has many named streams. Every draw of a run uses a generator that is named by
+its purpose and, if they matter, by server round and partition id. Different draws never
+share a stream, and a stream does not depend on the process or thread that uses it.
 
 A model's dropout, a user's augmentation and a user's shuffling draw from the default
-generators of the process. They repeat, and are the same in every engine, because the
-generators are seeded for each message, and because in one process only one client
-computes at a time (``turns``).
+generators of torch, NumPy and Python. These draws are repeatable, and equal in every
+engine. The reasons are that the generators are seeded for each message, and that only
+one client at a time computes in a process (``turns``).
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ __all__ = [
 # --- named streams --------------------------------------------------------------------
 def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
     """Return the 63-bit seed of the stream ``purpose``/``keys``."""
-    # A hash of the names that is the same on every machine; Python's ``hash`` is not.
+    # A hash of the names that is equal on every machine; Python's ``hash`` is not.
     name = "/".join([str(int(seed)), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def torch_generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
-    """Return a CPU ``torch.Generator`` for the stream, whose draws fit every device."""
+    """Return a CPU generator for the stream, for use with any device."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *keys))
 
 
@@ -63,20 +62,20 @@ _BYTES = 4 * _WORDS + 4  # the words of MT19937, and the position in them
 
 
 class NumpyGenerator(NamedTuple):
-    """A state of NumPy's default generator, saved and restored in a fraction of the
-    time of ``np.random.get_state``.
+    """A state of NumPy's default generator that is fast to save and restore.
 
-    A synchronised step does both some hundred times a round; each takes 16 microseconds
-    here, and 150 there. The bits are copied from and to the memory of the generator,
-    whose address NumPy publishes (``BitGenerator.ctypes``). NumPy draws normal numbers
-    in pairs, and keeps the second one elsewhere, for the next call: a call that does
-    not change the bits returns it.
+    A synchronised step saves and restores the state some hundred times a round. Each
+    call takes 16 microseconds here, and 150 with ``np.random.get_state``. The bits are
+    copied from and to the memory of the generator; NumPy publishes its address
+    (``BitGenerator.ctypes``). NumPy draws normal numbers in pairs, and keeps the second
+    number outside this memory, for the next call. A call that does not change the bits
+    returns that number.
 
     Attributes:
-        bits: the memory of the generator; b"" if its layout is not known here.
-        kept: the normal number for the next call; None = none is kept.
-        whole: what ``np.random.get_state(legacy=False)`` returns, of a generator whose
-            layout is not known.
+        bits: the memory of the generator, or b"" if its layout is unknown.
+        kept: the normal number for the next call, or None if NumPy keeps no number.
+        whole: the result of ``np.random.get_state(legacy=False)``, for a generator with
+            an unknown layout.
     """
 
     bits: bytes
@@ -85,11 +84,11 @@ class NumpyGenerator(NamedTuple):
 
     @classmethod
     def now(cls) -> NumpyGenerator:
-        """Return the present state."""
+        """Return the current state."""
         bits = _bits()
         if not bits:
             return cls(b"", None, np.random.get_state(legacy=False))
-        # Only a draw tells whether a number is kept: put all back as it was.
+        # Only a draw reveals whether a number is kept, so restore the state afterwards.
         state = cls(bits, _take_kept(bits))
         state._write()
         return state
@@ -98,13 +97,13 @@ class NumpyGenerator(NamedTuple):
         """Give the generator this state."""
         now = _bits()
         if now and self.bits:
-            _take_kept(now)  # else the next draw would return it
+            _take_kept(now)  # otherwise the next draw would return the kept number
             self._write()
         else:
             np.random.set_state(self.whole or self._as_whole())
 
     def _write(self) -> None:
-        """Write the state where no number is kept."""
+        """Write the state to a generator without a kept number."""
         if self.kept is not None:
             np.random.set_state(self._as_whole())
             return
@@ -120,8 +119,10 @@ class NumpyGenerator(NamedTuple):
 
 
 def _take_kept(bits: bytes) -> float | None:
-    """Return the normal number that is kept. Then none is, and the generator, which had
-    these bits, may have moved.
+    """Return the kept normal number, or None if there is no such number.
+
+    The generator had these bits before. Afterwards it keeps no number, and its bits may
+    have changed.
     """
     number = np.random.standard_normal()
     if _bits() == bits:
@@ -131,9 +132,9 @@ def _take_kept(bits: bytes) -> float | None:
 
 
 def _bits() -> bytes:
-    """Return the memory of the default generator; b"" if its layout is not known."""
+    """Return the memory of the default generator, or b"" for an unknown layout."""
     generator = _generator()
-    # NumPy lets a program replace it
+    # a program may replace NumPy's default generator
     if not _KNOWN_LAYOUT or type(generator) is not np.random.MT19937:
         return b""
     return ctypes.string_at(generator.ctypes.state_address, _BYTES)
@@ -144,8 +145,9 @@ def _generator() -> Any:
 
 
 def _layout_is_known() -> bool:
-    """Return whether words and position lie in the memory of an MT19937 as they are
-    read here.
+    """Return whether an MT19937 has the memory layout that is read here.
+
+    The layout consists of the words, followed by the position.
     """
     generator = np.random.MT19937(1)
     generator.random_raw(7)
@@ -162,7 +164,7 @@ _KNOWN_LAYOUT = _layout_is_known()
 
 
 class Generators(NamedTuple):
-    """The state of the default generators; on CUDA, of all devices."""
+    """The state of the default generators, on all devices in the case of CUDA."""
 
     torch: torch.Tensor
     cuda: list[torch.Tensor]
@@ -171,7 +173,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls) -> Generators:
-        """Return the present state."""
+        """Return the current state."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), cuda, NumpyGenerator.now(), random.getstate())
 
@@ -181,8 +183,8 @@ class Generators(NamedTuple):
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
         elif _has_gpu():
-            # The GPU was not used before, and may have been since: torch's first use of
-            # it takes this seed.
+            # The GPU was not used before, but may have been used since. Torch's first
+            # use of a GPU takes this seed.
             torch.cuda.manual_seed_all(torch.initial_seed())
         self.numpy.restore()
         random.setstate(self.python)
@@ -194,22 +196,23 @@ def _has_gpu() -> bool:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the default generators of torch (on CUDA, of all devices), NumPy and Python."""
+    """Seed the default generators of torch (all CUDA devices), NumPy and Python."""
     _seed_on_cpu(seed)
-    if _has_gpu():  # before the first use of the GPU torch keeps the seed for it
+    if _has_gpu():  # torch saves the seed until the first use of the GPU
         torch.cuda.manual_seed_all(seed)
 
 
 def _seed_on_cpu(seed: int) -> None:
-    # torch.manual_seed asks every backend, which takes longer than a step
+    # torch.manual_seed asks every backend and takes longer than a training step
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def seed_secretly() -> None:
-    """Seed them with the operating system's entropy, for what must not follow the run's
-    seed.
+    """Seed the default generators with entropy of the operating system.
+
+    Use it for draws that must not depend on the seed of the run.
     """
     torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
     if _has_gpu():
@@ -220,8 +223,9 @@ def seed_secretly() -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[Generators]:
-    """Seed the default generators in the block, and restore the state before it, which
-    is the block's value.
+    """Seed the default generators in the block.
+
+    The value of the block is the state before it. This state is restored afterwards.
     """
     before = Generators.now()
     seed_generators(seed)
@@ -233,7 +237,7 @@ def seeded(seed: int) -> Iterator[Generators]:
 
 @contextmanager
 def seeded_on_cpu(seed: int) -> Iterator[None]:
-    """As ``seeded``; the generators of accelerators stay as they are."""
+    """Seed as ``seeded``, without the generators of accelerators."""
     before = Generators.now()
     _seed_on_cpu(seed)
     try:
@@ -244,11 +248,12 @@ def seeded_on_cpu(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let the default generators draw from this one in the block, on the CPU from all
-    of its state; it moves on.
+    """Let the default generators draw from ``generator`` in the block.
+
+    On the CPU, torch uses the whole state of ``generator``. The draws advance it.
     """
     before = Generators.now()
-    # NumPy and Python have generators of other kinds: they are seeded by a draw.
+    # The generators of NumPy and Python differ in kind: seed them by a draw.
     words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
     np.random.seed(words)
     random.seed(words.tobytes())
@@ -258,6 +263,6 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     try:
         yield
     finally:
-        # The next batch goes on from here, and not with the same draws.
+        # The next batch continues from here instead of repeating the same draws.
         generator.set_state(torch.get_rng_state())
         before.restore()

@@ -1,5 +1,6 @@
-"""How the examples of a torch ``Dataset`` become a batch: by one index, by one call, or
-one by one.
+"""Reading the examples of a torch ``Dataset`` as batches.
+
+Examples are read by one index, by one call, or one by one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from fedbn_flwr.errors import DataError
 __all__ = ["Read", "draws_nothing", "name_of", "reader"]
 
 Read = Callable[[Sequence[int]], Any]
-"""Returns the batch of the examples with these numbers."""
+"""Returns the batch of the examples with the given numbers."""
 
 
 def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
-    """Return the function that reads batches of a data set, as its ``DataLoader`` does.
+    """Return the function that reads batches of a data set like its ``DataLoader``.
 
-    Rows of tensors are taken by one index, because a stack of them has the same bits.
-    Other data sets are read by their ``__getitems__``, as in torch, else one example at
-    a time.
+    Rows of tensors are taken by one index, because stacking them gives the same bits.
+    Other data sets are read by their ``__getitems__`` like in torch, or one example at
+    a time if they lack it.
 
     Args:
         data: a data set with a length.
@@ -43,12 +44,12 @@ def reader(data: Any, collate: Callable[[list[Any]], Any]) -> Read:
 
 
 def draws_nothing(read: Read) -> bool:
-    """Return whether a reader runs no code of the user's, which may draw numbers."""
+    """Return whether a reader runs no user code, so that it draws no numbers."""
     return getattr(read, "func", None) is _by_index
 
 
 def name_of(data: Any) -> str:
-    """Return the class of a data set; with the classes of the data sets inside it."""
+    """Return the class of a data set and the classes of the data sets inside it."""
     inner = data.dataset if isinstance(data, Subset) else None
     name = type(data).__name__
     return name if inner is None else f"{name} of {name_of(inner)}"
@@ -58,7 +59,7 @@ def name_of(data: Any) -> str:
 def _has_rows(data: Any) -> bool:
     """Return whether all examples are rows of tensors.
 
-    Only the classes of torch itself count: a subclass may read in another way.
+    Only classes of torch are considered, because a subclass may read differently.
     """
     if type(data) is Subset:
         return _has_rows(data.dataset)
@@ -83,7 +84,7 @@ def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
         return _rows(data.dataset, [data.indices[number] for number in chosen])
     if type(data) is TensorDataset:
         at = torch.tensor(chosen, device="cpu")
-        at += (at < 0) * len(data)  # a subset may count from the end
+        at += (at < 0) * len(data)  # a subset may have negative indices
         return [each.index_select(0, at.to(each.device)) for each in data.tensors]
     # One index for each data set with chosen examples, then the order of the batch.
     places: dict[int, list[int]] = {}
@@ -111,13 +112,13 @@ def _one_by_one(data: Any, chosen: Sequence[int]) -> Any:
 
 def _together(data: Any, chosen: Sequence[int]) -> Any:
     examples = data.__getitems__(chosen)
-    # A batch of another type is for a collate_fn that knows it.
+    # Another type is for a user's collate_fn: do not check it.
     if isinstance(examples, list) and len(examples) != len(chosen):
         raise DataError(
-            f"__getitems__ of {name_of(data)} returns {len(examples)} examples for"
+            f"__getitems__ of {name_of(data)} returned {len(examples)} examples for"
             f" {len(chosen)} numbers. It must return one example for each number, in"
-            " their order. Correct it, or remove it: then the examples are read one at"
-            " a time."
+            " their order. Correct it, or remove it so that the examples are read one"
+            " at a time."
         )
     return examples
 
@@ -125,9 +126,9 @@ def _together(data: Any, chosen: Sequence[int]) -> Any:
 def _collated(
     data: Any, read: Read, collate: Callable[[Any], Any], chosen: Sequence[int]
 ) -> Any:
-    """Return the examples as the loader puts them together."""
+    """Return the examples as a batch, assembled like in the loader."""
     examples = read(chosen)
-    if collate is not default_collate:  # a user's own has its own errors
+    if collate is not default_collate:  # a user's function raises its own errors
         return collate(examples)
     with _stacking(data):
         return default_collate(examples)
@@ -135,13 +136,13 @@ def _collated(
 
 @contextmanager
 def _stacking(data: Any) -> Iterator[None]:
-    """Raise the errors of a stack as a DataError."""
+    """Raise the errors of stacking as a DataError."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
         raise DataError(
             f"the examples of {name_of(data)} cannot be stacked to a batch ({error})."
-            " Give a loader with a collate_fn that can: a TorchClient takes"
+            " Use a loader with a suitable collate_fn: a TorchClient takes"
             " fedbn_flwr.training.batches_of(DataLoader(data, collate_fn=...)) as its"
             " data set."
         ) from error

@@ -1,10 +1,10 @@
-"""A forward pass that only records its operations. Torch only.
+"""A forward pass that only records its operations.
 
-It runs on ``torch.fx`` proxies, without an input. Each layer, and each submodule without
-a layer, counts as one operation. Python runs only in the modules around them, so
-attention, dropout or stochastic depth cause no problem. ``torch.fx.symbolic_trace`` is
-not used: it patches ``nn.Module`` for the whole process while it runs, and clients train
-in threads.
+The pass runs on ``torch.fx`` proxies, without an input. Each layer, and each submodule
+without a layer, counts as one operation. Python runs only in the modules around them,
+so attention, dropout or stochastic depth cause no problem. ``torch.fx.symbolic_trace``
+is not used, because it patches ``nn.Module`` for the whole process while it runs, and
+clients train in threads. Torch only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["record", "skeleton_of"]
 
 
 class _Recorder(fx.proxy.GraphAppendingTracer):
-    """Records operations; of their arguments it keeps proxies, plain values and a node
-    for each matrix that trains.
+    """Records operations with the useful part of their arguments.
+
+    Proxies and plain values are recorded, and a node for each matrix that trains.
 
     Attributes:
         names: the names of the parameters.
@@ -33,14 +34,14 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
     names: dict[Any, str]
 
     def create_arg(self, a: Any) -> Any:
-        """Return ``a`` with nodes for proxies, without other objects."""
+        """Return ``a`` with nodes instead of proxies, without other objects."""
         if isinstance(a, fx.Proxy):
             return a.node
         if isinstance(a, dict):
             return {str(key): self.create_arg(value) for key, value in a.items()}
         if isinstance(a, tuple | list):
             return tuple(self.create_arg(value) for value in a)
-        # A parameter that the module itself uses, or a tensor made from it.
+        # A parameter used directly by the module, or a tensor computed from it.
         if isinstance(a, Tensor) and a.dim() > 1:
             trains = a.requires_grad or isinstance(a, nn.Parameter)
             name = self.names.get(a, "weights outside layers")
@@ -49,12 +50,13 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in eval mode for ``record``, without forward hooks,
-    which may not work with proxies.
+    """Return a copy of a model in eval mode for ``record``.
+
+    The copy has no forward hooks, because they may fail on proxies.
     """
-    # Buffers are copied, parameters are not: a forward pass may change buffers and
-    # attributes of its modules. Hooks, and replaced methods of modules that will be
-    # recorded as one operation, lead to objects that are not the model's.
+    # A forward pass may change buffers and attributes of its modules, so buffers are
+    # copied but parameters are not. Hooks, and replaced methods of modules that will be
+    # recorded as one operation, may refer to objects outside the model.
     shared: list[Any] = [*model.parameters()]
     for module in model.modules():
         shared += [module._forward_hooks, module._forward_pre_hooks]
@@ -74,8 +76,8 @@ def record(
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the operations of a forward pass of ``root``, and its layers by name.
 
-    The layers keep the replaced forward, so afterwards ``root`` and its children are
-    only good for recording. It raises what the model's code raises on proxies.
+    The layers keep the replaced forward, so afterwards ``root`` and its children can
+    only be recorded. Exceptions of the model's code on proxies are passed on.
     """
     graph = fx.Graph()
     recorder = _Recorder(graph)
@@ -84,8 +86,8 @@ def record(
     for path, module in root.named_modules():
         if is_layer(module) or not any(map(is_layer, module.modules())):
             layers[path] = module
-            # An attribute of this object: its class, and with it every other model in
-            # the process, does not change.
+            # Set an attribute of this object. Its class must not change, because other
+            # models in the process use it.
             module.forward = _noting(recorder, path)
     inputs = []
     for k in range(_num_inputs(root)):
@@ -102,7 +104,7 @@ def _noting(recorder: _Recorder, path: str) -> Any:
 
 
 def _num_inputs(module: nn.Module) -> int:
-    """Return how many inputs a forward pass needs; ``*args`` alone get one."""
+    """Return the number of inputs of a forward pass, at least one."""
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -1,4 +1,4 @@
-"""A method of one module in the place of its class's, until it is undone. Torch only."""
+"""Replacing a method of a single module, until it is undone. Torch only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ __all__ = ["replace_method"]
 def replace_method(
     module: nn.Module, name: str, function: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Let ``function`` be the method ``name`` of this module alone; return the function
-    that undoes it.
+    """Replace the method ``name`` of this module by ``function``.
 
-    The undo restores what was there before: the class's method, or an earlier
-    replacement.
+    Other modules of the class do not change.
+
+    Returns:
+        The function that undoes the change. It restores the method of the class or an
+        earlier replacement.
     """
     before = vars(module).get(name)
     setattr(module, name, function)
 
     def undo() -> None:
-        # the instance attribute; the class's method is used again
+        # delete the instance attribute, so that the method of the class is used again
         delattr(module, name)
         if before is not None:
             setattr(module, name, before)

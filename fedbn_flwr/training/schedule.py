@@ -14,8 +14,9 @@ __all__ = ["LearningRate"]
 class LearningRate:
     """The learning rate over server rounds, eta(r) for round r = 1, 2, ...
 
-    eta(r) = initial times the factor of every decay that has passed. A run has
-    fractions of its rounds for them (``lr-decay-at``); the lab makes rounds of these.
+    eta(r) is the initial rate times the factor of every decay that has passed. A config
+    gives the decays as fractions of the rounds (``lr-decay-at``); the lab converts them
+    to rounds.
 
     Args:
         initial: the rate of round 1.
@@ -36,11 +37,11 @@ class LearningRate:
         """Check the arguments."""
         if not (math.isfinite(self.initial) and self.initial > 0):
             raise ConfigError(
-                f"learning rate {self.initial} must be a finite number above 0"
+                f"the learning rate is {self.initial}; it must be finite and above 0"
             )
         if len(self.decay_after) != len(self.factors):
             raise ConfigError(
-                f"{len(self.decay_after)} decays of the learning rate but"
+                f"the learning rate has {len(self.decay_after)} decays but"
                 f" {len(self.factors)} factors"
             )
 

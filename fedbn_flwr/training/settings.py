@@ -1,4 +1,4 @@
-"""The settings of local training: steps, batches, optimizer. Torch only."""
+"""The settings of local training. Torch only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ Sampling = Literal["with-replacement", "without-replacement"]
 
 
 def share_of(fraction: float | str, count: int) -> int:
-    """Return floor(fraction * count) for the fraction as a decimal number, as it is
-    written: 0.29 of 100 is 29.
+    """Return floor(fraction * count), computed with decimal numbers.
+
+    For example, 0.29 of 100 is 29.
     """
     # as floats 0.29 * 100 is 28.999999999999996
     return math.floor(Fraction(str(fraction)) * count)
 
 
 def round_of(at: float | str, num_rounds: int) -> int | None:
-    """Return the round that a setting means: itself, or of a fraction (float) f of R
-    rounds floor(f R); None for a word.
+    """Return the round for a setting.
+
+    An integer is the round. A fraction (float) f of R rounds is floor(f R). The result
+    for a word is None.
     """
     if isinstance(at, str):
         return None
@@ -44,20 +47,21 @@ class LocalTraining:
 
     Args:
         learning_rate: rate over rounds.
-        local_steps: steps per round; 0 = use epochs.
+        local_steps: steps per round; 0 selects epochs.
         sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982,
-            6.1), or without, as passes over the data in a new order each; the last
-            batch of a pass may be smaller. In both ways a batch of at least the size of
-            the data is all of them once, in order (ours).
+            6.1) or without. Without replacement, the steps make passes over the data,
+            each in a new order; the last batch of a pass may be smaller. If the batch
+            size is at least the size of the data, each batch has all examples once, in
+            order, in both cases (our choice).
         local_epochs: passes over the data per round, each in a new order; the last
             batch may be smaller.
-        batch_size: examples per step; 0 = the whole local data set in every step.
-        optimizer: torch's SGD, Adam or AdamW; it is new in each round, except in the
-            centralized reference.
+        batch_size: examples per step; 0 means the whole local data set.
+        optimizer: torch's SGD, Adam or AdamW. Each round has a new optimizer, except in
+            the centralized reference.
         sgd_momentum: momentum of SGD (not of BatchNorm).
         weight_decay: L2 coefficient on every trainable parameter.
-        amp: bfloat16 autocast in forward passes; parameters and statistics stay in
-            their dtype.
+        amp: bfloat16 autocast in forward passes; parameters and statistics keep their
+            dtype.
     """
 
     learning_rate: LearningRate
@@ -80,18 +84,18 @@ class LocalTraining:
             "weight_decay": self.weight_decay,
         }
         for key, value in numbers.items():
-            if not value >= 0:  # nor is NaN
+            if not value >= 0:  # also refuses NaN
                 raise ConfigError(f"{key}={value} must be at least 0")
         if not self.local_steps and not self.local_epochs:
             raise ConfigError(
-                "local_steps and local_epochs are both 0: nothing to train"
+                "local_steps and local_epochs are both 0, so there is nothing to train"
             )
         if self.optimizer not in get_args(OptimizerName):
             raise unknown_name("optimizer", self.optimizer, get_args(OptimizerName))
         if self.sgd_momentum and self.optimizer != "sgd":
             raise ConfigError(
-                f"sgd_momentum={self.sgd_momentum} is for optimizer='sgd'; it is"
-                f" {self.optimizer!r}"
+                f"sgd_momentum={self.sgd_momentum} requires optimizer='sgd', but the"
+                f" optimizer is {self.optimizer!r}"
             )
 
     def first_batch(self, num_examples: int) -> int:
@@ -107,7 +111,7 @@ class LocalTraining:
         self, num_examples: int, generator: torch.Generator
     ) -> Iterator[Tensor]:
         """Yield the positions of each step's batch."""
-        # All examples: no draw, so that full batches are the same in every round.
+        # Batches of all examples need no draw, so they are equal in every round.
         size = self.batch_size or num_examples
         if size >= num_examples:
             for _ in range(self.local_steps or self.local_epochs):

@@ -1,5 +1,6 @@
-"""Batches of one example, from which a BatchNorm may have no variance to compute. Torch
-only.
+"""Batches of one example.
+
+A BatchNorm layer may be unable to compute a variance from such a batch. Torch only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ __all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_exampl
 
 @dataclass
 class SingleExamples:
-    """The batches of one example in a round: they are dropped if a BatchNorm would see
-    one value per channel.
+    """The batches of one example in a round.
+
+    They are dropped if a BatchNorm layer would get one value per channel.
     """
 
     model: nn.Module
@@ -34,7 +36,7 @@ class SingleExamples:
     fit: bool | None = None
 
     def drop(self, step: int, inputs: Any) -> bool:
-        """Return whether step ``step`` (from 0) leaves its batch out, and count it."""
+        """Return whether step ``step`` (from 0) drops its batch, and count it."""
         if any(hook.synchronises(step) for hook in self.hooks):
             return False
         if self.fit is None:  # once a round: it takes a forward pass
@@ -46,27 +48,26 @@ class SingleExamples:
 def named_error(
     error: ValueError, model: nn.Module, batch_size: int
 ) -> NormLayerError | None:
-    """Return an error that names the BatchNorm layer in which torch raised this one, as
-    for one value per channel.
+    """Return an error that names the BatchNorm layer that raised ``error``.
 
-    None for an error of another origin.
+    An example is the error for one value per channel. The result is None if no
+    BatchNorm layer raised the error.
     """
     path = None if isinstance(error, FedBNError) else _raised_in(error, model)
     if path is None:
         return None
     return NormLayerError(
         f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}."
-        " If it normalises virtual batches (ghost BatchNorm), the last one has a row"
-        " alone: use a batch-size, and numbers of examples, that leave no rest of one."
+        " If it normalises virtual batches (ghost BatchNorm), the last of them has only"
+        " one row. Choose batch-size and the numbers of examples so that no single"
+        " row is left."
     )
 
 
 def _raised_in(error: ValueError, model: nn.Module) -> str | None:
-    """Return the path of the BatchNorm layer whose call raised the error; None for
-    another error.
-    """
+    """Return the path of the BatchNorm layer that raised the error, if any."""
     paths = {id(layer): path for path, layer in layers_of(model).items()}
-    # The innermost frame of a layer's method wins; a layer may be inside another one.
+    # The innermost frame of a layer's method wins, because layers may be nested.
     found, traceback = None, error.__traceback__
     while traceback is not None:
         found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
@@ -79,8 +80,8 @@ def takes_one_example(
 ) -> bool:
     """Return whether a batch of one example can be trained on.
 
-    Each training BatchNorm sees more than one value per channel in it, or a hook says
-    that one is enough.
+    The reason may be that each training BatchNorm layer gets more than one value per
+    channel, or that a hook accepts one value.
     """
     return not refusing_layers(model, inputs, hooks)
 
@@ -88,12 +89,12 @@ def takes_one_example(
 def refusing_layers(
     model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()
 ) -> list[str]:
-    """Return the BatchNorm layers that cannot use a batch of one example, by path; ""
-    for one that is not known.
+    """Return the paths of the BatchNorm layers that cannot use one example.
 
-    A forward pass in eval mode, which changes nothing, counts the values: late BN2d
-    layers may see 1x1 maps. A layer that it does not call or that TorchScript holds is
-    asked by a forward pass of a copy in train mode.
+    The path "" means an unknown layer. A forward pass in eval mode counts the
+    values without changing the model, because late BN2d layers may get 1x1 maps. For
+    layers that are not called in eval mode or are in TorchScript, a forward pass of a
+    copy in train mode decides.
     """
     layers = {}
     for path, module in layers_of(model).items():
@@ -106,7 +107,7 @@ def refusing_layers(
         path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
         value = args[0] if args else kwargs["input"]
-        # no rows need no variance
+        # an input without rows needs no variance
         values = value.numel() // value.shape[1] or 2
         counts[path] = min(counts.get(path, 2), values)
 
@@ -118,7 +119,7 @@ def refusing_layers(
     try:
         with unchanged(model), seeded(0), torch.no_grad():
             model.eval()(inputs)
-    except FedBNError:  # a test with statistics of its inputs has its own error
+    except FedBNError:  # layers of this package raise their own errors
         raise
     except ValueError:  # torch raises it for a BatchNorm without running statistics
         fails = True
@@ -126,8 +127,7 @@ def refusing_layers(
         for handle in handles:
             handle.remove()
     if not fails:
-        # Those that the pass has not counted: a layer that eval mode skips, and one
-        # whose forward pass no hook sees.
+        # Unseen layers are skipped in eval mode, or their forward pass calls no hooks.
         unseen = [path for path in layers if path not in counts]
         unseen_train = any(layers[path].training for path in unseen)
         scripted_train = any(
@@ -142,7 +142,7 @@ def refusing_layers(
 
 
 def _fails_in_train_mode(model: nn.Module, inputs: Any) -> bool:
-    # if another error comes, the training says what is wrong
+    # the training will report any other error
     with suppress(Exception), seeded(0), torch.no_grad():
         try:
             copied(model)(inputs)

@@ -1,5 +1,7 @@
-"""Reading a file of a saved state: ``.safetensors``, ``.npz`` of NumPy, or torch's own;
-no code in the file is run.
+"""Reading a file of a saved state.
+
+The formats are ``.safetensors``, NumPy's ``.npz`` and torch's own. Code in the file
+does not run.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import Tensor
 
 __all__ = ["Opened", "all_tensors", "load_file", "open_state", "tensors_by_name"]
 
-# What stands besides the weights in many files: options of the command line, and best
-# metrics as NumPy's numbers.
+# Types of other values in many files: command-line options, and best metrics as numbers
+# of NumPy.
 _SCALARS = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
 _SCALAR = np.float64(0).__reduce__()[0]
 _HARMLESS: list[Any] = [
@@ -26,19 +28,19 @@ _HARMLESS: list[Any] = [
     _SCALAR,
     (_SCALAR, "numpy.core.multiarray.scalar"),
 ]
-# of what training programs save besides the epoch
+# keys of the state in files of training programs that also save the epoch
 _INSIDE = ("state_dict", "model_state_dict", "model")
 
 
 def load_file(path: Path) -> Any:
-    """Return what the file holds, on the CPU.
+    """Return the content of the file, on the CPU.
 
     Raises:
-        pickle.UnpicklingError: it holds more than tensors.
-        Exception: a damaged file may raise anything in these readers.
+        pickle.UnpicklingError: the file contains other objects than tensors.
+        Exception: the readers may raise any exception for a damaged file.
     """
     if path.suffix == ".safetensors":
-        # a reader of torch's own files does not need it
+        # imported here, because a reader of torch's own files does not need it
         from safetensors.torch import load_file
 
         return load_file(path)
@@ -47,14 +49,19 @@ def load_file(path: Path) -> Any:
             return {
                 name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files
             }
-    # ``weights_only`` runs no code of the file, and refuses classes but for these.
+    # ``weights_only`` runs no code of the file, and refuses all classes except these.
     with torch.serialization.safe_globals(_HARMLESS):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class Opened(NamedTuple):
-    """The tensors of a saved state by name, and the keys that lead to it; without any,
-    the keys of several states; and those of states beside it that are left.
+    """The tensors of a saved state by name, and their place in the file.
+
+    Attributes:
+        entries: the tensors by name; empty if there are several states.
+        at: the keys that lead to the state.
+        several: the keys of the states if there are several.
+        left: the keys of other states that were not opened.
     """
 
     entries: dict[str, Tensor]
@@ -64,13 +71,14 @@ class Opened(NamedTuple):
 
 
 def tensors_by_name(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of a state, also among other things; none without names."""
+    """Return the tensors of a state by name, without other objects."""
     return open_state(content).entries
 
 
 def open_state(content: Any) -> Opened:
-    """Return the tensors of a state: of the mapping itself, of a usual key, or of the
-    one mapping of tensors in it.
+    """Return the tensors of a state.
+
+    The state is the mapping, the value of a usual key, or the only mapping of tensors.
     """
     steps: list[str] = []
     left: list[str] = []
@@ -82,7 +90,7 @@ def open_state(content: Any) -> Opened:
             for key, value in content.items()
             if isinstance(value, Tensor)
         }
-        # an epoch, the best accuracy: numbers besides the state, no state
+        # numbers such as an epoch or the best accuracy are not part of a state
         beside = all(value.ndim == 0 for value in own.values())
         if not usual and (len(inside) != 1 or not beside):
             at = ".".join(steps)
@@ -90,7 +98,7 @@ def open_state(content: Any) -> Opened:
                 return Opened(own, at, left=tuple(left))
             several = tuple(inside)
             return Opened({} if inside else own, at, several, tuple(left))
-        # one level down: by the usual key, or the only one
+        # one level down: by the usual key, or by the only key
         taken = (usual or inside)[0]
         left += [".".join((*steps, key)) for key in inside if key != taken]
         steps.append(taken)
@@ -99,8 +107,9 @@ def open_state(content: Any) -> Opened:
 
 
 def all_tensors(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of all mappings in one another, but for optimizers; the keys
-    are joined by dots.
+    """Return the tensors of nested mappings, except of optimizers.
+
+    The keys are joined by dots.
     """
     found: dict[str, Tensor] = {}
     if not isinstance(content, Mapping):
@@ -115,8 +124,9 @@ def all_tensors(content: Any) -> dict[str, Tensor]:
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether a value holds tensors by name, at any depth; the state of an
-    optimizer has numbers.
+    """Return whether a value contains named tensors, at any depth.
+
+    States of optimizers do not count; they have numbers.
     """
     if not isinstance(value, Mapping) or "param_groups" in value:
         return False

@@ -1,4 +1,4 @@
-"""The learning tasks: what their targets, loss and metrics are. Torch only."""
+"""The learning tasks with their targets, losses and metrics. Torch only."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ __all__ = [
 _COUNTED = ("accuracy", "miou", "dice")
 _NO_SHARES = ("mae", "rmse", "r2", "loss")
 _LOWER_IS_BETTER = ("loss", "mae", "rmse")
-_LOSS = "loss"  # which every test has
+_LOSS = "loss"  # every test has it
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its loss, the targets that its tests count, and its metrics.
+    """A learning task with its loss, its counted targets and its metrics.
 
-    Targets of this class are numbers of classes, one for each example or pixel;
-    subclasses have others.
+    Targets of this class are class numbers, one for each example or pixel; subclasses
+    have other targets.
 
     Attributes:
         name: the name in messages.
-        loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)).
-            With class weights the loss of a test depends on how its examples fall into
-            batches, since each is divided by its own weights.
+        loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)). If
+            there are class weights, the loss of a test depends on the distribution of
+            its examples over batches, because each batch is divided by its own weights.
         ignore: targets with this value neither train nor count.
         score: the main metric of a run: one of ``metrics``, or the loss.
         test_batch: examples per test batch. It limits the memory, and it changes the
             last bits of sums.
-        plain_test_batch: examples per batch of a test whose BatchNorm layers have
-            running statistics, so that only the last bits depend on it; 0 =
+        plain_test_batch: examples per test batch if the BatchNorm layers have running
+            statistics, so that only the last bits depend on it. 0 selects
             ``test_batch``.
-        metrics: names of the metrics of every test, in order; () = the accuracy and the
-            score.
+        metrics: names of the metrics of every test, in order. () selects the accuracy
+            and the score.
         by_pixel: whether each pixel has a target.
-        training_loss: the loss of training steps, such as one with class weights; None
-            = ``loss``, as in tests.
+        training_loss: the loss of training steps, such as a loss with class weights.
+            None selects ``loss``, the loss of tests.
 
     Raises:
         ConfigError: the task does not have these metrics.
@@ -85,7 +85,7 @@ class Task:
 
     def __post_init__(self) -> None:
         """Check the metrics."""
-        # each once: the accuracy may be the score
+        # each name once, because the accuracy may be the score
         names = self.metrics or tuple(dict.fromkeys(("accuracy", self.score)))
         object.__setattr__(self, "metrics", names)
         self._refuse("metrics", names, self.allowed)
@@ -111,7 +111,7 @@ class Task:
 
     @property
     def metrics_of_all_outputs(self) -> list[str]:
-        """The metrics that need all outputs and targets of a test at once."""
+        """The metrics that are computed from all outputs and targets of a test."""
         return [name for name in self.metrics if name not in _COUNTED]
 
     def measuring(self, names: Sequence[str]) -> Task:
@@ -124,24 +124,28 @@ class Task:
         return dataclasses.replace(self, metrics=metrics)
 
     def scored_by(self, metric: str) -> Task:
-        """Return this task with another main metric: one of ``allowed``, or "loss".
+        """Return this task with another main metric.
+
+        The metric is one of ``allowed``, or "loss".
 
         Raises:
-            ConfigError: the task does not have it; the error names those that it has.
+            ConfigError: the task does not have it; the message lists the allowed names.
         """
         self._refuse("metrics", [metric], [*self.allowed, _LOSS])
         task = self if metric == _LOSS else self.measuring([metric])
         return dataclasses.replace(task, score=metric)
 
     def outputs(self, num_classes: int) -> int:
-        """Return the number of outputs of a model for data with this number of classes,
-        labels or target columns.
+        """Return the number of outputs of a model for this task.
+
+        ``num_classes`` is the number of classes, labels or target columns in the data.
         """
         return num_classes
 
     def probabilities(self) -> nn.Module:
-        """Return the layer that makes probabilities of the outputs (N, classes, ...);
-        numbers stay numbers.
+        """Return the layer that converts outputs (N, classes, ...) to probabilities.
+
+        For numbers the layer changes nothing.
         """
         return nn.Softmax(1)
 
@@ -150,18 +154,20 @@ class Task:
         return targets != self.ignore
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return how many targets count: images, or pixels."""
+        """Return the number of counted targets (images or pixels)."""
         return self.counting(targets).sum()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return how many targets that count are right; 0 where the task has no
-        accuracy.
+        """Return the number of correct targets among those that count.
+
+        It is 0 if the task has no accuracy.
         """
         return (outputs.argmax(1) == targets).sum()
 
     def unusable(self, targets: Tensor) -> Tensor | None:
-        """Return how many targets have values that the task does not have; None if the
-        loss finds them.
+        """Return the number of targets with values that do not exist in the task.
+
+        The result is None if the loss refuses such targets.
         """
         return None
 
@@ -169,8 +175,9 @@ class Task:
         """Raise DataError if there are unusable targets."""
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the ``metrics_of_all_outputs`` for all outputs (N, ...) and targets
-        (N, ...) of a test.
+        """Return the ``metrics_of_all_outputs`` of a test.
+
+        ``outputs`` are all outputs (N, ...), ``targets`` all targets (N, ...).
         """
         kept = targets != self.ignore
         return of_classes(
@@ -182,12 +189,12 @@ class Task:
         """Return a batch's targets on the device, classes as int64.
 
         Raises:
-            DataError: they are no tensor.
+            DataError: the targets are not a tensor.
         """
         if not isinstance(targets, Tensor):
             raise DataError(
-                f"labels are a {type(targets).__name__}; a tensor needed (int64 for"
-                " classes)."
+                f"the labels are a {type(targets).__name__}; they must be a tensor"
+                " (int64 for classes)."
             )
         moved: Tensor = targets.to(device)
         if moved.is_floating_point():
@@ -196,46 +203,49 @@ class Task:
         return moved.to(torch.int64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check that argmax over the outputs can be compared with the targets; their
-        values are not read.
+        """Check that argmax over the outputs can be compared with the targets.
+
+        The values of the targets are not read.
 
         Raises:
-            DataError: the model returns no tensor, there is one output per example, or
-                the targets are not class numbers.
+            DataError: the model does not return a tensor, it gives one output per
+                example, or the targets are not class numbers.
         """
         self._refuse_no_tensor(outputs)
         shape = tuple(outputs.shape)
-        # argmax over one output is class 0 for every example: a silent accuracy
+        # argmax over one output is always class 0: the accuracy would be meaningless
         if outputs.ndim < 2 or shape[1] < 2:
             raise DataError(
-                f"the model gives one output per example, {shape}, and task {self.name}"
+                f"the model gives one output per example, {shape}, but task {self.name}"
                 " takes the argmax over the outputs of the classes. For yes or no from"
-                " one logit use task=binary (TorchClient(task=BINARY)), for a number"
-                " task=regression (REGRESSION); or give the model an output for each"
-                " class."
+                " one logit use task=binary (TorchClient(task=BINARY)). For a number"
+                " use task=regression (REGRESSION). Otherwise give the model an output"
+                " for each class."
             )
         without_classes = (shape[0], *shape[2:])
         if targets.is_floating_point() or tuple(targets.shape) != without_classes:
             raise DataError(
-                f"labels are {targets.dtype} of shape {tuple(targets.shape)} for"
-                f" outputs of shape {shape}; class numbers needed, int64"
+                f"the labels are {targets.dtype} of shape {tuple(targets.shape)} for"
+                f" outputs of shape {shape}; they must be class numbers, int64 of shape"
                 f" {without_classes}."
             )
 
     def _refuse_no_tensor(self, outputs: Any) -> None:
         if not isinstance(outputs, Tensor):
             keys = ""
-            if isinstance(outputs, Mapping):  # as models of transformers return it
+            if isinstance(outputs, Mapping):  # models of transformers return it
                 keys = f" of {', '.join(map(str, outputs))}"
             raise DataError(
-                f"the model returns a {type(outputs).__name__}{keys}; task {self.name}"
-                " needs one tensor. Wrap it so that it returns the logits alone."
+                f"the model returns a {type(outputs).__name__}{keys}, but task"
+                f" {self.name} needs one tensor. Wrap the model so that it returns only"
+                " the logits."
             )
 
 
 class _ColumnTask(Task):
-    """A task with one output for each target, in columns; NaN = unknown: such a target
-    neither trains nor counts.
+    """A task with one output for each target, in columns.
+
+    Unknown targets are NaN; they neither train nor count.
     """
 
     def counting(self, targets: Tensor) -> Tensor:
@@ -248,23 +258,24 @@ class _ColumnTask(Task):
         return values.double().reshape(len(values), -1)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Check that there is one output for each target; values are not read.
+        """Check that each target has an output, without reading values.
 
         Raises:
-            DataError: they have other shapes, the outputs are integers, or the model
-                returns no tensor.
+            DataError: the shapes differ, the outputs are integers, or the model does
+                not return a tensor.
         """
         self._refuse_no_tensor(outputs)
         shapes = [tuple(tensor.shape) for tensor in (outputs, targets)]
         in_columns = all(len(shape) in (1, 2) for shape in shapes)
         same_rows = in_columns and shapes[0][0] == shapes[1][0]
-        # (B,) is one column, on either side
+        # shape (B,) is one column, for outputs and for targets
         widths = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
         fits = same_rows and widths[0] == widths[1] and self._takes(widths[0])
         if not fits or not outputs.is_floating_point():
             raise DataError(
-                f"labels are {targets.dtype} of shape {shapes[1]} for {outputs.dtype}"
-                f" outputs of shape {shapes[0]}; task {self.name} needs {self._needs}."
+                f"the labels are {targets.dtype} of shape {shapes[1]} for"
+                f" {outputs.dtype} outputs of shape {shapes[0]}; task {self.name} needs"
+                f" {self._needs}."
             )
 
     def _takes(self, columns: int) -> bool:
@@ -273,15 +284,16 @@ class _ColumnTask(Task):
     @property
     def _needs(self) -> str:
         return (
-            "one number for each target, both (B, columns), or (B,) for one column; NaN"
-            " = unknown"
+            "one number for each target, both (B, columns), or (B,) for one column"
+            " (unknown targets are NaN)"
         )
 
 
 @dataclass(frozen=True)
 class LabelTask(_ColumnTask):
-    """Yes or no for each label: one logit each, decided at 0; targets are 0, 1 or NaN
-    (unknown), of any dtype.
+    """Yes or no for each label, decided at logit 0.
+
+    Each label has one logit. Targets are 0, 1 or NaN (unknown), of any dtype.
 
     Attributes:
         single: there is one label (binary).
@@ -300,7 +312,7 @@ class LabelTask(_ColumnTask):
         return 1 if self.single else num_classes
 
     def probabilities(self) -> nn.Module:
-        """Return the sigmoid: each label has a probability of its own."""
+        """Return the sigmoid, because each label has its own probability."""
         return nn.Sigmoid()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -317,13 +329,13 @@ class LabelTask(_ColumnTask):
         """Raise DataError if there are unusable labels."""
         if unusable:
             raise DataError(
-                f"{unusable} labels are neither 0 nor 1, and task {self.name} needs 0 ="
-                " no, 1 = yes (NaN = unknown). Rewrite them, or use"
-                " task=classification (CLASSIFICATION) for numbers of classes."
+                f"{unusable} labels are neither 0 nor 1. Task {self.name} requires 0"
+                " for no, 1 for yes and NaN for unknown. Rewrite the labels, or use"
+                " task=classification (CLASSIFICATION) for class numbers."
             )
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the ``metrics_of_all_outputs`` for all outputs and targets of a test."""
+        """Return the ``metrics_of_all_outputs`` of a test."""
         return of_labels(
             self.metrics_of_all_outputs, self._columns(outputs), self._columns(targets)
         )
@@ -336,16 +348,17 @@ class LabelTask(_ColumnTask):
         if self.single:
             return (
                 "one logit and one label of 0 or 1 per example, each (B, 1) or (B,)."
-                " For several classes use task=classification (CLASSIFICATION), for"
-                " several labels task=multi-label (MULTI_LABEL)"
+                " For several classes use task=classification (CLASSIFICATION). For"
+                " several labels use task=multi-label (MULTI_LABEL)"
             )
         return "one logit for each label of 0, 1 or NaN (unknown), both (B, labels)"
 
 
 @dataclass(frozen=True)
 class RegressionTask(_ColumnTask):
-    """One number for each target, or several in columns; targets are numbers or NaN
-    (unknown), of any dtype.
+    """One number for each target, or several numbers in columns.
+
+    Targets are numbers or NaN (unknown), of any dtype.
     """
 
     @property
@@ -362,7 +375,7 @@ class RegressionTask(_ColumnTask):
         return nn.Identity()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 0: a number is not right or wrong."""
+        """Return 0, because a number is not right or wrong."""
         return targets.new_zeros((), dtype=torch.int64)
 
     def unusable(self, targets: Tensor) -> Tensor | None:
@@ -373,12 +386,12 @@ class RegressionTask(_ColumnTask):
         """Raise DataError if there are unusable targets."""
         if unusable:
             raise DataError(
-                f"{unusable} targets are infinite: give numbers, or NaN where the"
-                " target is unknown."
+                f"{unusable} targets are infinite. Give finite numbers, or NaN for an"
+                " unknown target."
             )
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the ``metrics_of_all_outputs`` for all outputs and targets of a test."""
+        """Return the ``metrics_of_all_outputs`` of a test."""
         return of_numbers(
             self.metrics_of_all_outputs, self._columns(outputs), self._columns(targets)
         )
@@ -413,25 +426,29 @@ METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.a
 
 
 def quantity_of(metric: str) -> str:
-    """Return what a metric measures, without where: "accuracy" of
-    "test-recalibrated-accuracy".
+    """Return the quantity that a metric measures, without the data.
+
+    For example, "test-recalibrated-accuracy" measures "accuracy".
     """
     names = [name for name in (*METRICS, _LOSS) if f"-{metric}".endswith(f"-{name}")]
-    # "balanced-accuracy" ends as "accuracy" does
+    # the longest name, because "balanced-accuracy" also ends in "accuracy"
     return max(names, key=len, default=metric)
 
 
 def in_percent(metric: str) -> bool:
-    """Return whether a metric, such as ``test-accuracy``, is a share, which tables show
-    in percent.
+    """Return whether tables show a metric, such as ``test-accuracy``, in percent.
+
+    These are the metrics that are shares.
     """
-    if metric.endswith("-clients"):  # their number
+    if metric.endswith("-clients"):  # a number of clients
         return False
     return not {*metric.split("-")}.intersection(_NO_SHARES)
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether more of a metric, such as ``test-accuracy``, is better; not so for
-    losses and errors.
+    """Return whether a higher value of a metric is better.
+
+    Metrics are given with their data, such as ``test-accuracy``. Losses and errors are
+    better if they are lower.
     """
     return not {*metric.split("-")}.intersection(_LOWER_IS_BETTER)

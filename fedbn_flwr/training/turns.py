@@ -1,10 +1,9 @@
-"""One client of a process computes at a time: it takes its turn, and gives it back
-while it waits for other clients.
+"""Turns, so that only one client of a process computes at a time.
 
-The default random generators are those of the client whose turn it is; while nobody has
-a turn, they are as before. Turns are handed over in the order of asking, and only the
-thread whose turn has come wakes up: a synchronised step hands them over some hundred
-times a round.
+A client takes its turn, and gives it back while it waits for other clients. During a
+turn, the default random generators have the state of this client. Between turns, they
+have the state of the process. The next turn goes to the client that asked first, and
+only its thread wakes up: a synchronised step passes some hundred turns per round.
 """
 
 from __future__ import annotations
@@ -26,19 +25,21 @@ logger = logging.getLogger("flwr")
 
 
 class _Turns:
-    """The turns of one process. A place is a held lock; its release hands the turn to
-    the thread that waits there.
+    """The turns of one process.
+
+    A place in the queue is a held lock. Releasing it gives the turn to the thread that
+    waits there.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: deque[threading.Lock] = deque()
         self._taken = False
-        # as they were before somebody had a turn
+        # the state of the generators before the first turn
         self._outside: Generators | None = None
 
     def ask(self, place: threading.Lock) -> None:
-        """Release ``place`` when its turn has come."""
+        """Release ``place`` as soon as its turn has come."""
         with self._lock:
             if self._taken:
                 self._queue.append(place)
@@ -55,7 +56,7 @@ class _Turns:
         place.acquire()
 
     def pass_on(self) -> None:
-        """Let those in the queue have their turns first, if there are any."""
+        """Let all clients in the queue have their turns first."""
         place = _held_lock()
         with self._lock:
             if not self._queue:
@@ -65,12 +66,12 @@ class _Turns:
         place.acquire()
 
     def give(self) -> None:
-        """Hand the turn over to the next in the queue."""
+        """Give the turn to the next client in the queue."""
         with self._lock:
             if self._queue:
                 self._queue.popleft().release()
                 return
-            # Nobody has a turn now: the process draws from where it was.
+            # The queue is empty: the process continues with its own generators.
             outside = self._outside
             self._outside = None
             self._taken = False
@@ -81,14 +82,15 @@ class _Turns:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an exception of the block: a client that broke the generators does not keep
-    its turn.
+    """Log an exception of the block instead of raising it.
+
+    A client that broke the generators must not keep its turn.
     """
     try:
         yield
     except Exception as error:
         logger.warning(
-            "the random generators stay as a client left them: %s: %s",
+            "the state of the random generators remains as a client left it: %s: %s",
             type(error).__name__,
             error,
         )
@@ -101,7 +103,7 @@ def _held_lock() -> threading.Lock:
 
 
 _TURNS = _Turns()
-# After a fork the child has a copy of the turns, but not the threads that would give
+# After a fork, the child has a copy of the turns, but not the threads that would give
 # them back.
 os.register_at_fork(after_in_child=lambda: globals().update(_TURNS=_Turns()))
 # A context variable, not a thread's number: a user may train in a thread with a copied
@@ -111,12 +113,12 @@ _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 @contextmanager
 def turn(seed: int | None) -> Iterator[None]:
-    """Wait until no other client of this process computes; then seed the default
-    generators for the block.
+    """Wait for a turn and seed the default generators for the block.
 
-    None: the block seeds them itself.
+    Meanwhile no other client of this process computes. With ``seed=None`` the block
+    seeds the generators.
     """
-    # A turn that this thread has already is one of ``one_after_the_other``.
+    # If this thread already has a turn, ``one_after_the_other`` has taken it.
     has_turn = _HAS_TURN.get()
     with nullcontext() if has_turn else one_after_the_other():
         if seed is not None:
@@ -126,11 +128,10 @@ def turn(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def one_after_the_other() -> Iterator[Callable[[], None]]:
-    """Take a turn for the block, in which several clients compute; call its value
-    between two of them.
+    """Take one turn for a block that computes several clients.
 
-    The generators of the process are saved and restored once. Clients of other threads,
-    which wait, are not kept waiting for the whole block.
+    Call the value of the block between two clients, so that waiting clients of other
+    threads get their turns. The generators of the process are saved and restored once.
     """
     _TURNS.take()
     token = _HAS_TURN.set(True)
@@ -143,28 +144,29 @@ def one_after_the_other() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Let other clients of this process compute while this one waits; without effect
-    outside a turn.
+    """Let other clients of this process compute while this client waits.
+
+    Outside a turn it has no effect.
     """
     with Wait():
         yield
 
 
 class Wait:
-    """A client's wait, as a ``with`` block without its turn. After ``end`` the client
-    is in the queue for a turn again.
+    """A client's wait, as a ``with`` block without its turn.
 
-    Outside a turn there is none to give back. The end of the block ends the wait, too.
+    After ``end``, the client is in the queue for a turn again. The end of the block
+    also ends the wait. Outside a turn, no turn is given back.
     """
 
     def __init__(self) -> None:
         self._has_turn = _HAS_TURN.get()
-        # Here, not in __enter__: if it fails, nobody knows this wait yet, and its end
-        # takes no turn.
+        # Not in __enter__: if this fails, the wait has not begun, and the end of the
+        # block takes no turn.
         self._generators = Generators.now() if self._has_turn else None
-        # Its release is the turn; outside a turn it is the end of the wait.
+        # Releasing it gives the turn; outside a turn, it ends the wait.
         self._place = _held_lock()
-        self._open = threading.Lock()  # held once the wait has ended
+        self._open = threading.Lock()  # acquired when the wait has ended
         self._over = False
 
     def __enter__(self) -> Wait:
@@ -174,7 +176,7 @@ class Wait:
         return self
 
     def end(self) -> None:
-        """End the wait, in any thread; a second call has no effect."""
+        """End the wait, from any thread. A second call has no effect."""
         if not self._open.acquire(blocking=False):
             return
         if self._has_turn:
@@ -183,8 +185,9 @@ class Wait:
             self._place.release()
 
     def is_over(self, seconds: float) -> bool:
-        """Return whether the wait has ended, and the turn has come, after at most so
-        many seconds.
+        """Return whether the wait has ended and the turn has come.
+
+        The call takes at most ``seconds``.
         """
         self._over = self._over or self._place.acquire(timeout=seconds)
         return self._over

@@ -192,7 +192,7 @@ def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps
     own: Any,
 ) -> None:
     model = network()
-    with pytest.raises(ConfigError, match="has none of the step hooks"):
+    with pytest.raises(ConfigError, match="does not have the step hooks"):
         Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(own)
     if isinstance(own, OwnOptimizer):
         assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]

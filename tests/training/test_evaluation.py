@@ -130,7 +130,7 @@ def test_a_lone_example_is_refused_by_the_layers_name_where_it_has_no_variance(
     for data, size in ((points(1), 4), (points(3), 1)):
         with pytest.raises(
             NormLayerError,
-            match="layer '1' has no running statistics, and gets one value per channel",
+            match="layer '1' has no running statistics and gets one value per channel",
         ):
             evaluate(model, data, batch_size=size)
 

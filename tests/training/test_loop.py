@@ -186,7 +186,7 @@ def test_learning_rate_over_rounds() -> None:
     assert [rate.at(r) for r in (1, 2, 3, 4, 5)] == [1.0, 1.0, 0.5, 0.5, 0.125]
     assert [rate.at(r, frozen=True) for r in (2, 3)] == [0.1, 0.05]
     with pytest.raises(
-        ConfigError, match=r"^1 decays of the learning rate but 0 factors$"
+        ConfigError, match="^the learning rate has 1 decays but 0 factors$"
     ):
         LearningRate(1.0, (2,))
     for bad in (0.0, -1.0, float("nan"), float("inf")):
@@ -352,14 +352,13 @@ def test_nothing_to_train_on(points, mlp) -> None:
         run(mlp(), points(3), batch_size=1)
     assert (
         str(error.value)
-        == "all 3 batches have one example, from which BatchNorm cannot compute a"
+        == "all 3 batches have one example, so BatchNorm cannot compute a"
         " variance: use a batch-size above 1 (it is 1), or use another norm"
     )
     with pytest.raises(
         DataError,
         match=(
-            r"give this client, which has one training example, more of them, leave it"
-            r" out,"
+            "this client has one training example: give it more examples, leave it out,"
         ),
     ):
         run(mlp(), points(1), batch_size=4)

@@ -75,7 +75,7 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
     with pytest.raises(
         StateError,
         match=(
-            rf"they come from a wrapped model \('{prefix}0.bias'\), and this one is not"
+            rf"They come from a wrapped model \('{prefix}0.bias'\), but this model is"
         ),
     ):
         view_with_names(model, through.names)

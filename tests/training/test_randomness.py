@@ -218,7 +218,8 @@ def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(
     finally:
         np.random.set_bit_generator(usual)  # type: ignore[no-untyped-call]
     assert (
-        "the random generators stay as a client left them: ValueError: " in caplog.text
+        "the state of the random generators remains as a client left it: ValueError: "
+        in caplog.text
     )
     order: list[str] = []
     later = threading.Thread(target=_do_in_turn, args=(order, "later"), daemon=True)

@@ -172,7 +172,8 @@ def test_a_method_that_needs_sgd_refuses_another_optimizer_in_a_client_too(
             hooks=[MomentumBuffers("local", frozenset())],
         )
     with pytest.raises(
-        ConfigError, match=r"sgd_momentum=0.9 is for optimizer='sgd'; it is 'adam'"
+        ConfigError,
+        match=r"sgd_momentum=0.9 requires optimizer='sgd', but the optimizer is 'adam'",
     ):
         LocalTraining(
             learning_rate=LearningRate(0.1), optimizer="adam", sgd_momentum=0.9

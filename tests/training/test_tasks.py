@@ -489,6 +489,6 @@ def test_outputs_that_are_no_tensor_are_named(
 ) -> None:
     with pytest.raises(
         DataError,
-        match=f"the model returns {what}; .* Wrap it so that it returns the logits",
+        match=f"the model returns {what}, .* so that it returns only the logits",
     ):
         task.check(outputs, torch.zeros(2))
