@@ -131,7 +131,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("extra", [-5, -1, 1])
 def test_a_wrong_number_of_examples_is_refused(extra: int, collate: Any) -> None:
     data = Subset(Called(extra), range(5))
-    with pytest.raises(DataError, match="Subset of Called returns"):
+    with pytest.raises(DataError, match="Subset of Called returned"):
         batches_of(DataLoader(data, collate_fn=collate)).batch(torch.arange(5))
 
 

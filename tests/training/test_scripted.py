@@ -75,7 +75,7 @@ def test_what_acts_on_the_layer_refuses_it(
 ) -> None:
     with pytest.raises(
         NormLayerError,
-        match=r"layer '1' is a RecursiveScriptModule.*Use the plain module",
+        match=r"layer '1', because it is a RecursiveScriptModule.*Use the plain module",
     ):
         ACTS[act](scripted, points(8))
 

@@ -269,7 +269,7 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
         ("my_nets:frozen", "has no parameter to train: all have requires_grad=False"),
         (
             "my_nets:counted",
-            r"entries of the model's state are no tensors.*'0\._extra_state' \(dict\)",
+            r"entries of the model's state are not tensors.*'0\._extra_state' \(dict\)",
         ),
         ("my_nets:lazy", r"have no shape yet.*LazyLinear"),
         (
