@@ -1,23 +1,22 @@
-"""What is wrong with the BatchNorm of a federation: measurements, and the findings
-drawn from them. Torch only.
+"""Measurements of BatchNorm in a federation, and the findings drawn from them.
 
-In reading order:
+The package needs torch only. In reading order:
 
-- ``diagnose``: the door: measure, apply the rules, return a diagnosis.
-- ``findings``: what is returned: findings with evidence and remedies.
-- ``rules``: all rules in the order of causes, and those for the model and its state.
-- ``data_rules``: rules for the clients' data and batches.
-- ``thresholds``: the number behind each rule, with its reason.
-- ``remedies``: what to try for each finding.
+- ``diagnose``: the entry point. It measures, applies the rules and returns a diagnosis.
+- ``diagnose``: the entry point. It measures, applies the rules, returns a diagnosis.
+- ``rules``: all rules in the order of causes, and the rules for a model and its state.
+- ``data_rules``: the rules for the clients' data and batches.
+- ``thresholds``: the threshold of each rule, with its reason.
+- ``remedies``: the remedies for each finding.
 - ``situations``: the table of advice with measured gains, as in ``docs/choose.md``.
 - ``measured``: all measurements of a diagnosis, which the rules read.
-- ``measuring``: does the measurements in order, and notes those that cannot be done.
+- ``measuring``: takes the measurements in order and notes those that are impossible.
 - ``clients``: the clients' examples in memory, and batches of them.
-- ``state``: what a state dict alone shows.
+- ``state``: the checks that need only a state dict.
 - ``by_batch``: statistics of single batches, and distances between statistics.
-- ``differences``: how the clients differ: classes, and inputs of BatchNorm.
-- ``each_client``: which client stands out from the others.
-- ``mismatch``: running statistics against those of the test batch.
+- ``differences``: differences between clients in classes and in inputs of BatchNorm.
+- ``each_client``: finds clients that stand out from the others.
+- ``mismatch``: compares running statistics with the statistics of the test batch.
 """
 
 from fedbn_flwr.doctor.diagnose import diagnose, diagnose_state

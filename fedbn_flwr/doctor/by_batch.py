@@ -1,20 +1,20 @@
-"""Statistics of single batches, as BatchNorm has them in training, and distances.
+"""Statistics of single training batches, and distances between statistics.
 
-The model is in eval mode except for BatchNorm, which normalises by the batch: S_m,B of
-FixBN, section 5, under fixed weights. Nothing of the model changes.
+The model is in eval mode, except that BatchNorm normalises by the batch. The statistics
+are S_m,B of FixBN, section 5, under fixed weights. The model itself does not change.
 
 A layer with C channels has a mean mu (C,) and a variance var (C,). Three distances of
 (mu_k, var_k) from (mu, var):
 
 | name | formula | unit | source |
 |---|---|---|---|
-| ``l1`` | sum over the channels of abs(mu_k - mu) + abs(var_k - var) | that of the input | FixBN, Fig. 3 (a) |
+| ``l1`` | sum over the channels of abs(mu_k - mu) + abs(var_k - var) | unit of the input | FixBN, Fig. 3 (a) |
 | ``mean`` | average over the channels of abs(mu_k - mu) / sqrt(var + eps) | standard deviations | |
 | ``variance`` | average over the channels of abs(log((var_k + eps) / (var + eps))) | factor e | |
 
 ``l1`` over all layers is the norm of the paper's figure. It depends on the scale of the
-activations, so layers are not comparable by it; ``mean`` and ``variance`` have no unit.
-Both variances must be of one kind, biased or unbiased.
+activations, so it cannot compare layers; ``mean`` and ``variance`` have no unit. Both
+variances must be of the same kind, biased or unbiased.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Statistics(NamedTuple):
-    """Statistics of one BatchNorm layer: ``mean`` (C,) and ``variance`` (C,)."""
+    """Mean and variance of one BatchNorm layer, (C,) each."""
 
     mean: Tensor
     variance: Tensor
@@ -63,13 +63,13 @@ class Distance(NamedTuple):
 
 
 def distance(statistics: Statistics, reference: Statistics, eps: float) -> Distance:
-    """Return the distances of statistics from the reference, given the layer's eps."""
-    # float64: the differences of float32 statistics that are close would be rounding.
+    """Return the distances of statistics from a reference, given the layer's eps."""
+    # float64, because small differences of float32 statistics would be rounding errors.
     mean, variance = (values.double() for values in statistics)
     mean_0, variance_0 = (values.double() for values in reference)
     apart = (mean - mean_0).abs()
     l1 = apart.sum() + (variance - variance_0).abs().sum()
-    # A running variance may be negative, which is a finding of its own.
+    # Negative running variances have a finding of their own.
     scale = variance.clamp(min=0) + eps
     scale_0 = variance_0.clamp(min=0) + eps
     shift = (apart / scale_0.sqrt()).mean()
@@ -78,15 +78,15 @@ def distance(statistics: Statistics, reference: Statistics, eps: float) -> Dista
 
 
 BatchMoments = Mapping[str, Sequence[Moments]]
-"""Of one client: the moments of each batch, on the CPU, by path of the layer."""
+"""The moments of each batch of one client, on the CPU, by path of the layer."""
 
 
 def eval_layers(model: nn.Module) -> list[str]:
     """Return the paths of the BatchNorm layers that stay in eval mode in training.
 
-    They are those that are not in train mode after ``train``: ``force_eval`` or a
-    ``train`` of the model's own holds them; and those that a model in train mode has in
-    eval mode. A shared layer has all of its paths.
+    These layers are not in train mode after ``train``, because ``force_eval`` or the
+    model's own ``train`` freezes them, or they are in eval mode in a model that is in
+    train mode. A shared layer has all of its paths.
     """
     in_eval = stays_in_eval(model)
     layers = layers_of(model, every_path=True)
@@ -102,26 +102,26 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
     for path, layer in layers_of(working).items():
         if path not in in_eval:
             layer.training = True
-            # torch's flag for "leave the running statistics alone".
+            # The flag makes torch leave the running statistics unchanged.
             layer.track_running_stats = False
     return working
 
 
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
-    """Return the moments of the client's batches, which have the loader's size.
+    """Return the moments of the client's batches, of the loader's batch size.
 
-    A loader of batches of 1 gives batches of 2, and a last batch of one example joins
-    another. Several calls of a layer in a pass are one batch. A layer that is not
-    called has no moments; a client of one example that BatchNorm cannot use has no
-    layers.
+    If the loader has batches of 1, these batches have 2 examples. A last batch of one
+    example joins another batch. Several calls of a layer in a pass count as one batch.
+    A layer that is not called has no moments. The result is empty if the client has
+    only one example and BatchNorm cannot use it.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)
     prepared = inputs_for(working)
-    # Before the hooks: counting the values of a batch of one is a pass, too.
+    # This comes before the hooks, because the check itself runs a forward pass.
     if len(data) == 1 and not takes_one_example(working, prepared(data.inputs)):
         return {}
-    # Batches as in training, where BatchNorm refuses a single value a channel.
+    # As in training, BatchNorm refuses batches with a single value per channel.
     batches = list(torch.split(data.inputs, max(2, data.batch_size)))
     if len(batches) > 1 and len(batches[-1]) == 1:
         batches = join_last(batches)
@@ -141,24 +141,24 @@ def moments_seen(
         model(inputs)
     seen = {}
     for path, moments in sums.by_path(model).items():
-        # A shared layer has several paths, and counts once.
+        # A shared layer has several paths and counts once.
         if path in layers:
             seen[path] = Moments(moments.count, moments.mean.cpu(), moments.m2.cpu())
     return seen
 
 
 def pooled(moments: Sequence[Moments]) -> Statistics:
-    """Return mean and unbiased variance (C,) of all batches together."""
+    """Return the mean and the unbiased variance (C,) over all batches."""
     total = merge(moments)
     return Statistics(total.mean, total.m2 / max(total.count - 1, 1))
 
 
 def noise(moments: Sequence[Moments], eps: float) -> float:
-    """Return how much a batch's mean varies within the client, without unit.
+    """Return how much the batch mean varies within the client, without unit.
 
-    It is std_B(mu_B) / sqrt(var + eps), averaged over the channels; about 1 /
-    sqrt(batch size) for inputs (N, C), less for images, whose pixels count too. It
-    needs two batches.
+    The noise is std_B(mu_B) / sqrt(var + eps), averaged over the channels. It is about
+    1 / sqrt(batch size) for inputs (N, C), and less for images, because their pixels
+    count as well. At least two batches are necessary.
     """
     means = torch.stack([m.mean for m in moments])
     deviation = (pooled(moments).variance + eps).sqrt()

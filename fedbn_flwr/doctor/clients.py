@@ -1,4 +1,4 @@
-"""The clients' data, read from their loaders into memory, and passes over all of it."""
+"""The clients' data, read from their loaders into memory, and passes over them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
-"""A loader for each client, by name or in order; it yields batches (inputs, targets),
-as a ``DataLoader`` does.
+"""A loader for each client, by name or in order. Each loader yields batches (inputs,
+targets), as a ``DataLoader`` does.
 """
 
-# Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in a
+# Values of the inputs in a pass without gradients: 16 MiB, and a few times as much in a
 # layer of a network.
 _VALUES = 2**22
-_FEWEST, _LARGEST = 32, 256  # examples, for statistics of a batch
+_FEWEST, _LARGEST = 32, 256  # examples in a batch whose statistics are computed
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class ClientData:
     """Examples of one client.
 
     Attributes:
-        name: the client.
-        inputs: (N, ...).
-        targets: (N, ...).
-        batch_size: examples in the largest batch of its training: the loader's, unless
-            another is known.
-        first_only: whether these are the first examples of a longer loader, in its
-            order.
+        name: name of the client.
+        inputs: the inputs, (N, ...).
+        targets: the targets, (N, ...).
+        batch_size: number of examples in the client's largest training batch. It is the
+            loader's batch size unless the user gives another.
+        first_only: whether the examples are the first ones of a longer loader, in the
+            order of the loader.
     """
 
     name: str
@@ -63,9 +63,10 @@ class ClientData:
 
     @property
     def classes(self) -> Tensor | None:
-        """The class of each example, int64 (N,); None if the targets are not classes.
+        """The class of each example, int64 (N,), or None if targets are not classes.
 
-        Classes are one integer an example, or a float that is 0 or 1.
+        Targets are classes if each example has one integer, or one float that is 0 or
+        1.
         """
         targets = self.targets
         if targets.numel() != len(self):
@@ -79,7 +80,7 @@ class ClientData:
 
 
 def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
-    """Return the classes of all examples; None if one client's are not classes."""
+    """Return the classes of all examples, or None if a client's are not classes."""
     known = []
     for client in clients:
         classes = client.classes
@@ -92,11 +93,11 @@ def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
 def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
     """Return the data of each client with examples.
 
-    The default random generators are seeded while the loaders shuffle and augment, and
-    restored afterwards, as are the loaders' own generators.
+    The default random generators are seeded while the loaders shuffle and augment.
+    Afterwards, they and the loaders' own generators are restored.
 
     Raises:
-        DataError: a loader yields no pairs of tensors, or batches that cannot be
+        DataError: a loader does not yield pairs of tensors, or its batches cannot be
             joined.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
@@ -112,7 +113,7 @@ def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
 
 @contextmanager
 def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
-    """Restore the generators that a loader and its samplers have of their own."""
+    """Restore the random generators that belong to a loader and its samplers."""
     batches = getattr(loader, "batch_sampler", None)
     generators = []
     for owner in (
@@ -135,13 +136,13 @@ def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
 def _read_loader(
     name: str, loader: Iterable[Any], max_examples: int
 ) -> ClientData | None:
-    """Return up to ``max_examples`` examples of a loader; None if it has none.
+    """Return up to ``max_examples`` examples of a loader, or None if it has none.
 
-    Of more examples they are drawn at random, since a loader may be sorted, by class
-    say; where the data set has no indices they are the first, in whole batches. An
-    example that the sampler repeats is used once.
+    If there are more examples, a random sample is drawn, because a loader may be
+    sorted, for example by class. If the data set has no indices, the sample has the
+    first examples, in whole batches. An example that the sampler repeats is used once.
     """
-    # A loader of numbered examples is replaced by one that yields the drawn ones.
+    # Replace a loader of indexed examples by one that yields only the drawn examples.
     largest = 0
     epoch = _epoch(loader)
     if epoch is not None:
@@ -149,7 +150,7 @@ def _read_loader(
         distinct = list(dict.fromkeys(chain(*epoch)))
         loader = _drawn(loader, distinct, max_examples, max(1, largest))
 
-    # Of a loader that cannot be drawn from, the first batches until there are enough.
+    # If examples cannot be drawn from the loader, read batches until there are enough.
     inputs, targets = [], []
     count, first_only = 0, False
     for batch in loader:
@@ -175,24 +176,24 @@ def _read_loader(
 
 
 def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of a batch."""
+    """Return the inputs and targets of a batch."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, targets = batch
         if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
             return inputs, targets
     raise DataError(
-        f"the loader of client {name} yields {type(batch).__name__}; it must"
-        " yield (inputs, targets), two tensors. Wrap it in a generator that"
-        " does. If you passed one loader, pass a list of loaders, one for each"
+        f"the loader of client {name} yields {type(batch).__name__}, but it must"
+        " yield (inputs, targets), two tensors. Wrap the loader in a generator that"
+        " yields them. If you passed one loader, pass a list with one loader per"
         " client: [loader]."
     )
 
 
 def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
-    """Return the indices of each batch of an epoch; None if there are none to read.
+    """Return the indices of each batch of an epoch, or None if they cannot be read.
 
-    A loader with an ``__iter__`` of its own may yield something else than its sampler
-    says.
+    A loader with its own ``__iter__`` may yield other examples than its sampler
+    selects.
     """
     if not isinstance(loader, DataLoader):
         return None
@@ -203,7 +204,7 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
         return None
     if not hasattr(data, "__len__"):
         return None
-    # A sampler may be endless.
+    # The sampler may be endless.
     epoch = [list(batch) for batch in islice(sampler, len(data))]
     if all(isinstance(index, int) for index in chain(*epoch)):
         return epoch
@@ -213,7 +214,7 @@ def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
 def _drawn(
     loader: Any, order: list[int], max_examples: int, size: int
 ) -> DataLoader[Any]:
-    """Return the loader with each index once; of too many some are drawn."""
+    """Return a loader with each index once, or with a sample if there are too many."""
     if len(order) > max_examples:
         places = torch.randperm(len(order))[:max_examples].tolist()
         order = [order[place] for place in places]
@@ -228,16 +229,16 @@ def _drawn(
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the model's outputs.
+    """Return the outputs of the model.
 
     Raises:
-        DataError: they are no tensor.
+        DataError: the outputs are not a tensor.
     """
     outputs = model(inputs)
     if not isinstance(outputs, Tensor):
         raise DataError(
             f"the model returns {type(outputs).__name__}, not one tensor. Wrap it in a"
-            " module that returns the one for the loss."
+            " module that returns only the tensor for the loss."
         )
     return outputs
 
@@ -245,9 +246,9 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def mixed_batches(
     clients: Sequence[ClientData], generator: torch.Generator
 ) -> list[Tensor]:
-    """Return the places of each batch among all clients' examples, mixed at random.
+    """Return the positions of each batch in all clients' examples, mixed at random.
 
-    The batches have nearly equal sizes: 256 examples, fewer of large ones.
+    The batches have nearly equal sizes: 256 examples, or fewer if examples are large.
     """
     values = clients[0].inputs[:1].numel()
     size = min(_LARGEST, max(_FEWEST, _VALUES // max(1, values)))
@@ -256,13 +257,13 @@ def mixed_batches(
 
 
 def inputs_at(clients: Sequence[ClientData], places: Tensor) -> Tensor:
-    """Return the inputs at these places of all clients' examples, counted through.
+    """Return the inputs at the given positions in the sequence of all examples.
 
-    The clients' inputs are not joined, which would hold all of them in memory twice.
+    The clients' inputs are not joined, because that would hold a second copy in memory.
     """
     ends = torch.tensor([len(client) for client in clients]).cumsum(0)
     owners = torch.searchsorted(ends, places, right=True)
-    # Counted from the client's end, so negative.
+    # The index counts from the client's end, so it is negative.
     within = places - ends[owners]
     chosen = zip(owners.tolist(), within.tolist(), strict=True)
     return torch.stack([clients[k].inputs[n] for k, n in chosen])

@@ -1,7 +1,7 @@
-"""Rules for the clients' data and batches: one function from measurements to a finding.
+"""Rules for the clients' data and batches, each from measurements to a finding.
 
-Each reads in the order of those in ``rules``: when it is no finding, the evidence, what
-to try, and the finding.
+Each rule has the same order as in ``rules``: first the conditions without a finding,
+then the evidence, the remedies and the finding.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ __all__ = [
 
 
 def small_batch(m: Measured) -> Finding | None:
-    """Batches of up to four examples: the statistics of a batch are mostly noise."""
-    # A size of 0 is not known.
+    """Batches of up to four examples, so that their statistics are mostly noise."""
+    # A size of 0 means unknown.
     given = m.batch_sizes or [m.training.batch_size]
     sizes = [size for size in given if size]
     small = [k for k, size in enumerate(given) if 0 < size <= SMALL_BATCH]
-    # Below half of them those that need not be: few examples make no larger batch.
+    # If few of the batches are small, skip clients that have no more examples.
     if 2 * len(small) < len(sizes):
         small = [k for k in small if given[k] < m.examples[k]]
     if not small:
         return None
-    # Layers in eval mode use no batch, batch renormalisation corrects its noise.
+    # Layers in eval mode ignore the batch; batch renormalisation corrects its noise.
     if m.num_layers and len({*m.in_eval, *m.corrected}) == m.num_layers:
         return None
-    # Each channel of a large image has many values, so 3 or 4 images may be enough.
+    # Large images have many values per channel, so 3 or 4 images may be enough.
     least = min(given[k] for k in small)
     if m.noise and max(m.noise.values()) < MIN_NOISE and least > 2:
         return None
@@ -67,21 +67,21 @@ def small_batch(m: Measured) -> Finding | None:
     if m.noise:
         worst = max(m.noise, key=lambda path: m.noise[path])
         evidence.append(
-            f"Within one client the mean of a batch varies by {m.noise[worst]:.2f}"
-            f" standard deviations in {shown_path(worst)}: examples are shifted by as"
-            " much, at random."
+            f"Within one client, the mean of a batch varies by {m.noise[worst]:.2f}"
+            f" standard deviations in {shown_path(worst)}, so each example is shifted"
+            " at random by as much."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
     tries = situations.SMALL_BATCHES.remedies
     if m.training.batch_size > SMALL_BATCH:
-        # The clients have no more examples, so a larger batch is no remedy.
+        # The clients have no more examples, so a larger batch cannot help.
         tries = tries[1:]
     what = "The batches are too small for BatchNorm."
     return Finding("small-batch", what, evidence, numbers, tries)
 
 
 def client_inputs(m: Measured) -> Finding | None:
-    """The inputs of a client look different to BatchNorm."""
+    """A client whose inputs look different to BatchNorm."""
     return _about_clients(
         m,
         m.each.inputs,
@@ -95,41 +95,41 @@ def client_inputs(m: Measured) -> Finding | None:
 
 
 def client_classes(m: Measured) -> Finding | None:
-    """A client has other classes than the other clients have."""
+    """A client whose classes differ from the classes of the others."""
     return _about_clients(
         m,
         m.each.mix,
         m.each.other_mix,
         id_="client-classes",
         what="the class mix differs from that of the other clients.",
-        evidence="its class mix is {:.2f} away from the usual one (total variation, 0 to"
-        " 1); the median is {:.2f}.",
+        evidence="its class mix is {:.2f} away from the usual one (total variation, 0"
+        " to 1); the median is {:.2f}.",
         tries=situations.label_skew(m.training.local_steps).remedies,
     )
 
 
 def client_repeats(m: Measured) -> Finding | None:
-    """A client has examples several times."""
+    """A client that has examples several times."""
     return _about_clients(
         m,
         m.each.repeated,
         m.each.repeating,
         id_="client-repeats",
-        what="examples are there several times.",
+        what="examples occur several times.",
         evidence="the share of distinct examples is {:.2f} below the median.",
         tries=remedies.CLIENT_REPEATS,
     )
 
 
 def client_below(m: Measured) -> Finding | None:
-    """A client far below the others, without a cause in its classes or inputs."""
+    """A client far below the others, unexplained by its classes or inputs."""
     return _about_clients(
         m,
         m.each.below,
         m.each.worse,
         id_="client-below",
-        what="far below the others. Its inputs or labels differ; these measures cannot"
-        " say which.",
+        what="the accuracy is far below the others. The inputs or the labels differ;"
+        " these measures cannot tell which.",
         evidence="its accuracy is {:.3f} below the median.",
         tries=remedies.CLIENT_BELOW,
     )
@@ -145,13 +145,14 @@ def _about_clients(
     evidence: str,
     tries: Sequence[Remedy],
 ) -> Finding | None:
-    """Return a finding about the odd clients, which a measure of each client shows.
+    """Return a finding about the odd clients in one measure.
 
-    ``evidence`` is a sentence with places for the client's value and the median.
+    ``evidence`` is a sentence with two placeholders, for the client's value and the
+    median.
     """
     if measure is None or not odd:
         return None
-    # The lower median, a client's own value, with which the scores compare as well.
+    # This is the lower median, a client's own value, because the scores use it as well.
     median = sorted(measure.values)[(len(measure.values) - 1) // 2]
     lines = []
     for k in odd[:3]:
@@ -170,19 +171,19 @@ def clients_named(names: Sequence[str]) -> str:
 
 
 def label_skew(m: Measured) -> Finding | None:
-    """Classes differ between clients beyond chance, and so do BatchNorm's inputs."""
+    """Classes that differ between clients beyond chance, as do BatchNorm's inputs."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None
-    # Skew that BatchNorm does not see is not for it to mend: ``diagnose`` has a note.
+    # BatchNorm cannot cause harm by skew that it does not see. ``diagnose`` notes it.
     if not skew.counts or not shift.counts:
         return None
 
     evidence = [
-        f"The class mix of a client is {skew.mean:.2f} away from that of all"
-        f" clients (total variation, 0 to 1); chance gives {skew.by_chance:.2f}"
-        f" ({_p(skew.p_value)}).",
-        f"BatchNorm sees it: {_shifted(shift)}",
+        f"The class mix of a client is {skew.mean:.2f} away from the mix of all"
+        f" clients (total variation, 0 to 1); by chance it would be"
+        f" {skew.by_chance:.2f} ({_p(skew.p_value)}).",
+        f"BatchNorm sees the difference: {_shifted(shift)}",
         *_furthest(m, skew.distances),
     ]
     steps = m.training.local_steps
@@ -194,7 +195,7 @@ def label_skew(m: Measured) -> Finding | None:
         "class-distance-by-chance": skew.by_chance,
         "local-steps": steps or None,
     }
-    # FedTAN synchronises few steps, frozen statistics bear many: so E decides.
+    # E decides: FedTAN pays for few steps, and frozen statistics tolerate many.
     tries = situations.label_skew(steps).remedies
     what = (
         "The clients hold different classes (label skew), and BatchNorm's statistics"
@@ -204,17 +205,17 @@ def label_skew(m: Measured) -> Finding | None:
 
 
 def feature_shift(m: Measured) -> Finding | None:
-    """Examples look different at different clients, whose classes are the same."""
+    """Examples that look different at different clients with equal classes."""
     skew, shift = m.skew, m.shift
     if skew is None or shift is None:
         return None
-    # With skewed classes the shift may be theirs, and ``label_skew`` speaks.
+    # If classes are skewed, they may cause the shift, and ``label_skew`` reports it.
     if skew.counts or not shift.counts:
         return None
     evidence = [
         f"In BatchNorm's inputs {_shifted(shift)}",
         "The classes are not the cause: the class mix of a client is"
-        f" {skew.mean:.2f} away from that of all clients, chance gives"
+        f" {skew.mean:.2f} away from the mix of all clients, and by chance it would be"
         f" {skew.by_chance:.2f}.",
         *_furthest(m, shift.distances),
     ]
@@ -228,7 +229,7 @@ def feature_shift(m: Measured) -> Finding | None:
 
 
 def clients_differ(m: Measured) -> Finding | None:
-    """BatchNorm's inputs differ between clients, and the targets do not say why."""
+    """Inputs of BatchNorm that differ between clients for an unknown reason."""
     shift = m.shift
     if shift is None or m.skew is not None or not shift.counts:
         return None
@@ -237,8 +238,8 @@ def clients_differ(m: Measured) -> Finding | None:
         *_furthest(m, shift.distances),
     ]
     what = (
-        "BatchNorm's statistics differ between clients; feature shift and label skew"
-        " cannot be told apart here."
+        "BatchNorm's statistics differ between clients. Feature shift and label skew"
+        " cannot be distinguished here."
     )
     numbers = _numbers(m, shift, shift.distances)
     return Finding("clients-differ", what, evidence, numbers, remedies.CLIENTS_DIFFER)
@@ -249,7 +250,7 @@ def _shifted(shift: Shift) -> str:
     worst = shift.worst
     return (
         f"statistics of a client are {shift.layers[worst]:.2f} standard deviations from"
-        f" those of all in {shown_path(worst)}; chance gives"
+        f" the statistics of all clients in {shown_path(worst)}; by chance it would be"
         f" {shift.by_chance[worst]:.2f} ({_p(shift.p_value)})."
     )
 
@@ -271,25 +272,27 @@ def _numbers(
 
 
 def _far(m: Measured, distances: Sequence[float]) -> list[str]:
-    """Return the clients that are at least as far as the mean, the furthest first."""
+    """Return the clients whose distance is at least the mean, the furthest first."""
     mean = sum(distances) / max(1, len(distances))
     order = sorted(zip(distances, m.rest, strict=False), key=lambda pair: -pair[0])
     return [name for distance, name in order if distance >= mean]
 
 
 def _furthest(m: Measured, distances: Sequence[float]) -> list[str]:
-    """Return which clients differ most, and which were left out of the comparison."""
+    """Return the lines about clients that differ most or were left out."""
     lines = []
     far = _far(m, distances)
     if far:
         lines.append(f"The furthest clients: {listed(far)}.")
     if m.apart:
-        lines.append(f"Without {listed(m.apart)}, which stand out by themselves.")
+        lines.append(
+            f"Left out: {listed(m.apart)}, because they stand out on their own."
+        )
     return lines
 
 
 def train_test_mismatch(m: Measured) -> Finding | None:
-    """Running statistics do worse on the same examples than those of the test batch."""
+    """Running statistics that do worse than the test batch's on the same examples."""
     gap = m.gap
     if gap is None or not _harms(gap):
         return None
@@ -299,12 +302,12 @@ def train_test_mismatch(m: Measured) -> Finding | None:
         running = f"Accuracy {gap.running_accuracy:.3f} and loss {gap.running_loss:.4g}"
         batch = f"{gap.batch_accuracy:.3f} and {gap.batch_loss:.4g}"
     evidence = [
-        f"{running} under running statistics, {batch} under those of mixed test"
-        f" batches: the same {gap.examples} examples, the same weights (z ="
+        f"{running} under running statistics, {batch} under the statistics of mixed"
+        f" test batches, for the same {gap.examples} examples and the same weights (z ="
         f" {gap.z:.1f})."
     ]
-    # Where it comes from: the layer whose running statistics are furthest off. A layer
-    # whose distance is not finite has no number to show.
+    # Report the layer whose running statistics are furthest off. Layers with a
+    # non-finite distance have no number to report.
     furthest = {}
     for path, far in m.running.items():
         if math.isfinite(far.mean + far.variance):
@@ -314,12 +317,12 @@ def train_test_mismatch(m: Measured) -> Finding | None:
         far = m.running[worst]
         evidence.append(
             f"In {shown_path(worst)} the running mean is {far.mean:.2f}"
-            " standard deviations from that of all clients' examples under these"
-            f" weights, and log of the variance {far.variance:.2f}."
+            " standard deviations from the mean of all clients' examples under these"
+            f" weights, and the log of the variance is {far.variance:.2f} off."
         )
     tries = remedies.MISMATCH
     if _never_moved(m):
-        # To freeze statistics that never moved would keep the fault.
+        # Freezing statistics that never moved would preserve the fault.
         tries = remedies.MISMATCH_OF_UNMOVED
     return Finding(
         "train-test-mismatch",
@@ -336,13 +339,13 @@ def train_test_mismatch(m: Measured) -> Finding | None:
 
 
 def _harms(gap: Mismatch) -> bool:
-    """Return whether running statistics lose enough, and with certainty."""
+    """Return whether running statistics certainly lose enough to matter."""
     if gap.z < Z_OF_A_GAP:
         return False
     lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
     if gap.running_accuracy is None:
         return lost >= MIN_LOSS * share
-    # Beside an accuracy the loss must grow a lot: it may rise while all answers stay.
+    # With an accuracy, require a large rise: the loss may rise while answers stay.
     loss_from = max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
     return gap.accuracy_lost >= MIN_GAP or lost >= loss_from
 
@@ -350,7 +353,8 @@ def _harms(gap: Mismatch) -> bool:
 def _never_moved(m: Measured) -> list[str]:
     """Return the layers whose running statistics never moved.
 
-    They are as at first, or have momentum 0, which is a choice unless tests lose by it.
+    They have their initial values or momentum 0. Momentum 0 counts only if tests lose
+    by it; otherwise it is a choice.
     """
     layers = [*m.unmoved]
     if m.gap is not None and _harms(m.gap):
@@ -359,12 +363,12 @@ def _never_moved(m: Measured) -> list[str]:
 
 
 def unmoved_statistics(m: Measured) -> Finding | None:
-    """Running statistics that no batch of the training has moved."""
+    """Running statistics that no training batch ever moved."""
     layers = _never_moved(m)
     if not layers:
         return None
     evidence = [
-        f"{shown_path(path)}: mean 0 and variance 1, as at first, after"
+        f"{shown_path(path)}: mean 0 and variance 1, the initial values, after"
         f" {number_of(count, 'batch', 'batches')}."
         for path, count in [*m.unmoved.items()][:3]
     ]
@@ -376,6 +380,6 @@ def unmoved_statistics(m: Measured) -> Finding | None:
             f" ({listed(still)})."
         )
         tries = remedies.UNMOVED_BY_MOMENTUM
-    what = "The running statistics never moved, and tests normalise by them."
+    what = "The running statistics never moved, but tests normalise by them."
     numbers = {"layers": layers, "momentum-0": still}
     return Finding("unmoved-statistics", what, evidence, numbers, tries)

@@ -1,4 +1,4 @@
-"""``diagnose``: measure a model on the clients' data, and say what is wrong."""
+"""``diagnose`` measures a model on the clients' data and reports faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fedbn_flwr.training.state_file import tensors_by_name
 
 __all__ = ["diagnose", "diagnose_clients", "diagnose_state"]
 
-_SCRIPTED = "TorchScript's layers cannot be watched. Pass the plain module."
+_SCRIPTED = "TorchScript layers cannot be observed. Pass the plain module."
 
 
 def diagnose(
@@ -50,7 +50,7 @@ def diagnose(
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
-    """Return what is wrong with the BatchNorm of a federation; ``print`` shows it.
+    """Return the faults in the BatchNorm of a federation, as text with ``print``.
 
     ::
 
@@ -58,57 +58,58 @@ def diagnose(
 
         print(diagnose(model, client_loaders))
 
-    Nothing of the model, its mode, the default random generators or those of the
-    loaders changes. Forward hooks of your own run on copies of the model.
+    The model, its mode, the default random generators and the loaders' generators do
+    not change. Your own forward hooks run on copies of the model.
 
     Args:
         model: the global model, any module, in the mode in which it is tested.
-        client_loaders: a loader of training data for each client, in order or by name;
-            it yields (inputs, targets).
-        test_loaders: the same of test data; without them the mismatch of training and
-            test is measured on training data, and a note says so.
-        loss: returns the mean loss of a batch, from outputs and targets; by default
+        client_loaders: a loader of training data for each client, in order or by name.
+        test_loaders: a loader of test data for each client. Without them, the mismatch
+        test_loaders: a loader of test data for each client. Without them, the mismatch
+            of training and test is measured on training data, and a note says so.
+        loss: returns the mean loss of a batch, from outputs and targets. The default is
             cross-entropy for classes.
-        training: E, the batch size, the method, as far as you know them: the remedies
-            depend on it.
-        state: a state dict as saved, which may hold what loading hides, float counters
-            say; None = the model's.
+        training: the number of local steps E, the batch size and the method, if you
+            know them, because the remedies depend on them.
+        state: a saved state dict, because loading may hide faults such as float
+            counters. None means the model's own state.
         local_keys: names of the entries that stay with the client in your own FedBN.
-        max_examples: examples of each client to use. Of more they are drawn at random,
-            if the loader is a ``DataLoader`` of a data set with numbered examples; else
-            they are the first of the loader, and a note says so.
-        seed: of the groups of examples.
+        max_examples: the most examples to use of each client. If a client has more, a
+            random sample is drawn, provided that the loader is a ``DataLoader`` of a
+            data set with indices. Otherwise the first examples are used, with a note.
+        seed: seed of the random groups of examples.
 
     Raises:
-        DataError: a loader yields no pairs of tensors.
-        ConfigError: there is no client with examples, or ``max_examples`` is below 1.
+        DataError: a loader does not yield pairs of tensors.
+        ConfigError: no client has examples, or ``max_examples`` is below 1.
         StateError: the state does not fit the model.
     """
     if max_examples < 1:
-        raise ConfigError(f"max_examples={max_examples}: it must be at least 1.")
+        raise ConfigError(f"max_examples={max_examples} is not allowed: use 1 or more.")
     clients = read_clients(client_loaders, max_examples)
     tests = read_clients(test_loaders, max_examples)
     if not clients:
         raise ConfigError(
-            "client_loaders yield no examples. Give a loader for each client."
+            "client_loaders yield no examples. Pass a loader for each client."
         )
     notes = []
     given = len(client_loaders) + len(test_loaders)
     left_out = given - len(clients) - len(tests)
     if left_out:
-        notes.append(f"{number_of(left_out, 'loader')} without examples: left out.")
+        notes.append(f"left out: {number_of(left_out, 'loader')} without examples.")
     ordered = [client.name for client in clients if client.first_only]
     if ordered:
         notes.append(
-            f"{clients_named(ordered)}: the first examples of the loader were used. If"
-            " they come in an order, by class say, clients seem to differ that do not:"
-            " shuffle them."
+            f"{clients_named(ordered)}: only the first examples of the loader were"
+            " used."
+            " If they are sorted, for example by class, clients seem to differ although"
+            " they do not. Shuffle them."
         )
-    # The batch size of training counts, not that of the loaders for this look.
+    # Use the batch size of training, not the batch size of the loaders passed here.
     if training.batch_size:
         for k, client in enumerate(clients):
             size = training.batch_size
-            # All of its examples were read, and it has no larger batch than these.
+            # The client has no further examples, so its batches cannot be larger.
             if len(client) < max_examples:
                 size = min(size, len(client))
             clients[k] = replace(client, batch_size=size)
@@ -138,12 +139,12 @@ def diagnose_clients(
     notes: Sequence[str] = (),
     own: Mapping[str, TensorState] | None = None,
 ) -> Diagnosis:
-    """Return what ``diagnose`` does, given the clients' data in memory.
+    """Return the diagnosis of ``diagnose`` for clients' data in memory.
 
-    ``notes`` go before its own. ``own`` has the entries that clients keep, by client:
-    each is scored with its own model.
+    ``notes`` precede the function's own notes. ``own`` has the entries that each client
+    keeps, by client; each client's accuracy is measured with its own model.
     """
-    # What the state and the model show without data.
+    # First measure the state and the model, without data.
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys)
     layers = layers_of(plain, every_path=True)
@@ -157,16 +158,16 @@ def diagnose_clients(
         f" {number_of(sum(map(len, clients)), 'example')}."
     )
     if not m.num_layers:
-        nothing = ["everything: the model has no BatchNorm layer."]
+        nothing = ["everything, because the model has no BatchNorm layer."]
         return Diagnosis(about, [], {}, nothing)
 
-    # What makes a forward pass useless.
+    # Stop here if a forward pass would be useless.
     lacking = []
     scripted = [
         layer.path for layer in split_state(plain).layers if layer.path not in layers
     ]
     if scripted:
-        lacking.append(f"all that needs data, in {listed(scripted)}: {_SCRIPTED}")
+        lacking.append(f"checks that need data, in {listed(scripted)}: {_SCRIPTED}")
     not_finite = [
         client.name
         for client in [*clients, *tests]
@@ -174,20 +175,21 @@ def diagnose_clients(
     ]
     if not_finite:
         lacking.append(
-            "all that needs data: inputs hold NaN or infinity"
+            "checks that need data, because inputs contain NaN or infinity"
             f" ({clients_named(not_finite)})."
         )
     if not_finite or not layers:
         return Diagnosis(about, findings(m)[0], {}, lacking)
 
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m, own or {})
-    # A forward pass may draw, of dropout that stays in train mode say.
+    # A forward pass may draw random numbers, for example in dropout in train mode.
     with seeded(seed):
         measuring.everything()
     lacking += measuring.lacking
     if m.skew is not None and m.skew.counts:
         lacking.append(
-            "feature shift apart from label skew: the clients hold different classes."
+            "feature shift apart from label skew, because the clients hold different"
+            " classes."
         )
     found, handled = findings(m)
     notes = [*notes, *_notes(m, tests), *handled]
@@ -195,24 +197,25 @@ def diagnose_clients(
 
 
 def _notes(m: Measured, tests: Sequence[ClientData]) -> list[str]:
-    """Return what a reader of the findings must know of the measurements."""
+    """Return notes that a reader needs to interpret the findings."""
     notes = []
     if not tests:
         notes.append(
-            "training and test were compared on training examples: pass test_loaders"
-            " for others."
+            "training and test were compared on training examples. Pass test_loaders to"
+            " compare them on other examples."
         )
     if m.in_eval:
         notes.append(
-            f"{len(m.in_eval)} of {m.num_layers} BatchNorm layers are held in eval mode"
-            f" ({listed(m.in_eval)}): in training they normalise by fixed statistics, so"
-            " what is said of batches and of clients leaves them out."
+            f"{len(m.in_eval)} of {m.num_layers} BatchNorm layers stay in eval mode"
+            f" ({listed(m.in_eval)}). They normalise by fixed statistics in training,"
+            " so"
+            " the findings about batches and clients leave them out."
         )
     skewed = m.skew is not None and m.skew.counts
     if skewed and m.shift is not None and not m.shift.counts:
         notes.append(
             "the clients hold different classes, but BatchNorm's statistics hardly"
-            " differ with them. It is not BatchNorm that this skew harms."
+            " differ between them. This skew does not do its harm through BatchNorm."
         )
     return notes
 
@@ -224,12 +227,14 @@ def diagnose_state(
     local_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
-    """Return what a state dict alone shows: counters, statistics, a split by names.
+    """Return the faults that a state dict shows without data.
+
+    It checks counters, statistics and a split by names.
 
     Args:
         state: the state dict.
-        model: the model, for the types of its layers; without it layers are found by
-            ``running_mean`` in the names.
+        model: the model, for the types of its layers. Without it, layers are recognised
+            by ``running_mean`` in the names.
         local_keys: names of the entries that stay with the client in your own FedBN.
         training: see ``diagnose``.
 
@@ -240,11 +245,13 @@ def diagnose_state(
     state = tensors_by_name(state) if model is None else _as_of(model, state)
     m = _of_state(model, state, training, local_keys)
     lacking = [
-        "all that needs data: distances of the clients, mismatch of training and test."
+        "checks that need data: distances between clients, mismatch of training and"
+        " test."
     ]
     if model is None:
         lacking.append(
-            "BatchNorm layers without running statistics: names alone do not show them."
+            "BatchNorm layers without running statistics, because names do not reveal"
+            " them."
         )
     about = (
         f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)}"
@@ -254,17 +261,18 @@ def diagnose_state(
 
 
 def _as_of(model: nn.Module, state: TensorState | None) -> TensorState:
-    """Return the tensors of the state under the model's names; None = the model's own.
+    """Return the tensors of a state, or of the model itself, under the model's names.
 
     Raises:
-        StateError: they do not fit the model, or the model's layers have no shapes yet.
+        StateError: the state does not fit the model, or the model's layers have no
+            shapes yet.
     """
     entries = tensors_by_name(model.state_dict())
     empty = [name for name, value in entries.items() if is_lazy(value)]
     if empty:
         raise StateError(
-            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}):"
-            " its layers are lazy. Run one batch through it first."
+            f"{len(empty)} entries of the model have no shape yet ({listed(empty)}),"
+            " because its layers are lazy. Run one batch through the model first."
         )
     if state is None:
         return entries
@@ -277,14 +285,14 @@ def _of_state(
     training: Training,
     local_keys: Collection[str] | None,
 ) -> Measured:
-    """Return the measurements of the state, and of a model's layers."""
+    """Return the measurements of a state and of a model's layers."""
     parts = split_state(state if model is None else model)
     of_batchnorm = {*parts.statistics, *parts.counters}
     layers, checked = {}, [*state]
     if model is not None:
         layers = layers_of(model, every_path=True)
-        # Other buffers may hold infinity for a reason, a mask of attention say; names
-        # alone do not tell them apart.
+        # Other buffers may contain infinity for a reason, such as an attention mask.
+        # Names do not distinguish them from parameters.
         weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         checked = [name for name in state if name in weights | of_batchnorm]
 
@@ -302,7 +310,7 @@ def _of_state(
     if model is not None:
         m.in_eval = eval_layers(model)
 
-    # What the layers say of themselves.
+    # Attributes of the layers themselves.
     momenta, corrected, untracked = {}, [], []
     for path, layer in layers.items():
         if path not in m.in_eval:
@@ -316,18 +324,18 @@ def _of_state(
 
 
 def _without_prefix(parts: Parts, given: Collection[str]) -> set[str]:
-    """Return names of entries without a wrapper's prefix.
+    """Return the given names of entries without a wrapper's prefix.
 
     Raises:
-        ConfigError: a name is no entry of the model.
+        ConfigError: a name is not an entry of the model.
     """
     prefix = wrapper_prefix(given, parts.names)
     names = {name.removeprefix(prefix) for name in given}
     unknown = sorted(names - {*parts.names})
     if unknown:
         raise ConfigError(
-            f"local_keys: {len(unknown)} of {len(names)} names are no entries of the"
-            f" model ({unknown[0]!r}, ...). Its first entries are"
+            f"local_keys: {len(unknown)} of {len(names)} names are not entries of the"
+            f" model ({unknown[0]!r}, ...). The first entries of the model are"
             f" {', '.join(parts.names[:3])}."
         )
     return names

@@ -1,11 +1,11 @@
-"""How the clients differ: in their classes, and in what BatchNorm sees of examples.
+"""Differences between clients, in their classes and in the inputs of BatchNorm.
 
-A model in eval mode reads small groups of each client's examples, drawn at random. The
-inputs of every BatchNorm layer have a mean and a variance in each group. An analysis of
-variance compares how these differ between the clients with how they differ within them:
-the noise of few examples is in both. The channels are not independent, so both sums of
-squares count only as many of them as are (Box 1954): tr(S)^2 / tr(S^2) with the
-covariance S within the clients.
+A model in eval mode processes small groups of each client's examples, drawn at random.
+In each group, the inputs of every BatchNorm layer have a mean and a variance. An
+analysis of variance compares how these differ between the clients with how they differ
+within them, so the noise of few examples is in both. The channels are not independent.
+Therefore both sums of squares count only the number of independent channels (Box 1954),
+tr(S)^2 / tr(S^2) with the covariance S within the clients.
 
 The classes are compared by the chi-square test of their counts.
 """
@@ -44,16 +44,16 @@ __all__ = [
 ]
 
 Layers = Mapping[str, Sequence[Moments]]
-"""By path, the moments of a layer's inputs in each group."""
+"""The moments of a layer's inputs in each group, by path of the layer."""
 
 
 class Groups(NamedTuple):
-    """What BatchNorm sees of groups of examples.
+    """Inputs of BatchNorm in groups of examples.
 
     Attributes:
-        layers: by path; a layer that is not called in every group is left out.
+        layers: moments by path, without layers that were not called in every group.
         owner: index of each group's client, (R,).
-        inputs: the moments of the model's own inputs in each group.
+        inputs: moments of the model's own inputs in each group.
     """
 
     layers: Layers
@@ -61,7 +61,7 @@ class Groups(NamedTuple):
     inputs: Sequence[Moments] = ()
 
     def of(self, clients: Sequence[int]) -> Groups:
-        """Return the groups of these clients, which are numbered anew."""
+        """Return the groups of these clients, renumbered from 0."""
         chosen = torch.isin(self.owner, torch.tensor(clients))
         places = torch.nonzero(chosen).flatten().tolist()
         layers = {}
@@ -73,13 +73,13 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassSkew:
-    """How the clients' classes differ.
+    """Differences between the clients' classes.
 
     Attributes:
-        distances: total variation distance of each client's class mix from that of all,
-            in [0, 1].
-        by_chance: what the average distance is by chance.
-        p_value: of the chi-square test.
+        distances: total variation distance of each client's class mix from the mix of
+            all clients, in [0, 1].
+        by_chance: the average distance that chance would cause.
+        p_value: p value of the chi-square test.
     """
 
     distances: list[float]
@@ -93,24 +93,24 @@ class ClassSkew:
 
     @property
     def counts(self) -> bool:
-        """Whether classes are skewed: beyond chance, and by a tenth of the labels."""
+        """Whether classes differ beyond chance, by at least a tenth of the labels."""
         return self.p_value <= CERTAIN and self.mean - self.by_chance >= MIN_SKEW
 
 
 @dataclass(frozen=True)
 class Shift:
-    """How the inputs of BatchNorm differ between clients.
+    """Differences between clients in the inputs of BatchNorm.
 
     Attributes:
         layers: by path, the root mean square over clients and channels of the deviation
-            of a client's statistics from those of all: the mean in standard deviations,
-            and the variance relative to itself.
-        by_chance: the same for clients that differ by chance alone.
-        excess: of all layers together, what is above chance: sqrt(mean square - mean
+            of a client's statistics from the statistics of all clients. The mean is in
+            standard deviations, the variance is relative to itself.
+        by_chance: the deviations of clients that differ only by chance.
+        excess: the deviation above chance over all layers, sqrt(mean square - mean
             square by chance).
-        p_value: of the analysis of variance over all layers.
-        distances: of each client the root mean square over layers and channels of its
-            deviation.
+        p_value: p value of the analysis of variance over all layers.
+        distances: the root mean square of each client's deviation, over layers and
+            channels.
     """
 
     layers: dict[str, float]
@@ -129,28 +129,28 @@ class Shift:
 
     @property
     def counts(self) -> bool:
-        """Whether the clients differ: beyond chance, and so much that it harms."""
+        """Whether the clients differ beyond chance, and enough to cause harm."""
         return self.p_value <= CERTAIN and self.excess >= MIN_SHIFT
 
 
 def groups_of(
     model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator
 ) -> Groups:
-    """Return what BatchNorm sees of groups of examples; the model does not change.
+    """Return the inputs of BatchNorm in groups of examples, with the model unchanged.
 
-    All groups have nearly the same size, two examples or more: a client without running
-    statistics needs them.
+    All groups have nearly the same size of at least two examples, because layers
+    without running statistics need two.
     """
     working = copied(model).eval()
     layers, prepared = layers_of(working), inputs_for(working)
-    # So few groups that a large federation does not cost a pass an example.
+    # Limit the groups, so that a large federation does not cost a pass per example.
     total = sum(map(len, clients))
     size = max(2, math.ceil(total / GROUPS))
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
     owner, of_inputs = [], []
     with torch.no_grad():
         for k, client in enumerate(clients):
-            # A loader may be sorted: neighbours in a group would differ too little.
+            # A loader may be sorted, so neighbours in a group would differ too little.
             order = torch.randperm(len(client), generator=generator)
             for places in order.tensor_split(max(1, len(client) // size)):
                 owner.append(k)
@@ -158,7 +158,7 @@ def groups_of(
                 of_inputs.append(moments_of(client.inputs[places].unsqueeze(-1)))
                 for path, moments in moments_seen(working, layers, inputs).items():
                     seen[path].append(moments)
-    # The analysis needs a row of every group: a layer that was skipped once goes.
+    # The analysis needs a row from every group, so drop a layer that skipped one.
     called = {path: rows for path, rows in seen.items() if len(rows) == len(owner)}
     return Groups(called, torch.tensor(owner), of_inputs)
 
@@ -166,10 +166,11 @@ def groups_of(
 def units(
     groups: Sequence[Moments], eps: float, mean: Tensor, variance: Tensor
 ) -> Tensor:
-    """Return each group's distance from a mean and a variance without units, (R, 2 C).
+    """Return unitless distances of the groups from a mean and a variance, (R, 2 C).
 
-    The first C columns are (mu - mean) / sqrt(variance + eps), the others the same of
-    the mean square about ``mean``: (var + (mu - mean)^2 - variance) / (variance + eps).
+    The first C columns are (mu - mean) / sqrt(variance + eps). The others are the same
+    for the mean square about ``mean``: (var + (mu - mean)^2 - variance) / (variance +
+    eps).
     """
     means = torch.stack([one.mean for one in groups])
     within = torch.stack([one.m2 / one.count for one in groups])
@@ -188,12 +189,13 @@ def group_means(rows: Tensor, groups: Tensor) -> Tensor:
 
 
 def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
-    """Return how the inputs of BatchNorm differ between clients, given eps of each
-    layer.
+    """Return the differences between clients in BatchNorm's inputs.
+
+    ``eps`` has the eps of each layer.
 
     Raises:
-        DataError: inputs are not finite, or there are too few groups to see how they
-            differ within the clients.
+        DataError: inputs are not finite, or there are too few groups to estimate the
+            differences within the clients.
     """
     rows, owner = {}, groups.owner
     for path, moments in groups.layers.items():
@@ -202,29 +204,30 @@ def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
     table = torch.cat(list(rows.values()), 1)
     if not bool(table.isfinite().all()):
         raise DataError(
-            "inputs of BatchNorm are not finite. Look for NaN and infinity in weights"
-            " and inputs."
+            "inputs of BatchNorm are not finite. Look for NaN and infinity in the"
+            " weights and the inputs."
         )
-    # One test over all layers decides; those of single layers say where to look.
-    whole = _Analysis.of(table, owner)
+    # One test over all layers decides; the tests of single layers locate the shift.
+    overall = _Analysis.of(table, owner)
     observed, chance = {}, {}
     for path, part in rows.items():
         of_layer = _Analysis.of(part, owner)
         observed[path] = math.sqrt(of_layer.between)
         chance[path] = math.sqrt(of_layer.chance)
-    excess = math.sqrt(max(0.0, whole.between - whole.chance))
+    excess = math.sqrt(max(0.0, overall.between - overall.chance))
     distances = group_means(table, owner).square().mean(1).sqrt().tolist()
-    return Shift(observed, chance, excess, whole.p_value, distances)
+    return Shift(observed, chance, excess, overall.p_value, distances)
 
 
 @dataclass(frozen=True)
 class _Analysis:
-    """An analysis of variance of rows without units, averaged over their columns.
+    """An analysis of variance of unitless rows, averaged over their columns.
 
     Attributes:
-        between: mean square of the clients' mean rows from that of all.
-        chance: what the noise within the clients makes of it.
-        p_value: of the F test.
+        between: mean square of the distance of the clients' mean rows from the mean of
+            all rows.
+        chance: the expected ``between`` if there is only noise within the clients.
+        p_value: p value of the F test.
     """
 
     between: float
@@ -233,44 +236,44 @@ class _Analysis:
 
     @classmethod
     def of(cls, rows: Tensor, owner: Tensor) -> _Analysis:
-        """Return the analysis of rows (R, D), given the client of each."""
+        """Return the analysis of rows (R, D), given the client of each row."""
         sizes = torch.bincount(owner).double()
         free = len(rows) - len(sizes)
         if free < 1:
             raise DataError(
-                f"{len(rows)} groups of examples of {len(sizes)} clients are too few"
-                " for a test."
+                f"{len(rows)} groups of examples from {len(sizes)} clients are too few"
+                " for a test. Use more examples."
             )
         means = group_means(rows, owner)
         left = rows - means[owner]
         apart = means - rows.mean(0)
         between = float((sizes / len(rows)) @ apart.square().mean(1))
-        # The variance of one row within its client, and what it adds to ``between``.
+        # The variance of one row within its client, and its share of ``between``.
         within = float(left.square().sum()) / free / rows.shape[1]
         chance = within * (len(sizes) - 1) / len(rows)
-        # Columns depend on each other: as many count as are independent (Box 1954).
+        # Columns depend on each other, so count the independent ones (Box 1954).
         independent = degrees(left, free)
         with needs_package("scipy", "comparisons of the clients' statistics"):
             from scipy.stats import f
-        # Rows that are equal within each client have no noise: certain, not an error.
+        # Equal rows within each client have no noise, and the result is certain.
         ratio = between / max(chance, 1e-300)
         p_value = f.sf(ratio, independent * (len(sizes) - 1), independent * free)
         return cls(between, chance, float(p_value))
 
 
 def degrees(left: Tensor, free: int) -> float:
-    """Return how many of the columns of (R, D) are independent.
+    """Return the number of independent columns of rows (R, D).
 
-    It is tr(S)^2 / tr(S^2), with the covariance S of the columns.
+    The number is tr(S)^2 / tr(S^2), with the covariance S of the columns.
 
     Args:
         left: the rows without the mean of their client.
         free: degrees of freedom of the rows.
     """
-    # Both traces are those of left @ left.T, (R, R), which is small beside S, (D, D).
+    # Both traces equal those of left @ left.T, (R, R), much smaller than S, (D, D).
     products = left @ left.T / free
     trace = products.trace()
-    # Of few rows tr(S^2) is too large, by tr(S)^2 / free for normal values.
+    # With few rows tr(S^2) is too large, by tr(S)^2 / free for normal values.
     squared = products.square().sum() - trace.square() / free
     columns = float(left.shape[1])
     found = columns
@@ -280,7 +283,7 @@ def degrees(left: Tensor, free: int) -> float:
 
 
 def class_counts(classes: Tensor, owner: Tensor) -> Tensor:
-    """Return the examples of each client in each class, float64 (K, C).
+    """Return the number of each client's examples in each class, float64 (K, C).
 
     Args:
         classes: the class of each example.
@@ -293,26 +296,26 @@ def class_counts(classes: Tensor, owner: Tensor) -> Tensor:
 
 
 def total_variation(counts: Tensor) -> Tensor:
-    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given counts (K, C)."""
+    """Return 1/2 sum_c abs(p_kc - p_c) for each client, (K,), given counts (K, C)."""
     shares = counts / counts.sum(1, keepdim=True)
     of_all = counts.sum(0) / counts.sum()
     return (shares - of_all).abs().sum(1) / 2
 
 
 def class_skew(counts: Tensor) -> ClassSkew:
-    """Return how the clients' classes differ, given the examples in each, (K, C).
+    """Return the differences between the clients' classes, given counts (K, C).
 
     Raises:
         ConfigError: scipy is not installed.
     """
     with needs_package("scipy", "comparisons of the clients' classes"):
         from scipy.stats import chi2_contingency
-    # The chi-square test has no expectation for a class without examples.
+    # The chi-square test has no expected count for a class without examples.
     counts = counts[:, counts.sum(0) > 0]
     sizes, total = counts.sum(1), counts.sum()
     shares = counts.sum(0) / total
-    # The mean absolute deviation of a share by chance, of nearly normal counts:
-    # sqrt(2 / pi) standard deviations, of n_k draws without replacement from all.
+    # The mean absolute deviation of a share by chance, for nearly normal counts, is
+    # sqrt(2 / pi) standard deviations of n_k draws without replacement from all.
     spread = (2 / math.pi * shares * (1 - shares)).sqrt().sum() / 2
     by_chance = (spread * (1 / sizes - 1 / total).clamp(min=0).sqrt()).mean()
     p_value = 1.0

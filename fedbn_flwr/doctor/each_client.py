@@ -1,20 +1,20 @@
-"""Each client against the others: who stands out in inputs, classes, repeated examples
-or accuracy.
+"""Comparison of each client with the others in several measures.
 
-A federation whose clients all differ is one thing, a client that differs from all the
-others another. So each measure is compared with its median over the clients, in units
-of their spread: the median absolute deviation, which two odd clients of five do not
-move, and never less than the error of sampling. A client stands out if chance gives a
-score as high to any client in any measure in one of 500 federations (Bonferroni).
+The measures are inputs, classes, repeated examples and accuracy. A federation may
+differ in all clients, or one client may differ from all others. Therefore each measure
+is compared with its median over the clients, in units of their spread. The spread is
+the median absolute deviation, so two odd clients of five do not change it. It is never
+less than the sampling error. A client stands out if chance gives such a high score, to
+any client in any measure, in at most one of 500 federations (Bonferroni).
 
-A distance d of a client with n examples is compared twice, and both must stand out. If
-the clients differ by chance alone, n d^2 is alike for all, so a small client is not odd
-for its noise. If they differ by design, d is alike for all, so a large client is not
-odd for its precision.
+A distance d of a client with n examples is compared in two ways, and the client must
+stand out in both. If the clients differ only by chance, n d^2 is similar for all, so a
+small client is not odd because of its noise. If the clients differ by design, d is
+similar for all, so a large client is not odd because of its precision.
 
-Chance is measured for the inputs, whose columns have long tails in many tables: the
-same groups of examples are dealt to the clients at random, and a client stands out if
-it is further than each client of each of 500 such federations.
+For inputs, chance is measured by random re-splits, because their columns have long
+tails in many tables. The same groups of examples are dealt to the clients at random, in
+500 federations. A client stands out if it is further than every client of all of them.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ __all__ = [
     "statistics",
 ]
 
-_SHARE_OF_CLASSES = 0.5  # of the level: counts of few examples are the least evidence
-_OTHERS = 3  # which share the rest: inputs, distinct examples, accuracy
+_SHARE_OF_CLASSES = 0.5  # of the level, since counts of few examples are weak evidence
+_OTHERS = 3  # measures that share the rest: inputs, distinct examples, accuracy
 
 
-# Of the mean over columns: one that is far out counts as many that are a little.
+# Exponent of the mean over columns, so that one distant column counts like many close.
 _POWER = 8
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One measure of each client, (K,) each.
+    """One measure of all clients, (K,) each.
 
     Attributes:
-        values: the measure.
-        scores: its distance from the median, in units of the spread; above 0 is worse.
-        odd: indices of the clients that stand out, whatever the size of the difference.
+        values: the measure of each client.
+        scores: distance from the median in units of the spread; positive is worse.
+        odd: indices of the clients that stand out, even if the difference is small.
     """
 
     values: list[float]
@@ -73,11 +73,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class EachClient:
-    """The measures of each client against the others; None = not measured.
+    """The measures of each client against the others. None means not measured.
 
     Attributes:
         mix: total variation distance of a client's class mix from the usual one.
-        inputs: how far the inputs of BatchNorm are from the usual ones: root mean
+        inputs: distance of the inputs of BatchNorm from the usual inputs: root mean
             square over layers and channels, in standard deviations.
         repeated: the median share of distinct examples minus the client's.
         below: the median accuracy minus the client's.
@@ -95,7 +95,7 @@ class EachClient:
 
     @property
     def other_inputs(self) -> list[int]:
-        """The clients whose inputs look different, for no cause that is seen."""
+        """The clients whose inputs look different without a known cause."""
         known = {*self.other_mix, *self.repeating}
         return [k for k in _large(self.inputs, MIN_SHIFT) if k not in known]
 
@@ -106,14 +106,14 @@ class EachClient:
 
     @property
     def worse(self) -> list[int]:
-        """The clients far below the others in accuracy, for no cause that is seen."""
+        """The clients far below the others in accuracy without a known cause."""
         return [k for k in _large(self.below, MIN_BELOW) if k not in self.apart]
 
     @property
     def apart(self) -> list[int]:
-        """The clients with a cause of their own.
+        """The clients that differ for a reason of their own.
 
-        What is said of all clients leaves them out.
+        Findings about all clients leave them out.
         """
         return sorted({*self.other_inputs, *self.other_mix, *self.repeating})
 
@@ -126,10 +126,10 @@ def _large(compared: Compared | None, least: float) -> list[int]:
 
 
 def stand_out(values: Tensor, errors: Tensor) -> Tensor:
-    """Return each client's score, (K,): its distance from the median, without unit.
+    """Return each client's score, a unitless distance from the median, (K,).
 
-    The unit is the spread of all clients, or the client's error where that is larger.
-    The factor makes the median absolute deviation of K normal values a standard
+    The unit is the spread of all clients, or the client's error if that is larger. The
+    factor turns the median absolute deviation of K normal values into a standard
     deviation (Croux & Rousseeuw 1992).
     """
     centred = values - values.median()
@@ -138,9 +138,9 @@ def stand_out(values: Tensor, errors: Tensor) -> Tensor:
 
 
 def _bound(clients: int, share: float) -> float:
-    """Return the score that chance gives to any of so many clients that rarely.
+    """Return the score that chance exceeds rarely for any of this many clients.
 
-    ``share`` is the measure's part of the level, by Bonferroni.
+    ``share`` is the part of ``LEVEL`` that the measure gets, by Bonferroni.
     """
     return NormalDist().inv_cdf(1 - LEVEL * share / clients)
 
@@ -152,11 +152,12 @@ def _compared(values: Tensor, scores: Tensor) -> Compared:
 
 
 def class_mixes(counts: Tensor) -> Compared:
-    """Return the class mix of each client against the others', given counts (K, C).
+    """Return each client's class mix compared with the others, given counts (K, C).
 
-    A client stands out by the chi-square test of its counts against those of all the
-    others, and among the distances of the others. If more than a fifth of the clients
-    do (two, of few), or the others differ, too, it is by design.
+    A client stands out by two tests: the chi-square test of its counts against the
+    counts of all others, and the test of its distance among the distances of the
+    others. The skew is by design if more than a fifth of the clients stand out (in
+    small federations more than two), or if the others differ as well.
     """
     distances, tails = [], []
     for own in counts:
@@ -165,7 +166,7 @@ def class_mixes(counts: Tensor) -> Compared:
         distances.append((shares[0] - shares[1]).abs().sum() / 2)
         tails.append(class_skew(pair).p_value)
     far = torch.stack(distances)
-    # The p value as a score of a normal value, to be compared with the other score.
+    # Convert the p value to a normal score, comparable with the other score.
     p_values = torch.tensor(tails, dtype=torch.float64).clamp(min=1e-300)
     by_chance = -torch.special.ndtri(p_values)
     by_design = _among_designed(far)
@@ -178,22 +179,22 @@ def class_mixes(counts: Tensor) -> Compared:
             odd.append(k)
         else:
             rest.append(k)
-    # Many odd clients, or others that differ as well: label skew of the federation.
+    # Many odd clients, or others that differ as well, mean label skew by design.
     if odd and (len(odd) > max(2, len(counts) // 5) or class_skew(counts[rest]).counts):
         odd = []
     return Compared(far.tolist(), scores.tolist(), odd)
 
 
 def _among_designed(distances: Tensor) -> Tensor:
-    """Return the scores of distances that differ by design, and vary by a quarter."""
+    """Return scores for distances that differ by design and vary by a quarter."""
     return stand_out(distances, distances.median().expand_as(distances) / 4)
 
 
 def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
-    """Return how far each client's inputs are from the usual ones.
+    """Return how far each client's inputs are from the usual inputs.
 
-    They are the inputs of BatchNorm and of the model. The usual mean and variance are
-    medians, which an odd client does not move. ``eps`` is each layer's.
+    These are the inputs of BatchNorm and of the model. The usual mean and variance are
+    medians, so an odd client does not change them. ``eps`` has the eps of each layer.
     """
     rows = []
     for path, moments in {"": groups.inputs, **groups.layers}.items():
@@ -202,12 +203,12 @@ def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
         mean, variance = means.median(0).values, variances.nanmedian(0).values
         scale = variance + eps.get(path, NO_VARIANCE)
         rows += [(means - mean) / scale.sqrt(), (variances - variance) / scale]
-    # A single value has no variance: nothing speaks against the usual one.
+    # A single value has no variance, so use the usual variance for it.
     return _distances(torch.cat(rows, 1).nan_to_num(0), groups.owner)
 
 
 def _distances(rows: Tensor, owner: Tensor) -> Compared:
-    """Return the clients compared by how far their mean row is from the usual one."""
+    """Return the clients compared by the distance of their mean row from the usual."""
     with needs_package("scipy", "comparisons of the clients' inputs"):
         from scipy.stats import rankdata
     sizes = torch.bincount(owner)
@@ -217,8 +218,8 @@ def _distances(rows: Tensor, owner: Tensor) -> Compared:
         means = share @ rows
         return (means - means.median(0).values).pow(_POWER).mean(1).pow(1 / _POWER)
 
-    # Normal values of the same ranks: no column has a long tail. Equal values have
-    # equal ranks, and differences below a thousandth are rounding.
+    # Replace values by normal values of the same ranks, so no column has a long tail.
+    # Equal values have equal ranks; differences below a thousandth are rounding errors.
     ranks = torch.from_numpy(rankdata(rows.round(decimals=3).numpy(), axis=0))
     scores = torch.special.ndtri((ranks - 0.5) / len(rows))
     found = far(share, scores)
@@ -229,30 +230,30 @@ def _distances(rows: Tensor, owner: Tensor) -> Compared:
     chance = torch.stack(dealt)
     by_chance = found * sizes.sqrt() > (chance * sizes.sqrt()).max()
 
-    # By design d is alike: what is left of it above that of random re-splits.
+    # By design d is similar for all, so compare its excess over random re-splits.
     by_design = _among_designed(found - chance.mean(0))
     compared = torch.where(by_chance, by_design, by_design.clamp(max=0))
     return _compared(far(share, rows), compared)
 
 
 def distinct_share(inputs: Tensor) -> float:
-    """Return how many of the examples differ, as a share of all."""
-    # Hashes: the examples themselves may be large.
+    """Return the share of distinct examples among all examples."""
+    # Compare hashes, because the examples themselves may be large.
     seen = {hash(one.double().numpy().tobytes()) for one in inputs}
     return len(seen) / len(inputs)
 
 
 def below_median(values: Sequence[float], sizes: Sequence[int]) -> Compared:
-    """Return how far each client's share of examples is below the median.
+    """Return how far each client's share is below the median share.
 
     Args:
-        values: the share of each client's examples, that it predicts well say.
-        sizes: each client's examples.
+        values: a share of each client's examples, such as its accuracy.
+        sizes: number of each client's examples.
     """
     shares = torch.tensor(values, dtype=torch.float64)
     count = torch.tensor(sizes, dtype=torch.float64)
-    # Two examples more of either kind: never 0 or 1, so that the binomial standard
-    # error of few examples is not 0 (Agresti & Coull 1998).
+    # Add two examples of either kind, so the share is never 0 or 1 and the binomial
+    # standard error of few examples is not 0 (Agresti & Coull 1998).
     usual = (shares.median() * count + 2) / (count + 4)
     error = (usual * (1 - usual) / count).sqrt()
     below = shares.median() - shares

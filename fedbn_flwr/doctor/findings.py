@@ -1,4 +1,4 @@
-"""What the doctor says: findings with evidence and remedies, and the figures behind."""
+"""The doctor's results, findings with evidence and remedies, and their figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ROWS = 100  # clients with a row in the printed table
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to try.
+    """One remedy to try.
 
     Attributes:
-        setting: config keys of this package, or the call in a program: what to write.
-        why: what it does.
-        expected: what it gained where that was measured, and what it costs.
+        setting: the text to write: config keys of this package, or a call in a program.
+        why: the effect of the remedy.
+        expected: its gain, if it was measured, and its cost.
     """
 
     setting: str
@@ -31,20 +31,20 @@ class Remedy:
 
     @property
     def text(self) -> str:
-        """Return what it does, gained and costs."""
+        """The effect, gain and cost of the remedy."""
         return f"{self.why}. {self.expected}" if self.expected else self.why
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
-        id: a stable name, "label-skew" say; ``docs/doctor.md`` lists them.
-        what: what is wrong, one sentence.
-        evidence: what shows it, in words with numbers.
-        numbers: the same for programs.
-        remedies: what to try, in order.
+        id: a stable name such as "label-skew"; ``docs/doctor.md`` lists them.
+        what: one sentence about the fault.
+        evidence: sentences that prove the fault, with numbers.
+        numbers: the same numbers for programs.
+        remedies: the remedies to try, in order.
     """
 
     id: str
@@ -56,14 +56,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The answer of ``diagnose``; ``print`` shows it in words.
+    """The result of ``diagnose``. ``print`` shows it as text.
 
     Attributes:
-        about: what was looked at.
-        findings: what is wrong, the cause first.
+        about: the number of layers, clients and examples that were examined.
+        findings: the faults, the cause first.
         measures: the figures; see ``docs/doctor.md``.
-        not_measured: what could not be measured, and why.
-        notes: what a reader must know of the figures.
+        not_measured: measurements that were impossible, each with the reason.
+        notes: facts that a reader needs to interpret the figures.
     """
 
     about: str
@@ -73,13 +73,13 @@ class Diagnosis:
     notes: Sequence[str] = ()
 
     def __str__(self) -> str:
-        """Return the diagnosis as text of up to 100 characters a line."""
+        """Return the diagnosis as text of up to 100 characters per line."""
         if self.findings:
             verdict = f"{number_of(len(self.findings), 'finding')}, the cause first."
         elif self.not_measured:
-            # No finding, and no proof of health.
+            # The absence of findings does not prove health.
             verdict = (
-                "Nothing found in what was measured. Not known:"
+                "Nothing found in the measured parts. Unknown:"
                 f" {number_of(len(self.not_measured), 'part')}, below."
             )
         else:
@@ -97,7 +97,7 @@ class Diagnosis:
         return "\n\n".join(blocks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON values; null for a number that is not finite."""
+        """Return the diagnosis as JSON values, with null for non-finite numbers."""
         entries: dict[str, Any] = {
             "about": self.about,
             "findings": [
@@ -112,7 +112,7 @@ class Diagnosis:
 
 
 def _in_words(number: int, finding: Finding) -> str:
-    """Return a finding with its evidence and remedies, in lines."""
+    """Return the lines of a finding, with its evidence and remedies."""
     lines = [_wrapped(f"{number}. {finding.what}"), *_points(finding.evidence)]
     if finding.remedies:
         lines.append("Try, in order:")
@@ -126,7 +126,7 @@ def _points(texts: Sequence[str]) -> list[str]:
 
 
 def _of_clients(measures: Mapping[str, Any]) -> list[str]:
-    """Return the table of the clients, empty where no accuracy was measured."""
+    """Return the table of the clients, empty if no accuracy was measured."""
     if "accuracy" not in measures:
         return []
     columns = measures["clients"], measures["examples"], measures["accuracy"]
@@ -140,7 +140,7 @@ def _of_clients(measures: Mapping[str, Any]) -> list[str]:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    # Names of files, layers and settings stay whole, to be copied.
+    # Do not break names of files, layers and settings, so that they can be copied.
     return textwrap.fill(
         text,
         100,
@@ -151,7 +151,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: floats with six digits, NaN and infinity as None."""
+    """Return JSON values, with six digits for floats and None for NaN and infinity."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -162,13 +162,13 @@ def _plain(value: Any) -> Any:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return at most three of the names, and dots for the others."""
+    """Return up to three of the names, and dots if there are more."""
     dots = ", ..." if len(names) > 3 else ""
     return ", ".join(map(shown_path, [*names][:3])) + dots
 
 
 def number_of(count: int, what: str, several: str = "") -> str:
-    """Return "1 client", "2 clients"; ``several`` is a plural without s."""
+    """Return a text such as "2 clients", where ``several`` is an irregular plural."""
     if count == 1:
         return f"1 {what}"
     return f"{count:,} {several or what + 's'}"

@@ -1,4 +1,4 @@
-"""All measurements of one diagnosis, and what is known of the training."""
+"""All measurements of one diagnosis, and the known facts about the training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Measured", "Training"]
 
 @dataclass(frozen=True)
 class Training:
-    """How the model is trained and tested, as far as it is known.
+    """How the model is trained and tested, as far as this is known.
 
     Attributes:
-        local_steps: E, steps of a round; 0 = not known.
-        batch_size: examples of a step; 0 = that of the loaders.
+        local_steps: the number E of local steps in a round; 0 means unknown.
+        batch_size: examples in a step; 0 means the batch size of the loaders.
         method: name of the method, for texts.
-        handled: ids of the findings for which the method is a remedy already: they
-            become notes.
+        handled: ids of the findings that the method already remedies. They become
+            notes.
         tested_by_batch: whether the headline test uses batch statistics.
     """
 
@@ -36,41 +36,41 @@ class Training:
 
 @dataclass
 class Measured:
-    """All measurements; None or empty = not measured.
+    """All measurements. None and empty values mean not measured.
 
     Attributes:
         training: how the model is trained.
-        names: the clients.
-        examples: number of each client's examples that were read.
+        names: names of the clients.
+        examples: number of examples that were read from each client.
         batch_sizes: examples in a batch of each client.
         counters: see ``state.averaged_counters``.
         unusable: see ``state.unusable_statistics``.
         diverged: whether a weight is not finite.
         extremes: see ``state.variance_extremes``.
         unmoved: see ``state.unmoved``.
-        momenta: momentum of the layers that training moves, by path; None = a mean over
-            all batches.
+        momenta: momentum of the layers that training updates, by path; None means an
+            average over all batches.
         missed: see ``state.missed_entries``.
-        in_eval: BatchNorm layers that are kept in eval mode in training, too: the rules
-            for batches and clients leave them out.
+        in_eval: BatchNorm layers that stay in eval mode even in training. The rules for
+            batches and clients leave them out.
         corrected: layers of batch renormalisation, which corrects the noise of a batch.
         training_layers: BatchNorm layers that are in train mode in the model as it was
-            given.
+            passed.
         untracked: BatchNorm layers without running statistics.
-        num_layers: BatchNorm layers.
-        first_layer: the first of them in the state.
-        noise: by layer, the noise of a batch, mean over the clients.
-        each: each client against the others.
-        accuracy: of each client on its own training examples; empty where targets are
-            no classes.
+        num_layers: number of BatchNorm layers.
+        first_layer: path of the first BatchNorm layer in the state.
+        noise: noise of a batch by layer, averaged over the clients.
+        each: each client compared with the others.
+        accuracy: accuracy of each client on its own training examples; empty if the
+            targets are not classes.
         apart: names of the clients that ``skew`` and ``shift`` leave out, see
             ``EachClient.apart``.
         rest: names of the other clients.
-        skew: how classes differ.
-        shift: how the inputs of BatchNorm differ.
+        skew: differences in classes.
+        shift: differences in the inputs of BatchNorm.
         gap: the mismatch of training and test.
-        running: by layer, distance of running statistics from those of all clients'
-            batches.
+        running: by layer, the distance of the running statistics from the statistics of
+            all clients' batches.
     """
 
     training: Training = field(default_factory=Training)

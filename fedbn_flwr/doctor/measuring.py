@@ -1,4 +1,4 @@
-"""All measurements of a model on the clients' data: batches, clients, tests."""
+"""All measurements of a model on the clients' data, by batch, client and test."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ __all__ = ["Measuring"]
 
 
 class Measuring:
-    """Measures a model on data; the model does not change.
+    """Measures a model on data, without changing the model.
 
     Args:
         model: the model.
-        clients: training examples.
-        tests: test examples.
+        clients: training examples of each client.
+        tests: test examples of each client.
         loss: returns the mean loss of a batch.
-        seed: of the groups of examples.
-        measured: takes the measurements that the rules need.
-        own: entries of the state that clients keep, by client.
+        seed: seed of the random groups of examples.
+        measured: receives the measurements that the rules need.
+        own: entries of the state that each client keeps, by client.
 
     Attributes:
-        lacking: what could not be measured, and why.
-        figures: ``measures`` of the JSON.
+        lacking: measurements that were impossible, each with the reason.
+        figures: the entry ``measures`` of the JSON.
     """
 
     def __init__(
@@ -77,16 +77,18 @@ class Measuring:
         }
 
     def everything(self) -> None:
-        """Do all measurements.
+        """Take all measurements.
 
-        Differences between clients go before accuracies, which are compared only where
-        the classes are alike.
+        Differences between clients precede accuracies, because accuracies are compared
+        only if the classes are similar.
         """
         self._tried("statistics of the batches", self._batches)
         if len(self._clients) > 1:
             self._tried("differences between clients", self._between_clients)
         else:
-            self.lacking.append("differences between clients: there is one.")
+            self.lacking.append(
+                "differences between clients, because there is only one."
+            )
         self._tried("mismatch of training and test", self._mismatch)
         self._tried("accuracy of each client", self._accuracy)
         each = vars(self._m.each).items()
@@ -95,10 +97,10 @@ class Measuring:
         }
 
     def _batches(self) -> None:
-        """Measure the noise of a batch, and how far running statistics are off."""
+        """Measure the noise of a batch and the error of the running statistics."""
         by_client = [batch_moments(self._model, client) for client in self._clients]
         for path, layer in self._layers.items():
-            # A client may lack the layer, or all of them, see ``batch_moments``.
+            # A client may lack this layer or all layers, see ``batch_moments``.
             batches = [seen[path] for seen in by_client if path in seen]
             together = list(chain(*batches))
             if not together or path in self._m.in_eval:
@@ -116,9 +118,9 @@ class Measuring:
                 self._m.running[path] = far
 
     def _between_clients(self) -> None:
-        """Measure how clients differ: first the odd ones, then the others together."""
+        """Measure the odd clients first, then differences between all others."""
         m = self._m
-        # Layers in eval mode normalise by fixed statistics, whatever the clients have.
+        # Layers in eval mode normalise by fixed statistics, so clients do not matter.
         seen = groups_of(self._model, self._clients, self._generator)
         layers = {
             path: rows for path, rows in seen.layers.items() if path not in m.in_eval
@@ -134,16 +136,18 @@ class Measuring:
             "one client against the others", lambda: self._each_client(seen, counts)
         )
 
-        # One odd client must not make a skew of the whole federation.
+        # One odd client must not appear as a skew of the whole federation.
         rest = [k for k in range(len(m.names)) if k not in m.each.apart]
         if len(rest) < 2:
             rest = list(range(len(m.names)))
         m.rest = [m.names[k] for k in rest]
         m.apart = [name for name in m.names if name not in m.rest]
 
-        # The others together: in their classes, and in what BatchNorm sees.
+        # Compare the other clients in classes and in the inputs of BatchNorm.
         if counts is None:
-            self.lacking.append("label skew: the targets are not one class an example.")
+            self.lacking.append(
+                "label skew, because the targets are not one class per example."
+            )
         else:
             of_rest = counts[rest]
             self._tried("label skew", lambda: self._skew(of_rest))
@@ -156,8 +160,8 @@ class Measuring:
     def _each_client(self, seen: Groups, counts: Tensor | None) -> None:
         if len(self._clients) < MIN_CLIENTS:
             raise DataError(
-                f"{number_of(len(self._clients), 'client')}, of {MIN_CLIENTS} that it"
-                " needs."
+                f"{number_of(len(self._clients), 'client')}, fewer than the"
+                f" {MIN_CLIENTS} that it needs."
             )
         inputs = each_client.statistics(seen, self._eps) if seen.layers else None
         mix = None if counts is None else each_client.class_mixes(counts)
@@ -178,13 +182,13 @@ class Measuring:
 
     def _mismatch(self) -> None:
         if sum(map(len, self._tests)) < 2:
-            raise DataError("it needs two test examples.")
+            raise DataError("fewer than two test examples. Pass more.")
         gap = mismatch(self._model, self._tests, self._loss, self._generator)
         if not math.isfinite(gap.running_loss + gap.batch_loss):
             raise DataError(
                 f"the loss of the test examples is {gap.running_loss:.4g} under running"
-                f" statistics, {gap.batch_loss:.4g} under those of the test batch. Look"
-                " for NaN and infinity in the weights."
+                f" statistics and {gap.batch_loss:.4g} under the statistics of the test"
+                " batch. Look for NaN and infinity in the weights."
             )
         self._m.gap = gap
         self.figures["train-test-mismatch"] = {
@@ -193,7 +197,7 @@ class Measuring:
         }
 
     def _accuracy(self) -> None:
-        """Measure each client's accuracy, with its own entries where it keeps some."""
+        """Measure each client's accuracy, with its local entries if it keeps some."""
         m, found = self._m, []
         for client in self._clients:
             model = self._model
@@ -207,21 +211,20 @@ class Measuring:
         m.accuracy = self.figures["accuracy"] = found
         if len(found) < MIN_CLIENTS or m.skew is None:
             return
-        # Where classes differ by design, so do accuracies.
+        # If classes differ by design, so do accuracies.
         if m.skew.counts:
             raise DataError(
-                "one client cannot be compared with the others, which hold other"
-                " classes."
+                "the clients cannot be compared, because they hold different classes."
             )
         below = each_client.below_median(found, m.examples)
         m.each = replace(m.each, below=below)
 
     def _tried(self, what: str, measure: Callable[[], None]) -> None:
-        """Do a measurement; if it cannot be done, note why."""
+        """Take a measurement, or note why it is impossible."""
         try:
             measure()
         except FedBNError as error:
             self.lacking.append(f"{what}: {error}")
-        # The model and the loss are the user's; the other figures are still true.
+        # The model and the loss are the user's, and the other figures remain valid.
         except Exception as error:
             self.lacking.append(f"{what}: {type(error).__name__}: {error}")

@@ -1,6 +1,7 @@
 """The mismatch of training and test (FixBN, section 5.2).
 
-The same examples are tested under running statistics and under those of the test batch.
+The same examples are tested twice, under running statistics and under the statistics
+of the test batch.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ from fedbn_flwr.training.model_state import copied
 __all__ = ["Loss", "Mismatch", "accuracy", "default_loss", "mismatch"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Returns the mean loss of a batch, from outputs and targets, as
+"""Function that returns the mean loss of a batch, from outputs and targets, as
 ``nn.CrossEntropyLoss()`` does.
 """
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The same test examples under running statistics and under those of the test
-    batch.
+    """The same test examples under running statistics and under batch statistics.
 
-    The batches mix the clients' examples at random; all layers but BatchNorm are in
+    The batches mix the clients' examples at random. All layers except BatchNorm are in
     eval mode.
 
     Attributes:
-        examples: N.
+        examples: number N of examples.
         running_loss: mean loss under running statistics.
         batch_loss: mean loss under batch statistics.
-        running_accuracy: None if the targets are not classes.
-        batch_accuracy: the same under batch statistics.
-        z: the mean of the examples' differences in loss over its standard error; above
-            0 if running statistics lose. Or the same of the differences in being right,
-            if it is larger, with one more example that is equally right: a difference
-            that all examples have would be certain from two of them.
+        running_accuracy: accuracy under running statistics; None if the targets are not
+            classes.
+        batch_accuracy: accuracy under batch statistics, or None.
+        z: mean of the examples' differences in loss, divided by its standard error. It
+            is positive if running statistics do worse. If z of the differences in
+            correctness is larger, it is used instead. There, one example without a
+            difference is added, because a difference that is equal for all examples
+            would seem certain after two of them.
     """
 
     examples: int
@@ -62,7 +64,7 @@ class Mismatch:
 
     @property
     def accuracy_lost(self) -> float:
-        """Accuracy under batch statistics minus that under running ones.
+        """Accuracy under batch statistics minus accuracy under running statistics.
 
         It is 0 if the targets are not classes.
         """
@@ -70,12 +72,12 @@ class Mismatch:
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy for classes.
+    """Return the cross-entropy loss for classes.
 
     Raises:
-        DataError: the targets are no classes.
+        DataError: the targets are not classes.
     """
-    # Scores (N, C, ...) of C classes for integers (N, ...), or (N, 1).
+    # There are scores (N, C, ...) of C classes for integers (N, ...) or (N, 1).
     by_class = (
         outputs.dim() > 1
         and outputs.shape[1] > 1
@@ -83,10 +85,10 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     )
     if not by_class or targets.is_floating_point():
         raise DataError(
-            f"no loss is known for outputs {tuple(outputs.shape)} and targets"
+            f"there is no default loss for outputs {tuple(outputs.shape)} and targets"
             f" {tuple(targets.shape)} of {targets.dtype}. Pass loss=, a function of"
-            " both that returns a mean: nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(),"
-            " nn.MSELoss()."
+            " both that returns the mean loss, such as nn.CrossEntropyLoss(),"
+            " nn.BCEWithLogitsLoss() or nn.MSELoss()."
         )
     return functional.cross_entropy(
         outputs, targets.long().reshape(len(outputs), *outputs.shape[2:])
@@ -99,14 +101,14 @@ def mismatch(
     loss: Loss,
     generator: torch.Generator,
 ) -> Mismatch:
-    """Return the mismatch on the examples of all clients; the model does not change."""
+    """Return the mismatch on all clients' examples, with the model unchanged."""
     batches = mixed_batches(clients, generator)
     running_loss, running_right = _run(copied(model).eval(), clients, batches, loss)
     batch_loss, batch_right = _run(normalising_by_batch(model), clients, batches, loss)
     z = _z(running_loss - batch_loss)
     running, by_batch = None, None
     if running_right is not None and batch_right is not None:
-        # The appended example is equally right under both, see ``Mismatch.z``.
+        # The added example is correct or wrong under both, see ``Mismatch.z``.
         z = max(z, _z(functional.pad(batch_right - running_right, (0, 1))))
         running, by_batch = float(running_right.mean()), float(batch_right.mean())
     return Mismatch(
@@ -124,7 +126,7 @@ def accuracy(
 ) -> float | None:
     """Return the accuracy on the client's examples under running statistics.
 
-    It is None if the targets are not classes.
+    The result is None if the targets are not classes.
     """
     batches = mixed_batches([client], generator)
     _, right = _run(copied(model).eval(), [client], batches, loss)
@@ -132,7 +134,7 @@ def accuracy(
 
 
 def _z(differences: Tensor) -> float:
-    """Return the mean in units of its standard error; 0 if all values are equal."""
+    """Return the mean in units of its standard error, or 0 if all values are equal."""
     error = float(differences.std()) / math.sqrt(len(differences))
     return float(differences.mean()) / error if error else 0.0
 
@@ -143,9 +145,9 @@ def _run(
     batches: Sequence[Tensor],
     loss: Loss,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each example's loss, float64 (N,), and whether it is right.
+    """Return each example's loss, float64 (N,), and whether the answer is right.
 
-    The latter is None if the targets are not classes.
+    The second value is None if the targets are not classes.
     """
     losses, right, prepared = [], [], inputs_for(model)
     targets = torch.cat([client.targets for client in clients])
@@ -155,9 +157,9 @@ def _run(
             outputs = outputs_of(model, prepared(inputs_at(clients, places)))
             # Losses in half precision would be too coarse for z.
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-            # To the model's device, since the loss may hold class weights there.
+            # The loss may have class weights on the model's device.
             wanted = targets[places].to(outputs.device)
-            # One by one: a loss returns the mean of a batch, and z needs each value.
+            # A loss returns the mean of a batch, but z needs the loss of each example.
             for n in range(len(places)):
                 one = loss(outputs[n : n + 1], wanted[n : n + 1])
                 losses.append(one.double())

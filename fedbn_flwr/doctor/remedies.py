@@ -1,4 +1,4 @@
-"""What to try for each finding, in order, with the settings of this package."""
+"""The remedies for each finding, in order, with the settings of this package."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ _RECALIBRATE = Remedy(
 CLIENTS_DIFFER = [
     Remedy(
         "strategy=fedbn",
-        "if each client is tested with its own model: it keeps its BatchNorm layers",
+        "if each client is tested with its own model, in which it keeps BatchNorm",
     ),
     Remedy(
         "strategy=fixbn lr-decay-at=freeze",
-        "if one model is for all: the global statistics are frozen halfway",
+        "if all clients share one model: the global statistics are frozen halfway",
     ),
     GROUP,
 ]
 _LOOK = Remedy(
     "look at the client's examples",
-    "their units, the order of features or pixels, channels and device, what was done"
-    " to them, and how it labels",
+    "check the units, the order of features or pixels, channels and device, the"
+    " preprocessing, and the labels",
 )
 CLIENT_INPUTS = [_LOOK, FEDBN]
 CLIENT_REPEATS = [
     Remedy(
         "drop the client's repeated examples",
-        "averages weigh a client by its examples, and a batch of equal ones has too"
-        " small a variance",
+        "averages weight a client by its examples, and the variance of a batch of equal"
+        " examples is too small",
     ),
 ]
 CLIENT_BELOW = [
     _LOOK,
     Remedy(
         "train without the client",
-        "for comparison: the others gain where its examples do not fit theirs",
+        "for comparison: the other clients gain if its examples do not fit theirs",
     ),
 ]
 TRAIN_MODE = [
     Remedy(
         "model.eval()",
-        "before every test (fedbn_flwr.training.evaluate does so); in a run"
+        "before every test, as fedbn_flwr.training.evaluate does; in a run"
         " eval-on=global",
     ),
     _RECALIBRATE,
@@ -74,7 +74,7 @@ TRAIN_MODE = [
 NO_RUNNING_STATISTICS = [
     Remedy(
         "track_running_stats=True",
-        "the layers then keep running statistics, and a test no longer sees its batch",
+        "the layers then keep running statistics, and tests no longer use the batch",
     ),
     Remedy(
         "strategy=staticbn",
@@ -90,8 +90,8 @@ UNMOVED_BY_MOMENTUM = [
 UNMOVED = [
     Remedy(
         "send and average the running statistics",
-        "with the weights: parameters() leaves them out, state_dict() has them; and"
-        " load nothing over them",
+        "send the buffers with the weights: parameters() leaves them out, state_dict()"
+        " has them. Do not overwrite them when loading",
     ),
     _RECALIBRATE,
 ]
@@ -99,13 +99,13 @@ COUNTERS = [
     Remedy(
         "leave integer entries out of the average",
         "take the maximum of the counters, as every strategy of this package does"
-        " (fedbn_flwr.to_legacy wraps one of Flower's own); repair this state with"
+        " (fedbn_flwr.to_legacy wraps a strategy of Flower). Repair this state with"
         " `state[name] = state[name].round().long()`",
     )
 ]
 _FINITE_BEFORE = Remedy(
     "lower learning-rate",
-    "where weights are NaN the training diverged: go back to a state before that",
+    "if weights are NaN, the training diverged: return to an earlier state",
 )
 _NO_STEPS = Remedy(
     "keep running statistics out of the server's optimizer",
@@ -117,27 +117,27 @@ DIVERGED = [_FINITE_BEFORE, Remedy("agc=0.1", "limits single steps"), _NO_STEPS]
 NAME_FILTER = [
     Remedy(
         "fedbn_flwr.split_state(model)",
-        "finds the layers by type: keep the names in .affine, .statistics and .counters"
-        " local; or use strategy=fedbn",
+        "finds the layers by type. Keep the names in .affine, .statistics and .counters"
+        " local, or use strategy=fedbn",
     )
 ]
 NOTHING_KEPT = [
     Remedy(
         "fedbn_flwr.split_state(model)",
-        "finds the layers by type: keep the names in .affine, .statistics and .counters"
-        " local; or use strategy=fedbn. As it is, this FedBN is FedAvg",
+        "finds the layers by type. Keep the names in .affine, .statistics and .counters"
+        " local, or use strategy=fedbn. Without local entries FedBN is FedAvg",
     )
 ]
 _SMALLER_STEPS = (
     Remedy(
         "learning-rate ten times lower",
-        "activations that explode come from steps that are too large",
+        "exploding activations are caused by steps that are too large",
     ),
     Remedy("agc=0.1", "limits single steps"),
 )
 _SCALE = Remedy(
     "scale the inputs",
-    "rows and signals to (x - mean) / std; drop features that are constant",
+    "rows and signals to (x - mean) / std; drop constant features",
 )
 EXTREME_VARIANCE = [_SCALE, *_SMALLER_STEPS]
 EXTREME_INSIDE = [_RECALIBRATE, *_SMALLER_STEPS, _SCALE]

@@ -1,7 +1,8 @@
-"""Rules for the model and its state, and ``RULES``: all rules, the causes first.
+"""Rules for the model and its state, and the list of all rules, ``RULES``.
 
-A rule is one function from the measurements to a finding, or None. Each reads in the
-same order: when it is no finding, the evidence, what to try, and the finding.
+A rule is a function from the measurements to a finding or None. All rules have the same
+order: first the conditions without a finding, then the evidence, the remedies and the
+finding.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ __all__ = [
 
 
 def unusable_statistics(m: Measured) -> Finding | None:
-    """Values that make every test nonsense: a variance below 0, NaN or infinity."""
+    """Values that make every test meaningless, such as a negative variance or NaN."""
     if not m.unusable:
         return None
     evidence = [f"{name}: {what}." for name, what in [*m.unusable.items()][:3]]
     tries = remedies.UNUSABLE
     if m.diverged:
-        # Weights are broken too, so the cause is training, not the server's arithmetic.
+        # Weights are broken as well, so training is the cause, not server arithmetic.
         tries = remedies.DIVERGED
     return Finding(
         "unusable-statistics",
-        "The state holds running variances below 0, or values that are not finite.",
+        "The state contains running variances below 0 or non-finite values.",
         evidence,
         {"entries": dict(m.unusable)},
         tries,
@@ -42,21 +43,21 @@ def unusable_statistics(m: Measured) -> Finding | None:
 
 
 def averaged_counters(m: Measured) -> Finding | None:
-    """``num_batches_tracked`` as a float: counters were averaged with the weights."""
+    """Counters ``num_batches_tracked`` that were averaged with the weights."""
     if not m.counters:
         return None
     evidence = [
-        f"{name} is {what}; an int64 of at least 0 belongs there."
+        f"{name} is {what}, but it must be an int64 of at least 0."
         for name, what in [*m.counters.items()][:3]
     ]
     evidence.append(
-        f"{len(m.counters)} counters in all. A float 9.999999 loads as 9, and then"
-        " counts on from there."
+        f"{len(m.counters)} counters are affected. A float 9.999999 loads as 9, and"
+        " counting continues from there."
     )
     return Finding(
         "averaged-counters",
-        "BatchNorm's counters were averaged: num_batches_tracked is a number of"
-        " batches, and an integer.",
+        "BatchNorm's counters were averaged, but num_batches_tracked is a number of"
+        " batches, an integer.",
         evidence,
         {"entries": dict(m.counters)},
         remedies.COUNTERS,
@@ -70,7 +71,7 @@ def name_filter(m: Measured) -> Finding | None:
         return None
     layers, entries = missed.layers, missed.entries
     evidence = [
-        f"{len(layers)} of {missed.num_layers} BatchNorm layers are missed,"
+        f"The split misses {len(layers)} of {missed.num_layers} BatchNorm layers,"
         f" found by their type: {', '.join(layers[:3])}.",
         f"{len(entries)} entries are sent and averaged: {', '.join(entries[:3])}, ...",
     ]
@@ -82,11 +83,11 @@ def name_filter(m: Measured) -> Finding | None:
         if missed.by_letters:
             evidence.append(
                 f"A filter `{missed.by_letters!r} in name` keeps exactly the other"
-                " layers: names do not tell a layer's type. A layer in a Sequential has"
-                " a number, torchvision's shortcut is called downsample.1."
+                " layers, because names do not reveal a layer's type. A layer in a"
+                " Sequential has a number, and torchvision's shortcut is downsample.1."
             )
     else:
-        # Nothing stays local: this FedBN is FedAvg, and the first remedy says so.
+        # Nothing stays local, so this FedBN is FedAvg, as the first remedy explains.
         what = "The split keeps no BatchNorm layer at all."
         tries = remedies.NOTHING_KEPT
     numbers = {"layers": layers, "entries": entries, "letters": missed.by_letters}
@@ -95,14 +96,14 @@ def name_filter(m: Measured) -> Finding | None:
 
 def tested_by_batch(m: Measured) -> Finding | None:
     """Tests that normalise by the test batch, for one of three reasons."""
-    # Layers in train mode go first: they move the running statistics as well.
+    # Layers in train mode go first, because they change the running statistics as well.
     layers = m.training_layers or m.untracked
     tries = remedies.TRAIN_MODE
     if m.training_layers:
         reason = (
             f"{len(layers)} of {m.num_layers} BatchNorm layers are in train mode in the"
-            " model as it was given: a test normalises by the test batch, and moves"
-            " the running statistics."
+            " model as passed. A test normalises by the test batch and updates the"
+            " running statistics."
         )
     elif m.untracked:
         reason = (
@@ -112,8 +113,8 @@ def tested_by_batch(m: Measured) -> Finding | None:
         tries = remedies.NO_RUNNING_STATISTICS
     elif m.training.tested_by_batch:
         reason = (
-            "The run's first test is global-batch-statistics: it normalises by the test"
-            " batch."
+            "The run's first test is global-batch-statistics, which normalises by the"
+            " test batch."
         )
     else:
         return None
@@ -121,16 +122,17 @@ def tested_by_batch(m: Measured) -> Finding | None:
     numbers: dict[str, object] = {"layers": [*layers]}
     gap = m.gap
     if gap and gap.running_accuracy is not None:
-        # How much hangs on the batch: the same examples, tested in both ways.
+        # Show the effect of the batch by testing the same examples in both ways.
         evidence.append(
-            f"The same examples: accuracy {gap.batch_accuracy:.3f} by the statistics"
-            f" of mixed batches, {gap.running_accuracy:.3f} in eval mode."
+            f"On the same examples, accuracy is {gap.batch_accuracy:.3f} with the"
+            " statistics of mixed batches and"
+            f" {gap.running_accuracy:.3f} in eval mode."
         )
         numbers |= {"mixed": gap.batch_accuracy, "eval": gap.running_accuracy}
     return Finding(
         "tested-with-batch-statistics",
-        "Tests use the statistics of the test batch: a prediction depends on the"
-        " examples beside it.",
+        "Tests use the statistics of the test batch, so a prediction depends on the"
+        " other examples in the batch.",
         evidence,
         numbers,
         tries,
@@ -142,26 +144,26 @@ def extreme_variance(m: Measured) -> Finding | None:
     extreme = {}
     for path, counts in m.extremes.items():
         low, high, channels = counts
-        # A few channels that never fire are usual, one that explodes is not.
+        # A few channels that never fire are normal, but an exploding one is not.
         if high or low >= EXTREME_SHARE * channels:
             extreme[path] = counts
     if not extreme:
         return None
     evidence = [
-        f"{shown_path(path)}: of {channels} channels {low} have a variance below eps,"
-        f" {high} one above 1e8."
+        f"{shown_path(path)}: {low} of {channels} channels have a variance below eps,"
+        f" and {high} have a variance above 1e8."
         for path, (low, high, channels) in [*extreme.items()][:3]
     ]
     tries = remedies.EXTREME_INSIDE
     if m.first_layer in extreme:
-        # Behind a first layer that is sound, the scale of the inputs is not the cause.
+        # If the first layer is sound, the scale of the inputs is not the cause.
         tries = remedies.EXTREME_VARIANCE
     what = "Running variances are near zero or explode."
     return Finding("extreme-variance", what, evidence, {"layers": extreme}, tries)
 
 
-# The order is that of causes: what spoils later measurements comes before them, and
-# a model that is wrong as it stands before clients that differ.
+# The rules are in the order of causes. A fault that spoils later measurements comes
+# before them, and a faulty model comes before clients that differ.
 RULES = (
     unusable_statistics,
     averaged_counters,
@@ -179,13 +181,13 @@ RULES = (
     data_rules.client_below,
     data_rules.train_test_mismatch,
 )
-"""Each rule returns a finding, or None."""
+"""All rules; each returns a finding or None."""
 
 
 def findings(m: Measured) -> tuple[list[Finding], list[str]]:
-    """Return the findings, the cause first, and a note for each that is handled.
+    """Return the findings, the cause first, and a note for each handled finding.
 
-    A finding is handled where the run's method is a remedy for it already.
+    A finding is handled if the run's method already remedies it.
     """
     found, notes = [], []
     for rule in RULES:
@@ -194,7 +196,7 @@ def findings(m: Measured) -> tuple[list[Finding], list[str]]:
             continue
         if finding.id in m.training.handled:
             notes.append(
-                f"no finding, since {m.training.method or 'the method'} is a remedy:"
+                f"no finding, because {m.training.method or 'the method'} remedies it:"
                 f" {finding.what} {finding.evidence[0]}"
             )
         else:

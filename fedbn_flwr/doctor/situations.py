@@ -1,8 +1,8 @@
-"""What to take first in each situation, what it gained, and what it costs.
+"""The first choice in each situation, with its measured gain and its cost.
 
-The one table of advice: the doctor's remedies, the table of ``docs/choose.md`` and the
-reports draw from it. Its numbers stand in ``docs/results/methods.yaml``, which has the
-commands and commits; a test compares them.
+This is the only table of advice. The doctor's remedies, the table of ``docs/choose.md``
+and the reports use it. Its numbers come from ``docs/results/methods.yaml``, the file
+with the commands and commits. A test compares them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = [
     "label_skew",
 ]
 
-_MANY = 50  # E; between the 20 steps and the 100 steps that were measured
+_MANY = 50  # local steps E, between the measured values 20 and 100
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first remedy gained in one study.
+    """The gain of the first remedy in one study.
 
     Attributes:
-        study: its name in ``docs/results/methods.yaml``.
+        study: name of the study in ``docs/results/methods.yaml``.
         setting: the study in a few words.
-        method: the remedy there.
+        method: name of the remedy in the study.
         fedavg: test accuracy in per cent of FedAvg with the model's BatchNorm.
-        accuracy: that of the remedy.
+        accuracy: test accuracy in per cent of the remedy.
     """
 
     study: str
@@ -57,14 +57,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a user sees, and what to try.
+    """A situation that a user recognises, with its remedies.
 
     Attributes:
         seen: the situation in words.
-        section: the heading of ``docs/choose.md`` that explains it, as its anchor.
-        tries: what to try, in order.
-        cost: of the first one.
-        measured: the gain of the first one, by study; empty = not measured beside
+        section: anchor of the section in ``docs/choose.md`` that explains it.
+        tries: the remedies to try, in order.
+        cost: cost of the first remedy.
+        measured: gain of the first remedy by study; empty if it was not compared with
             FedAvg.
     """
 
@@ -76,12 +76,12 @@ class Situation:
 
     @property
     def remedies(self) -> list[Remedy]:
-        """Return what to try, in order; the first one says what it gained and costs."""
+        """The remedies to try, in order. The first one has its gain and cost."""
         expected = f"Cost: {self.cost}"
         if self.measured:
             gains = "; ".join(map(str, self.measured))
             expected = (
-                f"Accuracy of FedAvg with BatchNorm -> with it: {gains}. {expected}"
+                f"Accuracy: FedAvg with BatchNorm -> this remedy: {gains}. {expected}"
             )
         first, *others = self.tries
         return [replace(first, expected=expected), *others]
@@ -89,57 +89,57 @@ class Situation:
 
 FEDBN = Remedy(
     "strategy=fedbn",
-    "each client keeps its BatchNorm layers, statistics, gamma and beta, and the rest"
+    "each client keeps its BatchNorm layers (statistics, gamma and beta), and the rest"
     " is averaged (arXiv:2102.07623)",
 )
 FIXBN = Remedy(
     "strategy=fixbn lr-decay-at=freeze",
-    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them, at"
-    " a lower learning rate (arXiv:2303.06530); no further messages",
+    "freezes the global statistics halfway (freeze-at=0.5) and continues training with"
+    " them, at a lower learning rate (arXiv:2303.06530); no further messages",
 )
 FEDWON = Remedy(
     "strategy=fedwon norm=wsconv",
-    "convolutions with standardised weights, and no BatchNorm at all"
-    " (arXiv:2306.05879)",
+    "convolutions with standardised weights and without BatchNorm (arXiv:2306.05879)",
 )
 GROUP = Remedy(
     "norm=group",
-    "GroupNorm has no statistics of the batch; on its own it may reach less than"
-    " BatchNorm",
+    "GroupNorm does not use statistics of the batch. Without further changes it may"
+    " reach less than BatchNorm",
 )
 _FEDTAN = Remedy(
     "strategy=fedtan",
-    "BatchNorm uses the statistics of all clients' batches, and the gradients through"
-    " them (arXiv:2301.02982); a round has 3 L + 1 exchanges for L layers. With E = 1 a"
-    " round is one centralised step",
+    "BatchNorm uses the statistics of all clients' batches and the gradients through"
+    " them (arXiv:2301.02982). A round has 3 L + 1 exchanges for L layers. With E = 1 a"
+    " round equals one centralised step",
 )
 _FEDTAN2 = Remedy(
     "strategy=fedtan2",
-    "FedTAN at first, then frozen statistics: most of its gain, with few rounds of many"
-    " exchanges",
+    "FedTAN at first, then frozen statistics: most of FedTAN's gain, with few rounds of"
+    " many exchanges",
 )
 _WEIGHTS = Remedy(
     "norm=group+ws",
-    "GroupNorm, and standardised weights in front of it: the best of the long runs with"
-    " many steps",
+    "GroupNorm after convolutions with standardised weights: the best of the long runs"
+    " with many steps",
 )
 _SILOBN = Remedy(
     "strategy=silobn",
-    "each client keeps its statistics only: gamma and beta are shared",
+    "each client keeps only its statistics; gamma and beta are shared",
 )
 _ADAPT = Remedy(
     "fedbn-flwr evaluate RUN --dataset NEW --bn adapt",
-    "for one model on data of a new site: statistics re-estimated from its inputs,"
+    "for one model on data of a new site: re-estimates statistics from the inputs,"
     " without targets",
 )
 
-# A situation for each heading of docs/choose.md. FedTAN is first while its exchanges
-# pay: with E = 1 it is centralised training, with many steps only the first is.
+# There is a situation for each heading of docs/choose.md. FedTAN is first if its
+# exchanges pay: with E = 1 it is centralised training, with many steps only the first
+# step is.
 ONE_STEP = Situation(
     "label skew, one local step a round",
     "label-skew",
     (_FEDTAN, _FEDTAN2, FIXBN, GROUP),
-    "3 L + 1 exchanges a round for L BatchNorm layers, where FedAvg has one",
+    "3 L + 1 exchanges a round for L BatchNorm layers, instead of one for FedAvg",
     (
         Measured(
             "fixbn-table1-full",
@@ -164,7 +164,7 @@ MANY_STEPS = Situation(
     f"label skew, {_MANY} local steps or more",
     "a-hundred-local-steps",
     (FIXBN, _FEDTAN2, _WEIGHTS, GROUP),
-    "no further messages; the learning rate must fall when the statistics freeze",
+    "no further messages, but the learning rate must fall when the statistics freeze",
     (
         Measured(
             "fixbn-table4-full",
@@ -186,7 +186,7 @@ FEATURE_SHIFT = Situation(
     "feature shift: other cameras, scanners, styles",
     "feature-shift",
     (FEDBN, _SILOBN, FEDWON, _ADAPT),
-    "less traffic; a model for each client, and none for a client that never trained",
+    "less traffic, a model for each client, and none for a client that never trained",
     (
         Measured(
             "office-300",
@@ -222,11 +222,11 @@ NEW_CLIENTS = Situation(
     (
         Remedy(
             "strategy=fedbn eval-on=averaged-bn",
-            "the average of the BatchNorm that the clients keep",
+            "uses the average of the BatchNorm layers that the clients keep",
         ),
         Remedy(
             "eval-on=global-test-bn test-bn=mix",
-            "BatchNorm with statistics of the client's own test inputs",
+            "uses BatchNorm with statistics of the client's own test inputs",
         ),
     ),
     "each client sends the BatchNorm that it keeps, once before a test",
@@ -243,10 +243,10 @@ SITUATIONS = (
 
 
 def label_skew(local_steps: int) -> Situation:
-    """Return the situation of label skew with E local steps a round; 0 = not known."""
+    """Return the situation of label skew with E local steps, where 0 means unknown."""
     if local_steps == 1:
         return ONE_STEP
     if 1 < local_steps < _MANY:
         return SOME_STEPS
-    # Also where E is not known: its first remedy costs no messages.
+    # This includes unknown E, because the first remedy costs no messages.
     return MANY_STEPS

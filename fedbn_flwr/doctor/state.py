@@ -1,7 +1,9 @@
-"""What a state dict alone shows: counters, running statistics, and a split by names.
+"""Checks of a state dict without data.
 
-It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of
-NumPy with names.
+They check counters, running statistics and a split by names.
+
+The state may come from a file of torch (``.safetensors``, ``.pt``, ``.pth``) or NumPy
+(``.npz`` with names).
 """
 
 from __future__ import annotations
@@ -35,45 +37,47 @@ __all__ = [
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
 
 TensorState = Mapping[str, Tensor]
-"""A state dict, or entries of one, by name."""
+"""A state dict, or some of its entries, by name."""
 
 
 def read_state_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name.
 
     Raises:
-        StateError: the file is absent, of another format, or holds more than tensors.
+        StateError: the file is missing, has another format, or contains more than
+            tensors.
     """
     if path.suffix not in STATE_FILES or not path.is_file():
         raise StateError(
-            f"{path} is no file of a saved state. Give one that ends in"
+            f"{path} is not a file of a saved state. Pass a file that ends in"
             f" {', '.join(STATE_FILES)}."
         )
     try:
         content = load_file(path)
     except Exception as error:  # a damaged file may raise anything in these readers
         raise StateError(
-            f"{path} cannot be read: {type(error).__name__}: {error}. Save the weights"
-            " alone: torch.save(model.state_dict(), path)."
+            f"{path} cannot be read: {type(error).__name__}: {error}. Save only the"
+            " weights: torch.save(model.state_dict(), path)."
         ) from error
     entries, _, several, _ = open_state(content)
     if several:
         raise StateError(
-            f"{path} holds several states: {', '.join(several)}. Save one of them"
-            " alone."
+            f"{path} contains several states: {', '.join(several)}. Save only one of"
+            " them."
         )
     if not entries:
         raise StateError(
-            f"{path} holds no tensors, as torch.save(model.state_dict(), path) does."
+            f"{path} contains no tensors. Save them with"
+            " torch.save(model.state_dict(), path)."
         )
     return entries
 
 
 def named(state: TensorState, like: TensorState) -> dict[str, Tensor]:
-    """Return a state under the names of a model's, without a wrapper's prefix.
+    """Return a state under the names of a model, without a wrapper's prefix.
 
     Raises:
-        StateError: entries are missing, unknown, or of another shape than the model's.
+        StateError: entries are missing or unknown, or differ in shape from the model's.
     """
     prefix = wrapper_prefix([*state], [*like])
     state = {name.removeprefix(prefix): value for name, value in state.items()}
@@ -86,19 +90,19 @@ def named(state: TensorState, like: TensorState) -> dict[str, Tensor]:
     if wrong:
         raise StateError(
             f"the saved state does not fit the model: {len(missing)} entries are"
-            f" missing, {len(unknown)} unknown, {len(shapes)} of another shape (first:"
-            f" {wrong[0]!r}). Name the model that it was saved"
-            " from; a list of arrays without names cannot be read."
+            f" missing, {len(unknown)} are unknown, {len(shapes)} have another shape"
+            f" (first: {wrong[0]!r}). Name the model from which the state was saved. A"
+            " list of arrays without names cannot be read."
         )
     return state
 
 
 def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
-    """Return what the counters hold that are no whole number of at least 0, by name.
+    """Return the values of invalid counters by name.
 
-    A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it
-    ``momentum=None`` averages wrongly. A counter that was cut off to an integer cannot
-    be seen.
+    Valid counters are integers of at least 0. An average of counters is a float:
+    9.999999 loads as 9 into an int64 buffer, and ``momentum=None`` then averages
+    wrongly. An average that was truncated to an integer cannot be detected.
     """
     wrong = {}
     for name in parts.counters:
@@ -114,9 +118,9 @@ def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
 def unusable_statistics(
     parts: Parts, state: TensorState, names: Collection[str]
 ) -> dict[str, str]:
-    """Return what is wrong with entries that make a test nonsense, by name.
+    """Return the faults of entries that make a test meaningless, by name.
 
-    They are the entries of these names with NaN or infinity, and all negative running
+    Such entries are the given ones with NaN or infinity, and all negative running
     variances.
     """
     seen = {}
@@ -140,15 +144,17 @@ def unusable_statistics(
 def variance_extremes(
     parts: Parts, state: TensorState, eps: Mapping[str, float]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return channels with a variance near zero, above 1e8, and all, by layer.
+    """Return the numbers of channels with an extreme variance, by layer.
 
-    Layers with neither are left out. Below eps BatchNorm divides by sqrt(eps), which no
-    longer depends on the data. A large eps is a choice of the model.
+    The three numbers are the channels with a variance near zero, the channels with a
+    variance above 1e8, and all channels. Layers without an extreme are left out. If the
+    variance is below eps, BatchNorm divides by sqrt(eps), independently of the data. A
+    large eps is a choice of the model.
 
     Args:
         parts: the split of the state.
         state: the state.
-        eps: of each layer by path; 1e-5, torch's default, if it is not known.
+        eps: eps of each layer by path; 1e-5, torch's default, if it is unknown.
     """
     by_layer = {}
     for layer in parts.layers:
@@ -156,7 +162,7 @@ def variance_extremes(
             continue
         values = state[layer.entries["running_var"]].double()
         least = min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE)
-        # A negative variance is a finding of its own.
+        # Negative variances have a finding of their own.
         low = int(((values >= 0) & (values < least)).sum())
         high = int((values > EXPLODING_VARIANCE).sum())
         if low or high:
@@ -165,10 +171,10 @@ def variance_extremes(
 
 
 def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
-    """Return the batches counted by layers with mean 0 and variance 1, by path.
+    """Return the counted batches of layers that have mean 0 and variance 1, by path.
 
-    Those are the first running statistics. A layer that has not counted a batch is left
-    out, and one that has no counter.
+    These are the initial running statistics. Layers that have not counted a batch, or
+    have no counter, are left out.
     """
     by_layer = {}
     for layer in parts.layers:
@@ -185,15 +191,15 @@ def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Missed:
-    """BatchNorm entries that a split shares, although it keeps others of the same part.
+    """BatchNorm entries that a split shares although it keeps others of the kind.
 
     Attributes:
         entries: the missed entries.
         layers: paths of the layers with a missed entry.
-        num_layers: BatchNorm layers of the model.
-        kept_layers: those of which the split keeps an entry.
-        by_letters: the letters ("bn", "norm") of a filter on names that keeps exactly
-            these layers; "" if none does.
+        num_layers: number of BatchNorm layers in the model.
+        kept_layers: number of layers of which the split keeps an entry.
+        by_letters: letters ("bn", "norm") such that a filter on names with them keeps
+            exactly the kept layers; empty if there are none.
     """
 
     entries: list[str]
@@ -204,18 +210,18 @@ class Missed:
 
 
 def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
-    """Return the BatchNorm entries that should be local besides the ones that are.
+    """Return the BatchNorm entries that should also be local.
 
-    Gamma and beta belong together, and mean and variance do: FedBN keeps both pairs,
-    SiloBN the statistics, MTFL gamma and beta. A pair of which the split keeps nothing
-    is meant to be shared, unless it keeps nothing at all.
+    Gamma and beta form one pair, mean and variance another: FedBN keeps both pairs,
+    SiloBN the statistics, MTFL gamma and beta. A pair is meant to be shared if the
+    split keeps none of its entries, unless the split keeps nothing at all.
 
     Args:
         parts: the split by layer type.
         local: names of the entries that stay with the client.
     """
     kept = {*local}
-    # The pairs that the split keeps, at least in part.
+    # Select the pairs of which the split keeps at least one entry.
     wanted = [
         part
         for part in (Part.AFFINE, Part.STATISTICS)
@@ -232,7 +238,7 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
         if not names.isdisjoint(kept):
             with_any.append(layer.path)
 
-    # The filter on names that keeps the same layers shows how the others were missed.
+    # A filter on names that keeps the same layers explains why the others were missed.
     by_letters = ""
     for letters in ("bn", "norm"):
         matching = [layer.path for layer in parts.layers if letters in layer.path]

@@ -1,5 +1,6 @@
-"""Every threshold of the doctor, with its reason. Where chance can be measured, a rule
-compares with chance instead.
+"""All thresholds of the doctor, with their reasons.
+
+If chance can be measured, a rule compares with chance instead.
 """
 
 from __future__ import annotations
@@ -27,100 +28,103 @@ __all__ = [
 ]
 
 CERTAIN = 1e-3
-"""Largest p value of a difference between clients: with two tests a run, one healthy
-run in 500 would raise a false alarm by chance, if there were no other condition.
+"""Largest p value of a difference between clients. With two tests a run, one healthy
+run in 500 would cause a false alarm by chance, if there were no other condition.
 """
 
 GROUPS = 256
-"""Groups of examples that are compared, at most, but one a client: each is a pass."""
+"""Largest number of groups of examples, apart from one per client; each is a pass."""
 
 MIN_SKEW = 0.1
-"""Total variation of the class mix above chance from which classes count as skewed: a
-tenth of the labels moved.
+"""Total variation of the class mix, above chance, from which classes count as skewed.
+
+At 0.1, a tenth of the labels is moved.
 """
 
 MIN_SHIFT = 0.15
 """Deviation of a client's statistics, above chance, from which BatchNorm is affected,
 in standard deviations.
 
-A shift by d standard deviations moves each normalised value by d. Measured on digits
-with label skew and E = 1: at 0.10 (lenet) FedTAN and GroupNorm gain 0.6 points of
-accuracy, at 0.40 (mlp of three layers) FedTAN gains 20.
+A shift by d standard deviations moves each normalised value by d. On digits with label
+skew and E = 1, FedTAN and GroupNorm gain 0.6 points of accuracy at 0.10 (lenet), and
+FedTAN gains 20 points at 0.40 (mlp of three layers).
 """
 
 SMALL_BATCH = 4
-"""Largest batch that counts as small: BatchNorm's error rises below 16, sharply at 4
-and 2 (Wu & He 2018, Fig. 1).
+"""Largest batch that counts as small. BatchNorm's error rises below 16, and sharply at
+4 and 2 (Wu & He 2018, Fig. 1).
 """
 
 MIN_NOISE = 0.1
-"""Noise of a batch's mean, in standard deviations, from which 3 or 4 examples are too
-few; 1 and 2 always are.
+"""Noise of a batch's mean, in standard deviations, from which batches of 3 or 4 are too
+small. Batches of 1 and 2 always are.
 
-Large images have many values per channel: with a lower noise their small batches pass.
+Large images have many values per channel, so their small batches are less noisy and
+pass.
 """
 
 NO_VARIANCE = 1e-5
-"""A running variance below it, and below eps, is near zero: torch's eps. A larger eps
-is usual, 1e-3 in MobileNetV3.
+"""Running variance that counts as near zero, if it is also below eps; torch's eps.
+
+Larger values of eps are normal, such as 1e-3 in MobileNetV3.
 """
 
 EXTREME_SHARE = 0.5
-"""Share of a layer's channels with a variance near zero from which it is a finding;
-some such channels are usual.
+"""Share of a layer's channels with a variance near zero from which it is a finding. A
+few such channels are normal.
 """
 
 EXPLODING_VARIANCE = 1e8
-"""A running variance above it: activations of 10,000, which float16 squares to
-infinity.
+"""Running variance above which activations explode: at activations of 10,000, squares
+are infinite in float16.
 """
 
 MIN_GAP = 0.05
-"""Accuracy that running statistics lose against those of the test batch, from which a
-mismatch counts.
+"""Loss in accuracy from which a mismatch counts, of running statistics compared with
+the statistics of the test batch.
 """
 
 MIN_LOSS = 0.25
-"""The same of the loss, where it has no accuracy, as a share of the loss under those of
-the test batch.
+"""Increase of the loss from which a mismatch counts if there is no accuracy, as a share
+of the loss under the statistics of the test batch.
 """
 
 LARGE_LOSS = (2.0, 1.0)
-"""The same of the loss beside an accuracy, as such a share, and in units of the loss:
-nats of cross-entropy.
+"""Increase of the loss from which a mismatch counts if there is an accuracy: as a share
+as above, and in units of the loss (nats of cross-entropy).
 """
 
 Z_OF_A_GAP = 4.0
-"""Number of standard errors, over the test examples, that the loss or the accuracy
-loses.
+"""Smallest increase of the loss, or decrease of the accuracy, in standard errors over
+the test examples.
 """
 
 LEVEL = 1 / 500
-"""Share of the federations of equal clients in which chance makes any client stand out
-in any measure, at most.
+"""Largest share of federations of equal clients in which chance makes a client stand
+out in any measure.
 """
 
 RE_SPLITS = 500
-"""Random re-splits of the examples among the clients, all of whose clients are nearer
-to the usual inputs than one that stands out: ``LEVEL``.
+"""Number of random re-splits of the examples among the clients. A client stands out if
+it is further from the usual inputs than all clients of all re-splits (see ``LEVEL``).
 """
 
 MIN_CLIENTS = 4
-"""Clients from which one can stand out: of three, two agree by chance too often."""
+"""Fewest clients for comparisons, because of three, two agree by chance too often."""
 
 MIN_MIX = 0.25
-"""Total variation of a client's class mix from the usual one: a quarter of its examples
-would have another class.
+"""Total variation of a client's class mix from the usual mix, from which it is odd: a
+quarter of its examples would have another class.
 """
 
 MIN_REPEATED = 0.2
-"""Share of distinct examples that a client is below the median, from which its examples
-count as repeated: a fifth would be another's equal.
+"""Share of distinct examples below the median from which a client's examples count as
+repeated: a fifth of them would equal another example.
 """
 
 MIN_BELOW = 0.2
-"""Accuracy that a client is below the median, from which it is far below the others.
+"""Accuracy below the median from which a client is far below the others.
 
-Another class mix alone costs some, beyond chance: of 200 healthy federations of the
-digits up to 0.15.
+A different class mix alone costs up to 0.15, as seen in 200 healthy federations of the
+digits.
 """

@@ -280,7 +280,7 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(kind: str) -> None
             model, [torch.utils.data.DataLoader(data, batch_size=4)], max_examples=8
         )
         assert any(
-            "Client 0: the first examples of the loader were used" in note
+            "Client 0: only the first examples of the loader were used" in note
             for note in found.notes
         )
     else:
@@ -342,7 +342,7 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_generators_alone() -> No
     assert (len(whole), whole.first_only) == (20, False)
     with pytest.raises(
         DataError,
-        match=r"the loader of client 0 yields dict; it must yield \(inputs, targets\)",
+        match=r"the loader of client 0 yields dict, but it must yield \(inputs, targets\)",
     ):
         read_clients([[{"x": torch.zeros(1)}]], 10)
 

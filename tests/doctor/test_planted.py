@@ -28,7 +28,7 @@ from fedbn_flwr.training.freezing import force_eval
 from tests.support.trained import trained_network
 
 NUM_CLIENTS = 4
-TWO_CLIENTS = "one client against the others: 2 clients, of 4 that it needs."
+TWO_CLIENTS = "one client against the others: 2 clients, fewer than the 4 that it needs."
 
 
 @dataclass
@@ -605,7 +605,7 @@ NOT_MEASURED: Mapping[str, tuple[Callable[[Ground], Diagnosis], list[str]]] = {
     ),
     "inputs with NaN": (
         nan_inputs,
-        ["all that needs data: inputs hold NaN or infinity (Client b)."],
+        ["checks that need data, because inputs contain NaN or infinity (Client b)."],
     ),
     "targets without a loss": (
         two_targets,
@@ -638,7 +638,8 @@ def test_a_scripted_model_is_measured_where_its_layers_can_be_seen(
     assert {*ids(found)} >= {"unusable-statistics", *([] if whole else ["label-skew"])}
     assert ("label-skew" in ids(found)) != whole
     assert (
-        f"all that needs data, in {'1, 4' if whole else '1'}:" in found.not_measured[0]
+        f"checks that need data, in {'1, 4' if whole else '1'}:"
+        in found.not_measured[0]
     )
 
 
@@ -671,13 +672,13 @@ REFUSED: Mapping[str, tuple[Callable[[Ground], object], type[Exception], str]] =
     "one loader": (
         lambda ground: diagnose(ground.model, ground.equal()[0]),
         DataError,
-        "a list of loaders",
+        "a list with one loader",
     ),
     "one test loader": (
         lambda ground: diagnose(
             ground.model, ground.equal(), test_loaders=[*ground.equal()[0]]
         ),
-        *(DataError, "a list of loaders"),
+        *(DataError, "a list with one loader"),
     ),
     "several shapes": (
         lambda ground: diagnose(ground.model, [RAGGED]),
@@ -706,7 +707,7 @@ def test_a_client_without_examples_is_left_out(ground: Ground) -> None:
         ground.model, [*loaders[:2], []], test_loaders={"x": [], "y": loaders[2]}
     )
     assert found.measures["clients"] == ["0", "1"]
-    assert found.notes == ["2 loaders without examples: left out."]
+    assert found.notes == ["left out: 2 loaders without examples."]
 
 
 def test_saved_states_of_every_format(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
     done = call("~/state.pt", "--strict")
     assert done.exit_code == 3
-    assert "Not known: 2 parts" in done.output
+    assert "Unknown: 2 parts" in done.output
     assert call("~/state.pt").exit_code == 0
     answer = Diagnosis("a state", [])
     monkeypatch.setattr(
@@ -401,9 +401,7 @@ def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
             norm__running_var=torch.full((30,), -1.0),
         )
     found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
-    unusable = (
-        "the state holds running variances below 0, or values that are not finite."
-    )
+    unusable = "the state contains running variances below 0 or non-finite values."
     assert [what for what in found if what.startswith("Client")] == [
         f"Clients 1, 2: {unusable}"
     ]
@@ -455,7 +453,7 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
     )
     done = call(tmp_path / "resnet18.pt", "--local-keys", tmp_path / "local.txt")
     assert done.exit_code == 0
-    assert "3 of 20 BatchNorm layers are missed" in done.output
+    assert "The split misses 3 of 20 BatchNorm layers" in done.output
     assert "1) fedbn_flwr.split_state(model):" in done.output
 
 
@@ -467,7 +465,11 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
             2,
             "nowhere is neither the folder of a run nor a file. If it is a model,",
         ),
-        (["mlp", "--state", "absent.pt"], 2, "absent.pt is no file of a saved state"),
+        (
+            ["mlp", "--state", "absent.pt"],
+            2,
+            "absent.pt is not a file of a saved state",
+        ),
         (
             ["study"],
             2,
