@@ -1,17 +1,17 @@
-"""Engines: they run a ServerApp's strategy together with ClientApps.
+"""Engines that run a ServerApp's strategy together with ClientApps.
 
 In reading order:
 
-- ``in_process``: ``InProcessGrid``, Flower's Grid; it hands each message to a host.
-- ``client_work``: a client's work on one message; the host in the command's process.
-- ``workers``: the host in worker processes, and how a dead one becomes failed replies.
-- ``worker_process``: the other end, the loop that runs in each of these processes.
+- ``in_process``: ``InProcessGrid``, a Grid of Flower; it gives each message to a host.
+- ``client_work``: a client's work on a message, and the host in the command's process.
+- ``workers``: the host in worker processes, with error replies for dead processes.
+- ``worker_process``: the loop that runs in each worker process.
 - ``link``: the pipe between the two, with large arrays in shared memory.
-- ``flower_run``: ``flwr run`` as a function, with a SuperLink of its own.
+- ``flower_run``: ``flwr run`` as a function, with its own SuperLink.
 - ``own_folder``: temporary folders that are removed even after a kill.
 
-The modules that start Flower's commands need no torch, so ``InProcessGrid`` is imported
-when it is used.
+The modules that start Flower's commands do not need torch, so ``InProcessGrid`` is
+imported only when it is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A client's work on one message, and the host that does it in the command's process.
+"""A client's work on one message, and the host in the command's process.
 
-``InProcessGrid`` hands a ``Job`` to its host, and ``Job.done`` takes the outcome: the
-reply and the changed context, or an error reply. The host is ``OwnProcess`` here or
+``InProcessGrid`` gives a ``Job`` to its host. ``Job.done`` receives the outcome, either
+the reply and the changed context or an error reply. The host is ``OwnProcess`` here or
 ``workers.WorkerProcesses``.
 """
 
@@ -32,9 +32,9 @@ __all__ = ["Done", "InProcessMember", "Job", "OwnProcess", "work", "work_of"]
 logger = logging.getLogger("flwr")
 
 Outcome = tuple[Message, Context | None]
-"""Reply and changed context; None = the client failed, and its context stays."""
+"""Reply and changed context. If the client failed, the context is None: it stays."""
 Done = Callable[[Message, Context | None], None]
-"""``done(reply, context)`` takes the outcome."""
+"""A function ``done(reply, context)`` that receives the outcome."""
 
 
 def work_of(message: Message) -> tuple[int, str]:
@@ -52,7 +52,7 @@ class InProcessMember(NamedTuple):
 
 @dataclass
 class Job:
-    """A message to a client, the client's context, and who takes the outcome."""
+    """A message to a client, the client's context, and the receiver of the outcome."""
 
     message: Message
     context: Context
@@ -65,63 +65,65 @@ def work(
 ) -> Outcome:
     """Return the app's reply and the context that it changed.
 
-    After an exception it is an error reply, and None for the context. The default
-    generators are seeded for the message, here or by the app, and no other client of
-    this process computes meanwhile.
+    After an exception, the result is an error reply, and None for the context. The
+    default generators are seeded for the message, here or by the app. Meanwhile no
+    other client of this process computes.
 
     Args:
         app: the node's app.
         message: the message; the app may change it.
         context: the context; the app may change it.
-        reducers: the client's reducer by the id of its barrier.
+        reducers: the client's reducer, by the id of its barrier.
     """
     try:
         seed = None
         if not getattr(app, "seeds_itself", False):
             seed = message_seed(message, context)
-        # only a synchronised step has reducers
+        # There are reducers only in a synchronised step.
         finding = use_reducers(reducers.__getitem__) if reducers else nullcontext()
         with turn(seed), finding, NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(
-                f"the ClientApp returned {type(reply).__name__}, not a Message"
+                f"the ClientApp returned {type(reply).__name__}, not a Message. Return"
+                " a Message"
             )
         return reply, context
-    # also CancelledError, SystemExit: the run waits for a reply
+    # Catch CancelledError and SystemExit as well, because the run waits for a reply.
     except BaseException as error:
         logger.debug(traceback.format_exc())
-        # an exit has no message of its own: its repr says what it was
+        # An exit has no message of its own, but its repr names it.
         reason = error if isinstance(error, Exception) else repr(error)
         return app_error(message, reason), None
 
 
 class OwnProcess:
-    """Runs clients in threads of this process; one of them computes at a time.
+    """Runs clients in threads of this process. One of them computes at a time.
 
     Args:
         app: the app of every node.
         torch_threads: CPU threads of torch.
-        threads: clients that may be begun at the same time, outside synchronised steps.
+        threads: number of clients that may start at the same time, outside synchronised
+            steps.
     """
 
     def __init__(self, app: ClientApp, torch_threads: int, threads: int = 1) -> None:
         self._app = app
         self._torch_threads = torch_threads
-        # not measured: one client works after the other, in any order
+        # Not measured, because one client works at a time, in any order.
         self.seconds: dict[tuple[int, str], float] = {}
         self._count = threads
         self._threads = self._pool(threads)
-        # Clients that wait for each other at a barrier are all begun, so each barrier
-        # has its threads.
+        # Clients that wait for each other at a barrier must all have started, so each
+        # barrier has its own threads.
         self._of_barrier: dict[str, ThreadPoolExecutor] = {}
         self._jobs: deque[Job] = deque()  # outside synchronised steps
-        self._working = 0  # threads that work on them, one job after the other
-        self._lock = threading.Lock()  # of the two
+        self._working = 0  # threads that work on these jobs, one job after another
+        self._lock = threading.Lock()  # guards ``_jobs`` and ``_working``
         self._begun: set[Future[None]] = set()
 
     def submit(self, job: Job) -> None:
-        """Begin a job as soon as a thread is free."""
+        """Start a job as soon as a thread is free."""
         if job.member:
             self._begin(self._of_barrier[job.member.barrier_id], self._work, job)
             return
@@ -140,12 +142,12 @@ class OwnProcess:
         future.add_done_callback(self._begun.discard)
 
     def _work_on_jobs(self) -> None:
-        """Work on jobs in one turn, as long as there are any."""
+        """Work on jobs in one turn as long as there are any."""
         job = self._next()
         if job is None:
-            # Another thread has taken the job. A turn without work would note the
-            # generators while the caller draws from them, and put them back a moment
-            # later.
+            # Another thread has taken the job. Do not take a turn without work: it
+            # would save the generators while the caller draws from them, and restore
+            # them a moment later.
             return
         with one_after_the_other() as pass_on:
             outcome = self._outcome(job)
@@ -156,12 +158,12 @@ class OwnProcess:
                 job = following
                 outcome = self._outcome(job)
                 following = self._next()
-        # The last one after the turn, so that whoever has all replies finds the
-        # generators as they were before.
+        # Hand over the last outcome after the turn, so that the receiver of all replies
+        # finds the generators in their earlier state.
         _hand_over(job, outcome)
 
     def _next(self) -> Job | None:
-        """Return the next job; None: the thread has ended its work."""
+        """Return the next job, or None if the thread has ended its work."""
         with self._lock:
             if not self._jobs:
                 self._working -= 1
@@ -177,12 +179,12 @@ class OwnProcess:
         self._of_barrier.pop(barrier_id).shutdown(wait=False)
 
     def close(self) -> None:
-        """Wait for the clients that have begun; drop the other jobs."""
+        """Wait for the clients that have started, and drop the other jobs."""
         with self._lock:
             self._jobs.clear()
         for threads in [self._threads, *self._of_barrier.values()]:
             threads.shutdown(cancel_futures=True)
-        wait(self._begun.copy())  # also members of steps that are over
+        wait(self._begun.copy())  # including members of steps that are over
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(
@@ -201,16 +203,16 @@ class OwnProcess:
             if job.member:
                 member = job.member
                 reducers[member.barrier_id] = member.barrier.reducer(member.node_id)
-            # Copies: the app may change its records, and after an error the context is
-            # as it was.
+            # Copy both, because the app may change its records, and after an error the
+            # context must have its earlier state.
             message = copied_message(job.message)
             return work(self._app, message, copied_context(job.context), reducers)
-        except Exception as error:  # nobody reads it from the thread
+        except Exception as error:  # nobody would see it in the thread
             return app_error(job.message, error), None
 
 
 def _hand_over(job: Job, outcome: Outcome) -> None:
     try:
         job.done(*outcome)
-    except Exception as error:  # nobody reads it from the thread
+    except Exception as error:  # nobody would see it in the thread
         job.done(app_error(job.message, error), None)

@@ -1,9 +1,9 @@
 """``flwr run`` as a function, with a simulation SuperLink for one run.
 
-A run that fails is an error. Flower's own command leaves its SuperLink running, writes
-to the user's Flower home, and exits with 0 even if the ServerApp raised an exception.
-Here the SuperLink and the home exist only during the call. A process runs in its own
-session, and is ended together with its child processes.
+A failed run raises an error. In contrast, Flower's own command leaves its SuperLink
+running, writes to the user's Flower home, and exits with 0 even if the ServerApp raised
+an exception. Here the SuperLink and the home exist only during the call. Each process
+runs in its own session and is ended together with its child processes.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _START_SECONDS = 90.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment for Flower's commands, with a home of their own."""
-    # no telemetry, no installation, no download
+    """Return the environment for Flower's commands, with its own Flower home."""
+    # The settings prevent telemetry, installations and downloads.
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # The app uses this environment; to install its dependencies again would
+        # The app uses this environment. Another installation of its dependencies would
         # download gigabytes.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # or Ray would join a cluster that runs on this machine, or that the user's
-        # variable names
+        # Otherwise Ray would join a cluster on this machine, or the cluster in the
+        # user's environment variable.
         "RAY_ADDRESS": "local",
     }
 
@@ -67,10 +67,10 @@ class Process:
     """A running process with its log.
 
     Args:
-        command: program and arguments; the program is found on the environment's PATH.
-        env: its environment.
-        log: its output is appended to this file.
-        cwd: its working directory.
+        command: program and arguments. The program is found on the environment's PATH.
+        env: environment of the process.
+        log: file to which the output is appended.
+        cwd: working directory of the process.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Process:
     ) -> None:
         self.name = Path(command[0]).name
         self._log = log
-        # In its own session, whose number is that of its process group: a signal to the
-        # group reaches everything that it starts.
+        # The process gets its own session, with the same number as its process group. A
+        # signal to the group therefore reaches all processes that it starts.
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 list(command),
@@ -97,12 +97,12 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process id, also that of its session and process group."""
+        """The id of the process, its session and its process group."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """The exit code; None if the process is running."""
+        """The exit code, or None while the process is running."""
         return self._process.poll()
 
     def said(self) -> str:
@@ -114,10 +114,10 @@ class Process:
 
         Args:
             url: an address of the process.
-            ca: file of the authority that has signed its certificate; None = no TLS.
+            ca: file of the authority that signed its certificate. None means no TLS.
 
         Raises:
-            EngineError: it does not answer in time, or the process ended; the message
+            EngineError: there is no answer in time, or the process ended. The message
                 shows the end of its log.
         """
         deadline = time.monotonic() + _START_SECONDS
@@ -146,7 +146,7 @@ class Process:
             return
 
     def end(self) -> None:
-        """End the process and all that it started: SIGINT, SIGTERM, then SIGKILL."""
+        """End the process and its children by SIGINT, SIGTERM, and then SIGKILL."""
         for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if self.code is None:
                 self.signal(kind)
@@ -155,7 +155,7 @@ class Process:
             except subprocess.TimeoutExpired:
                 continue
             break
-        # Ray's processes run on after their parent has ended.
+        # Ray's processes continue after their parent has ended.
         self.signal(signal.SIGKILL)
 
 
@@ -164,7 +164,7 @@ def stream(
     env: Mapping[str, str],
     on_line: Callable[[str], None] | None,
 ) -> list[str]:
-    """Run a command, tell ``on_line`` each line, and return the last 40."""
+    """Run a command, pass each line to ``on_line``, and return the last 40 lines."""
     tail: deque[str] = deque(maxlen=40)
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -196,8 +196,10 @@ def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]
     try:
         listed = json.loads(answer)
     except json.JSONDecodeError as error:
-        raise EngineError(f"flwr list gave no JSON: {answer[-500:]!r}") from error
-    if "runs" not in listed:  # for example, the SuperLink is away
+        raise EngineError(
+            f"flwr list did not return JSON: {answer[-500:]!r}"
+        ) from error
+    if "runs" not in listed:  # for example, if the SuperLink is not reachable
         raise EngineError(f"flwr list: {str(listed)[-500:]}")
     runs: list[dict[str, str]] = listed["runs"]
     return runs
@@ -211,8 +213,8 @@ def free_port() -> int:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process exists and has not ended; False for 0."""
-    # 0 and negative numbers name groups for ``kill``
+    """Return whether a process exists and has not ended. For 0 it is always False."""
+    # For ``kill``, 0 and negative numbers are process groups.
     if pid <= 0:
         return False
     try:
@@ -221,8 +223,8 @@ def running(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    # A zombie has ended, and waits for its parent. The state is the first word after
-    # the program's name, which is in brackets and may have any character in it.
+    # A zombie has ended and waits for its parent. The state is the first word after the
+    # program's name. The name is in brackets and may contain any character.
     stat = Path(f"/proc/{pid}/stat")
     if not stat.is_file():
         return True
@@ -234,7 +236,7 @@ Scalar = str | int | float | bool
 
 
 def toml_pairs(values: Mapping[str, Scalar]) -> str:
-    """Return ``key=value`` pairs in TOML, as Flower's command line takes them."""
+    """Return ``key=value`` pairs in TOML, the format of Flower's command line."""
     return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
 
 
@@ -248,19 +250,19 @@ def flower_run(
     """Run a Flower app in Flower's Ray simulation and wait for its end.
 
     Args:
-        app: folder of the app (with its ``pyproject.toml``).
+        app: folder of the app with its ``pyproject.toml``.
         run_config: overrides for keys of the app's ``[tool.flwr.app.config]``.
         federation_config: flat keys such as ``num-supernodes``,
-            ``client-resources-num-cpus``, ``client-resources-num-gpus`` (below 1,
+            ``client-resources-num-cpus`` and ``client-resources-num-gpus`` (below 1,
             several clients share a GPU).
         on_line: called with each line of the run's log.
 
     Raises:
         EngineError: the SuperLink did not start, Flower refused the app or a setting,
-            or the run did not complete; the message shows the last lines of the log.
+            or the run did not complete. The message shows the last lines of the log.
     """
     with own_folder() as home, _superlink(Path(home)) as env:
-        # run the command to its end, on the SuperLink named in the home's config
+        # Run the command to its end on the SuperLink in the home's config.
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]
         if run_config:
             command += ["--run-config", toml_pairs(run_config)]
@@ -268,7 +270,7 @@ def flower_run(
             command += ["--federation-config", toml_pairs(federation_config)]
         tail = stream(command, env, on_line)
 
-        # ``flwr run`` exits with 0 whatever happens: the SuperLink knows the outcome.
+        # ``flwr run`` always exits with 0, so ask the SuperLink for the outcome.
         runs = flower_runs(env, "private")
         if len(runs) != 1 or runs[0].get("status") != "finished:completed":
             status = runs[0].get("status", "unknown") if runs else "refused by Flower"
@@ -279,7 +281,7 @@ def flower_run(
 
 @contextmanager
 def _superlink(home: Path) -> Iterator[dict[str, str]]:
-    """Run a simulation SuperLink; yield the environment in which ``flwr`` finds it."""
+    """Run a simulation SuperLink and yield the environment for ``flwr``."""
     port = free_port()
     (home / "config.toml").write_text(
         '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress ='
@@ -306,6 +308,6 @@ def _toml(value: Scalar) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # a string of JSON is one of TOML
+        # A JSON string is also a TOML string.
         return json.dumps(value, ensure_ascii=False)
     return repr(value)

@@ -1,14 +1,14 @@
-"""Flower's Grid without Flower's runtime: the ClientApp runs here or in workers.
+"""Flower's Grid without Flower's runtime, with clients here or in workers.
 
 The ClientApp, the messages, contexts and error replies are the same as in simulation or
-over a network. There is no Ray, no SuperLink and no serialisation in one process. As in
-Flower's engines, a node keeps the changes to its context if its app returns, and loses
-them if the app raises an exception. A node is a number; it has a context as soon as
-there is something to keep in it.
+over a network. One process needs no Ray, SuperLink or serialisation. As in Flower's
+engines, a node keeps the changes to its context if its app returns, and loses
+them if the app raises an exception. A node is only a number, and it gets a context as
+soon as there is state to keep.
 
-The way of a message: ``push_messages`` puts it into its node's queue; ``begin`` gives
-it to the host, which works on it in some thread or process; ``done`` takes the reply
-and the context, and begins the node's next message.
+A message takes three steps. ``push_messages`` puts it into its node's queue. ``begin``
+gives it to the host, which works on it in a thread or process. ``done`` receives the
+reply and the context, and begins the node's next message.
 """
 
 from __future__ import annotations
@@ -53,31 +53,32 @@ __all__ = ["InProcessGrid"]
 
 logger = logging.getLogger("flwr")
 
-_SHORTEST = 1e-4  # seconds: no client takes less
+_SHORTEST = 1e-4  # seconds, less than any client takes
 
 
 class InProcessGrid(ImmediateGrid):
     """A ``flwr.serverapp.Grid`` whose nodes run in this process or in workers.
 
-    In one process one client computes at a time, and the default generators of torch,
+    In one process, one client computes at a time, and the default generators of torch,
     NumPy and Python are seeded for each message (``messages.protocol.message_seed``).
     Results have the same bits for any number of workers.
 
     Args:
         client_app: the app of every node.
-        num_nodes: nodes 0 .. num_nodes - 1 by partition id.
+        num_nodes: number of nodes; their partition ids are 0 to num_nodes - 1.
         run_config: ``Context.run_config`` of every node.
-        node_configs: more entries for ``Context.node_config`` of each node.
-        workers: processes that work on clients at the same time; 0 = in this process.
-            An app that cannot be sent to a process runs here, with a warning.
-        threads: clients that are begun at the same time in this process. More than 1 is
-            for clients that wait for each other by themselves, as in FedTAN's channel;
-            those of a barrier need nothing.
-        torch_threads: CPU threads of torch per client (one and two threads give
-            different bits).
+        node_configs: additional entries for ``Context.node_config`` of each node.
+        workers: number of processes that work on clients at the same time. With 0,
+            clients run in this process. An app that cannot be sent to another process
+            also runs here, with a warning.
+        threads: number of clients that may start at the same time in this process. More
+            than 1 is necessary only for clients that wait for each other on their own
+            (FedTAN's channel). Barriers have their own threads.
+        torch_threads: CPU threads of torch per client. One and two threads give
+            different bits.
         seed: seed of the node ids.
 
-    Use it as a context manager, or call ``close()``.
+    Use the grid as a context manager, or call ``close()``.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class InProcessGrid(ImmediateGrid):
         seed: int = 0,
     ) -> None:
         if num_nodes < 1:
-            raise EngineError(f"num_nodes={num_nodes} must be at least 1")
+            raise EngineError(f"num_nodes={num_nodes} is not allowed: use 1 or more")
         if workers < 0:
             raise EngineError(
-                f"workers={workers} must be at least 0: 0 = no processes beside"
-                " this one"
+                f"workers={workers} is not allowed: use 0 to run clients in this"
+                " process, or a number of processes"
             )
         self._draw = numpy_generator(seed, "node-ids")
         self._run = empty_run(int(self._draw.integers(1, 2**62)))
@@ -111,12 +112,12 @@ class InProcessGrid(ImmediateGrid):
         }
         self._contexts: dict[int, Context] = {}
         self._barriers: dict[str, Barrier] = {}
-        # Of the three below: the server asks for replies while the host's threads bring
-        # them, and a node must become busy or idle in one step.
+        # The lock guards the three below. The server asks for replies while threads of
+        # the host deliver them, and a node must become busy or idle in one step.
         self._lock = threading.Lock()
-        # for each busy node, its next messages
+        # The next messages of each busy node.
         self._queues: dict[int, deque[Callable[[], None]]] = {}
-        # for each message without a reply, who is told of it
+        # For each message without a reply, the queue that receives its id on arrival.
         self._waiting: dict[str, SimpleQueue[str]] = {}
         self._ready: dict[str, Message] = {}
         self._host: OwnProcess | WorkerProcesses = OwnProcess(
@@ -129,7 +130,8 @@ class InProcessGrid(ImmediateGrid):
                 )
             except EngineError as error:
                 logger.warning(
-                    "workers=%d, and %s; clients run in the command's own process.",
+                    "workers=%d is ignored, because %s; clients run in the command's"
+                    " own process.",
                     workers,
                     error,
                 )
@@ -148,14 +150,14 @@ class InProcessGrid(ImmediateGrid):
         self.close()
 
     def close(self) -> None:
-        """Wait for the clients at work here; end worker processes; drop the rest."""
+        """Wait for clients in this process, end worker processes and drop the rest."""
         with self._lock:
             for queue in self._queues.values():
                 queue.clear()
         self._host.close()
 
     def set_run(self, run: Run) -> None:
-        """See ``Grid.set_run``; existing contexts keep their run."""
+        """See ``Grid.set_run``. Existing contexts keep their run."""
         self._run = run
 
     @property
@@ -183,13 +185,13 @@ class InProcessGrid(ImmediateGrid):
     ) -> dict[int, NodeProperties]:
         """See ``ImmediateGrid.node_properties``.
 
-        Only an app of ``client_app(num_examples=...)`` tells them.
+        Only an app made by ``client_app(num_examples=...)`` has them.
         """
         properties = {}
         app = self._client_app
         if isinstance(app, TellsProperties):
             for node_id in node_ids:
-                with suppress(Exception):  # the reply to a message says what is wrong
+                with suppress(Exception):  # the reply to a message reports the error
                     context = self._new_context(node_id)
                     properties[node_id] = app.node_properties(config, context)
         return properties
@@ -201,7 +203,7 @@ class InProcessGrid(ImmediateGrid):
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``.
 
-        A client finds it by ``transport.in_process_reducer(barrier_id)``.
+        A client gets its reducer by ``transport.in_process_reducer(barrier_id)``.
         """
         self._barriers[barrier_id] = barrier
         self._host.open_barrier(barrier_id, barrier)
@@ -216,7 +218,9 @@ class InProcessGrid(ImmediateGrid):
         return self._context(self._node_ids[partition_id])
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Start work on the messages and return their ids; see ``Grid.push_messages``.
+        """Start work on the messages and return their ids.
+
+        See ``Grid.push_messages``.
 
         Raises:
             EngineError: a message is for an unknown node.
@@ -228,19 +232,20 @@ class InProcessGrid(ImmediateGrid):
     ) -> list[str]:
         """Start work on the messages and return their ids.
 
-        The id of a message comes into the queue ``arrived`` when its reply is ready.
+        When a reply is ready, the id of its message is put into the queue ``arrived``.
         """
-        # All or none: no message is sent where one has no node.
+        # Check all nodes first, so that either all messages are sent or none.
         messages = list(messages)
         for message in messages:
             node_id = message.metadata.dst_node_id
             if node_id not in self._partition_of:
                 raise EngineError(
-                    f"no node {node_id} among the {len(self._node_ids)} of this grid"
+                    f"node {node_id} is not one of the {len(self._node_ids)} nodes of"
+                    " this grid. Use an id from get_node_ids()"
                 )
 
-        # Prepare everything first, the ids in the order of the messages: clients work
-        # beside the loop that begins, so it does little.
+        # Prepare everything first, with ids in the order of the messages. Clients work
+        # at the same time as the loop that starts them, so that loop must be short.
         message_ids = [self._new_id() for _ in messages]
         works = []
         costs = []
@@ -251,11 +256,12 @@ class InProcessGrid(ImmediateGrid):
             stamped_message = stamped(message, message_id, self._run.run_id)
             works.append(self._work(stamped_message, self._new_id()))
 
-        # Those that take much longer first, so that no process works on alone at the
-        # end; else in the given order, in which the server reads the replies.
+        # Start clients that take much longer first, so that no process is busy at the
+        # end when the others are idle. Otherwise keep the order in which the server
+        # reads the replies.
         for i in sorted(range(len(works)), key=lambda i: -costs[i]):
             node_id = messages[i].metadata.dst_node_id
-            # A node works on one message at a time, in order: it changes its context.
+            # A node works on its messages in order, because it changes its context.
             with self._lock:
                 busy = node_id in self._queues
                 if busy:
@@ -272,11 +278,13 @@ class InProcessGrid(ImmediateGrid):
         *,
         reply_to_message_ids: Iterable[str] | None = None,
     ) -> list[Message]:
-        """Return the ready replies, each only once; see ``Grid.pull_messages``.
+        """Return the ready replies, each only once.
+
+        See ``Grid.pull_messages``.
 
         Args:
-            message_ids: the messages whose replies are asked for; None = all.
-            reply_to_message_ids: the name of this argument from Flower 1.43 on.
+            message_ids: the messages whose replies are wanted. None means all.
+            reply_to_message_ids: the name of ``message_ids`` since Flower 1.43.
         """
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
         if wanted is None:
@@ -301,9 +309,9 @@ class InProcessGrid(ImmediateGrid):
     ) -> Sequence[Message]:
         """See ``ImmediateGrid.receive``.
 
-        With worker processes the server reads the first replies while they go on.
+        With worker processes, the server reads the first replies while clients work.
         """
-        # here reading would only take the clients' time
+        # In this process, reading would only take time from the clients.
         if isinstance(self._host, OwnProcess):
             return self.send_and_receive(messages, timeout=timeout)
         arrived = SimpleQueue[str]()
@@ -321,13 +329,13 @@ class InProcessGrid(ImmediateGrid):
         timeout: float | None,
     ) -> Iterator[str]:
         """Yield ids as their replies arrive, until the timeout."""
-        # whose seconds begin with the first call
+        # The time starts with the first call.
         end = None if timeout is None else time.monotonic() + timeout
         with suppress(Empty):
             for _ in message_ids:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 yield arrived.get(timeout=left)
-        # Nobody asks for a late reply: it is dropped when it comes.
+        # Nobody asks for a late reply, so it is dropped on arrival.
         with self._lock:
             for message_id in message_ids:
                 self._waiting.pop(message_id, None)
@@ -339,7 +347,7 @@ class InProcessGrid(ImmediateGrid):
         """Return the call that begins a node's work on a message."""
         node_id = message.metadata.dst_node_id
         message_id = message.metadata.message_id
-        # Now, as the barrier of a step may be closed when the message begins.
+        # Decide this now, because the step's barrier may be closed when work begins.
         member = None
         for barrier_id, barrier in self._barriers.items():
             if node_id in barrier.members:
@@ -349,29 +357,29 @@ class InProcessGrid(ImmediateGrid):
         def begin() -> None:
             try:
                 self._host.submit(Job(message, self._context(node_id), member, done))
-            except Exception as error:  # its barrier is closed, or the grid
+            except Exception as error:  # the barrier or the grid is closed
                 done(app_error(message, error), None)
 
         def done(reply: Message, context: Context | None) -> None:
-            # The node keeps what its app has changed. A context that is as new is made
-            # again when it is needed: thousands of nodes may have nothing to keep.
+            # The node keeps the changes of its app. An unchanged context is not stored,
+            # because thousands of nodes may have nothing to keep.
             if context is not None:
                 if self._is_new(node_id, context):
                     self._contexts.pop(node_id, None)
                 else:
                     self._contexts[node_id] = context
 
-            # The reply answers this message, whatever the app has written on it.
+            # The reply answers this message, even if the app has addressed another.
             set_message_id(reply, reply_id)
             if set_reply_address(reply, message):
                 logger.warning(
-                    "A mod on node %d answered another message than the one it"
+                    "A mod on node %d answered a different message than the one it"
                     " received. Flower's own engines lose such a reply, and the server"
-                    " waits for it until its timeout.",
+                    " waits for it until its timeout. Correct the mod.",
                     node_id,
                 )
 
-            # Tell who waits, and take the node's next message, or the node is idle.
+            # Notify the waiting caller. Take the node's next message, or make it idle.
             with self._lock:
                 arrived = self._waiting.pop(message_id, None)
                 if arrived:
@@ -381,7 +389,7 @@ class InProcessGrid(ImmediateGrid):
                 following = queue.popleft() if queue else None
                 if following is None:
                     del self._queues[node_id]
-            # without the lock, which its ``done`` needs
+            # Call it without the lock, because its ``done`` needs the lock.
             if following is not None:
                 following()
 
@@ -390,7 +398,7 @@ class InProcessGrid(ImmediateGrid):
     def _is_new(self, node_id: int, context: Context) -> bool:
         try:
             return not context.state and bool(context == self._new_context(node_id))
-        # a config has an array, whose comparison is not one truth value
+        # Comparing a config with an array does not give one truth value.
         except ValueError:
             return False
 
@@ -411,22 +419,22 @@ class InProcessGrid(ImmediateGrid):
 
 
 def _order_of_magnitude(seconds: float) -> int:
-    """Return the cost of a client in steps of a factor of 1.4; 0 = not known."""
-    # Smaller differences are mostly noise, and would change the order in each round.
+    """Return a client's cost in steps of a factor of 1.4, or 0 if it is unknown."""
+    # Smaller differences are mostly noise and would change the order in every round.
     if not seconds:
         return 0
     return max(0, round(2 * math.log2(seconds / _SHORTEST)))
 
 
 class _Arriving(Sequence[Message]):
-    """Replies that may still be on their way: whoever asks for one waits for it."""
+    """Replies that may not have arrived. Reading a reply waits until it is here."""
 
     def __init__(self, replies: Iterator[Message]) -> None:
         self._replies = replies
         self._here: list[Message] = []
 
     def __iter__(self) -> Iterator[Message]:
-        """Iterate over the replies as they arrive; again over those that are there."""
+        """Iterate over the replies as they arrive, and repeat those already here."""
         for i in itertools.count():
             while len(self._here) <= i:
                 try:
@@ -436,10 +444,10 @@ class _Arriving(Sequence[Message]):
             yield self._here[i]
 
     def __len__(self) -> int:
-        """Return the number of replies, all awaited."""
-        # an iterator has no length: the list of self would ask for this one
+        """Wait for all replies and return their number."""
+        # Iterators have no length, but the list of self would ask for this one.
         return len([*iter(self)])
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a reply, or those of a slice, all awaited."""
+        """Wait for all replies and return one of them, or a slice."""
         return [*iter(self)][index]

@@ -1,14 +1,14 @@
 """The link between a command and its worker processes.
 
-Values are pickled, and their large arrays lie in shared memory. That is a file in
-memory without a name: the system frees it when both processes have ended, also if they
-were killed. The file itself goes over the pipe, as a descriptor, and once: memory whose
-arrays are gone at the other end is written again. To get and free pages took most of the
-time of a large message.
+Values are pickled, except that their large arrays are in shared memory. Shared memory
+is a file in memory without a name. The system frees it when both processes have ended,
+even if they were killed. The descriptor of the file goes over the pipe once. Memory is
+reused when its arrays are gone at the other end, because getting and freeing pages took
+most of the time of a large message.
 
-Shared memory is an array of bytes here, never a memoryview. To send a received array
-again exports its buffer, and up to Python 3.12.6 the garbage collector ends the process
-by SIGSEGV if a cycle refers to a memoryview with an exported buffer
+In this module, shared memory is an array of bytes, never a memoryview. Sending a
+received array again exports its buffer. Up to Python 3.12.6, the garbage collector ends
+the process by SIGSEGV if a cycle refers to a memoryview with an exported buffer
 (python/cpython#77894). The collector does not visit arrays.
 """
 
@@ -38,23 +38,23 @@ from fedbn_flwr.compat.flower import BufferArray
 
 __all__ = ["Broadcasts", "Packed", "WorkerPipe"]
 
-_LARGE = 2**10  # bytes; smaller arrays are in the pickle
-_ALIGNED = 64  # bytes: where each array begins in shared memory
-# broadcasts; a round has two: the whole model for new clients, and what the others
-# share
+_LARGE = 2**10  # bytes; smaller arrays stay in the pickle
+_ALIGNED = 64  # bytes; each array begins at a multiple in shared memory
+# Number of broadcasts. A round has two: the whole model for new clients, and the shared
+# part for the others.
 _REMEMBERED = 3
-_MAX_BUFFERS = 512  # of one system call
-_keys = itertools.count(1)  # of pieces of shared memory
+_MAX_BUFFERS = 512  # in one system call
+_keys = itertools.count(1)  # keys of pieces of shared memory
 
 
 @dataclass
 class Packed:
-    """A pickled value, and the bytes of its large arrays.
+    """A pickled value and the bytes of its large arrays.
 
     Attributes:
         body: the pickle.
-        buffers: the bytes of large arrays, which are not copied.
-        key: number of a broadcast, whose bytes a process receives once; 0 = none.
+        buffers: the bytes of large arrays, without a copy.
+        key: number of a broadcast, or 0. A process receives a broadcast's bytes once.
         file: descriptor of the shared memory with the bytes of a broadcast.
     """
 
@@ -65,7 +65,7 @@ class Packed:
 
     @classmethod
     def of(cls, value: Any) -> Packed:
-        """Return the value, packed."""
+        """Pack a value."""
         buffers = []
 
         def in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -85,7 +85,7 @@ class Packed:
         left: list[memoryview] = []
         for buffer in self.buffers:
             left += (buffer, _PADDING[: -len(buffer) % _ALIGNED])
-        # The system may write fewer bytes than it was given, up to the middle of one.
+        # The system may write fewer bytes than it got, and stop inside a buffer.
         while left:
             written = os.writev(file, left[:_MAX_BUFFERS])
             while left and written >= len(left[0]):
@@ -105,29 +105,29 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, FlowerArray):
             return NotImplemented
-        # Flower's array holds bytes, which pickle would copy; at the other end it is a
-        # view of shared memory.
+        # Flower's array contains bytes, which pickle would copy. At the other end, the
+        # array is a view of shared memory.
         data = value.buffer if isinstance(value, BufferArray) else value.data
         buffer = pickle.PickleBuffer(data)
         return BufferArray, (value.dtype, value.shape, value.stype, buffer)
 
 
 class Broadcasts:
-    """The latest messages to many clients: their arrays are written once."""
+    """The latest messages to many clients. Their arrays are written only once."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[tuple[int, ...], Packed] = OrderedDict()
         self._lock = threading.Lock()
 
     def pack(self, value: Any) -> Packed:
-        """Return the value, packed as a broadcast."""
+        """Pack a value as a broadcast."""
         packed = Packed.of(value)
         if not packed.buffers:
             return packed
-        # Messages of one broadcast have the same arrays, so they are the same objects.
-        # The remembered buffers keep them alive, or their ids would be given again.
+        # All messages of one broadcast contain the same array objects. The remembered
+        # buffers keep the objects alive, because otherwise their ids would be reused.
         same = tuple(id(buffer.obj) for buffer in packed.buffers)
-        # The lock also keeps the file open until its descriptor is copied.
+        # The lock also keeps the file open until its descriptor has been copied.
         with self._lock:
             if same not in self._files:
                 packed.file = packed.write()
@@ -147,18 +147,19 @@ class Broadcasts:
 
 
 class _Memory:
-    """Shared memory that this end writes, and writes again when it is free."""
+    """Shared memory that this end writes, and reuses when it is free."""
 
     def __init__(self) -> None:
         self._places: dict[int, Array] = {}
         self._free: dict[int, list[int]] = {}  # keys by length
 
     def write(self, packed: Packed) -> tuple[int, list[int]]:
-        """Write the buffers; return the key of their place, and its descriptor if the
-        other end has not got it.
+        """Write the buffers, and return the key of their memory.
+
+        Also return its descriptor if the other end does not have it.
         """
         sizes = [len(buffer) for buffer in packed.buffers]
-        # All sizes with so many bits fit; of the rest no page is ever taken.
+        # All sizes of this bit length fit; unused pages never take memory.
         length = 1 << sum(size + _ALIGNED for size in sizes).bit_length()
         free = self._free.setdefault(length, [])
         if free:
@@ -174,37 +175,37 @@ class _Memory:
         return key, [file]
 
     def free(self, keys: Iterable[int]) -> None:
-        """Take places back: the other end has no arrays there any more."""
+        """Take back memory in which the other end has no arrays any more."""
         for key in keys:
             self._free[len(self._places[key])].append(key)
 
 
 @dataclass
 class WorkerPipe:
-    """One end of a pipe. Any thread may send; one thread receives."""
+    """One end of a pipe. Any thread may send, but only one receives."""
 
     pipe: Connection
-    pid: int = 0  # of the process at the other end
+    pid: int = 0  # process at the other end
     _sent: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _received: OrderedDict[int, Array] = field(default_factory=OrderedDict)
     _memory: _Memory = field(default_factory=_Memory)
-    # the other end's memory, and the keys of places whose arrays are gone here
+    # Memory of the other end, and keys of memory whose arrays are gone at this end.
     _others: dict[int, Array] = field(default_factory=dict)
     _unused: deque[int] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, head: Any, *values: Packed) -> None:
-        """Send a small value and packed ones, without the bytes that the other end has.
+        """Send a small value and packed values, without bytes that the other end has.
 
         Raises:
             OSError: the other end is closed.
         """
-        # A message and its descriptors follow each other, as the receiver reads them.
+        # Keep a message and its descriptors together, in the order of the receiver.
         with self._lock:
             files: list[int] = []
             about = []
             try:
-                # What the other end needs to put each value together.
+                # Collect the information for reassembling each value.
                 for packed in values:
                     key, new = self._placed(packed)
                     files += new
@@ -215,8 +216,8 @@ class WorkerPipe:
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
-                # The other end has descriptors of its own. Also those of broadcasts
-                # that were not sent again.
+                # The other end has its own descriptors. Close ours, including those of
+                # broadcasts that were not sent again.
                 for file in {*files} | {packed.file for packed in values if packed.key}:
                     os.close(file)
             for packed in values:
@@ -224,8 +225,9 @@ class WorkerPipe:
                     _save(self._sent, packed.key, None)
 
     def _placed(self, packed: Packed) -> tuple[int, list[int]]:
-        """Return the key of the memory with a value's bytes, 0 = none, and its
-        descriptor if the other end has not got it.
+        """Return the key of the memory with a value's bytes, or 0 without bytes.
+
+        Also return its descriptor if the other end does not have it.
         """
         if not packed.buffers:
             return 0, []
@@ -234,7 +236,7 @@ class WorkerPipe:
         return self._memory.write(packed)
 
     def receive(self) -> tuple[Any, list[Any]]:
-        """Return the next small value and the unpacked ones.
+        """Return the next small value and the unpacked values.
 
         Raises:
             EOFError: the other end is closed.
@@ -242,7 +244,7 @@ class WorkerPipe:
         head, about, unused = pickle.loads(self.pipe.recv_bytes())
         values = []
         for body, sizes, key, new, broadcast in about:
-            # The large arrays are views of the shared memory: they are never copied.
+            # The large arrays are views of the shared memory and are never copied.
             known = self._received if broadcast else self._others
             memory = _NOTHING
             if new:
@@ -261,25 +263,25 @@ class WorkerPipe:
         return head, values
 
     def _until_unused(self, key: int) -> Array:
-        """Return the other end's memory. When its last view is gone, it is free again."""
-        # All views keep this array alive, and nothing else does. It is not a view of
-        # the other array: NumPy would make that one the base of its views.
+        """Return the other end's memory, to be freed when its last view is gone."""
+        # Only its views keep this array alive. It must not be a view of the other
+        # array, because NumPy would make the other array the base of all views.
         array = np.frombuffer(self._others[key].data, np.uint8)
         weakref.finalize(array, self._unused.append, key).atexit = False
         return array
 
     def close(self) -> None:
-        """End the link: whoever receives, at either end, gets EOFError."""
-        # Closing the descriptor would not wake up a thread of this process that reads.
+        """End the link, so that receivers at both ends get EOFError."""
+        # Closing the descriptor would not wake up a reading thread of this process.
         with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
-        # What a reply still needs stays with its arrays.
+        # The memory of a reply in use stays alive with its arrays.
         self._others.clear()
 
 
 def _save(known: OrderedDict[int, Any], key: int, value: Any) -> None:
-    """Save a broadcast, and forget the oldest one."""
-    # Both ends do this in the order of sending, so they forget the same ones.
+    """Save a broadcast and forget the oldest broadcast."""
+    # Both ends do this in the order of sending, so they forget the same broadcasts.
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED:
@@ -298,8 +300,8 @@ def _slices(memory: Array, sizes: Sequence[int]) -> list[Array]:
 
 def _mapped(file: int) -> Array:
     """Return the file's bytes and close the descriptor."""
-    # Closed, as a process may have some thousand open files, and a server that keeps
-    # its replies would need one for each. torch ends the mapping with the last array.
+    # Close it, because a process may have only some thousand open files, and a server
+    # that keeps its replies would need one for each. torch unmaps with the last array.
     try:
         size = os.fstat(file).st_size
         mapped = torch.from_file(

@@ -1,8 +1,8 @@
-"""Temporary folders, which the next command removes if their process was killed.
+"""Temporary folders, removed by the next command if their process was killed.
 
-A SIGKILL leaves the folder and the processes that work with it: a SuperLink for ever.
-Each folder has a file that its process keeps locked, so those of a living process, and
-of others, stay.
+A SIGKILL leaves behind the folder and the processes that use it, such as a SuperLink
+that never ends. The process of a folder keeps a file in it locked. Therefore folders of
+running processes and of other programs are not removed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 __all__ = ["own_folder", "remove_dead"]
 
 _PREFIX = "fedbn-flwr-"
-_MARKER = "fedbn-flwr"  # the file by which a folder of ours is told
+_MARKER = "fedbn-flwr"  # file that marks a folder as ours
 
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Return a temporary folder for the block; remove those of killed processes."""
+    """Return a temporary folder for the block, and remove abandoned ones."""
     remove_dead()
     with tempfile.TemporaryDirectory(
         prefix=_PREFIX, ignore_cleanup_errors=True
@@ -32,8 +32,8 @@ def own_folder() -> Iterator[str]:
         new, marker = Path(folder, "new"), Path(folder, _MARKER)
         handle = os.open(new, os.O_WRONLY | os.O_CREAT)
         try:
-            # Until this process ends, in whatever way. The file has its name after the
-            # lock: an unlocked one would look like that of a killed process.
+            # The lock lasts until the process ends in any way. The file gets its name
+            # after the lock, because an unlocked one would look abandoned.
             fcntl.flock(handle, fcntl.LOCK_EX)
             new.rename(marker)
             yield folder
@@ -42,9 +42,9 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_dead() -> None:
-    """Remove the folders whose process was killed; end the processes that it left."""
+    """Remove the folders of killed processes, and end the processes that they left."""
     for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
-        with suppress(OSError):  # it is in use, another user's, or gone
+        with suppress(OSError):  # the folder is in use, another user's, or gone
             handle = os.open(marker, os.O_WRONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,11 +55,11 @@ def remove_dead() -> None:
 
 
 def _end_processes(folder: Path) -> None:
-    """Kill this user's processes that name this folder; none without /proc."""
-    # Ray's have a path in it as an argument, Flower's have it as their home.
+    """Kill this user's processes that use the folder, if the system has /proc."""
+    # Ray's processes have a path in the folder as argument, Flower's have it as home.
     path, home = f"{folder}/".encode(), f"FLWR_HOME={folder}".encode()
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             named = path in (process / "cmdline").read_bytes()
             if named or home in (process / "environ").read_bytes().split(b"\0"):
                 os.kill(int(process.name), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A worker process: it works on the clients that the command sends, see ``workers``."""
+"""A worker process. It works on the clients that the command sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedbn_flwr.transport import Reducer
 __all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "end_with_the_command", "serve"]
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
-_MOST_MEMBERS = 2**20  # threads begin when there is work for them
+_MOST_MEMBERS = 2**20  # upper limit; threads start only when there is work
 
 
 def serve(
@@ -42,18 +42,18 @@ def serve(
     torch_threads: int,
     run_id: int,
 ) -> None:
-    """Work on the messages that come over the pipe until it ends; end the process."""
+    """Work on messages from the pipe until it ends, then end the process."""
     code = 1
     try:
         _serve(pipe, inherited, app, torch_threads, run_id)
-    except (EOFError, ConnectionError):  # the command has closed the link, or has ended
+    except (EOFError, ConnectionError):  # the command closed the link or has ended
         code = 0
-    except BaseException:  # the command hears of it by the end of this process
+    except BaseException:  # the command notices the end of this process
         traceback.print_exc()
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # members' threads may wait for ever
+    os._exit(code)  # the threads of members may wait for ever
 
 
 def _serve(
@@ -63,8 +63,9 @@ def _serve(
     torch_threads: int,
     run_id: int,
 ) -> None:
-    # Be a process of its own: no inherited ends of pipes, or this process would not see
-    # that the command has ended; no signals to the group, as the command ends this one.
+    # Separate this process from the command. It must close inherited ends of pipes, or
+    # it would not notice that the command has ended. It ignores signals to the process
+    # group, because the command ends this process itself.
     begin_fork()
     for other in inherited:
         other.close()
@@ -72,7 +73,7 @@ def _serve(
         signal.signal(kind, signal.SIG_IGN)
     threading.Thread(target=end_with_the_command, daemon=True).start()
 
-    # What a client finds here: torch's threads, the run's id, the app.
+    # Prepare the environment of a client: torch's threads, the run's id, the app.
     torch.set_num_threads(torch_threads)
     keep_freed_memory()
     identify_process(run_id)
@@ -95,10 +96,11 @@ def _serve(
 
 
 def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> None:
-    """Take what the command sends: answers for members, jobs and the end for the inbox.
+    """Receive messages of the command until the link ends.
 
-    It also reads while a client works. Otherwise a reply and the next job could each fill
-    its direction of the pipe, and both processes would wait for ever.
+    Answers go to the members, jobs and the end of the link go to the inbox. The thread
+    also reads while a client works. Otherwise a reply and the next job could each fill
+    one direction of the pipe, and both processes would wait for ever.
     """
     while True:
         try:
@@ -111,7 +113,7 @@ def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> No
             members.take(detail)
         else:
             inbox.put(received)
-        # or this thread would keep the memory of a message until the next one
+        # Otherwise this thread would keep the memory of a message until the next one.
         del received
 
 
@@ -123,21 +125,21 @@ def _reply(
     context: Context,
     reducers: Mapping[str, Reducer],
 ) -> None:
-    """Work on a message and send the reply, the context and the seconds it took."""
+    """Work on a message, and send the reply, the context and the elapsed seconds."""
     begun = time.monotonic()
     try:
         done = [Packed.of(value) for value in work(app, message, context, reducers)]
-    except Exception as error:  # what the app has put into its reply cannot be pickled
+    except Exception as error:  # the app's reply contains an object without a pickle
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
-    # a command that was killed; this process ends, too
+    # The command was killed, so this process ends as well.
     with suppress(ConnectionError):
-        # Reply and context apart, so that a kept part does not hold the memory of the
-        # whole reply.
+        # Send reply and context apart, so that keeping one of them does not keep the
+        # memory of both.
         link.send((DONE, number, time.monotonic() - begun), *done)
 
 
 class _Members:
-    """The members of a step in this process, one thread each, computing in turns."""
+    """The members of a step in this process, in one thread each, working in turns."""
 
     def __init__(self, torch_threads: int) -> None:
         self._reducers: dict[int, _RemoteReducer] = {}
@@ -161,7 +163,7 @@ class _Members:
         def reply() -> None:
             try:
                 _reply(link, number, app, message, context, {barrier_id: reducer})
-            # as in the main thread: the command hears of it by the end of this process
+            # As in the main thread, the command notices the end of this process.
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -169,7 +171,7 @@ class _Members:
         self._threads.submit(reply)
 
     def take(self, outcomes: Mapping[int, Any]) -> None:
-        """Give members the outcomes of their calls, by node id."""
+        """Give the members the results of their calls, by node id."""
         for node_id, outcome in outcomes.items():
             self._reducers[node_id].outcomes.put(outcome)
 
@@ -188,7 +190,7 @@ class _RemoteReducer:
         return int(union)
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        # As an array: a tensor's pickle takes nine times as long.
+        # Send an array, because pickling a tensor takes nine times as long.
         array = tensor.detach().cpu().numpy()
         return torch.from_numpy(self._call("send", self._attempt, tag, array))
 
@@ -196,9 +198,9 @@ class _RemoteReducer:
         self._call("close")
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Do a call at the barrier in the command's process; wait for the outcome."""
+        """Make a call at the barrier in the command's process, and return its result."""
         self._link.send((CALL, *self._job, method, args))
-        # Without its turn: the other members in this process have to send theirs.
+        # Pass on the turn, so that the other members can send their calls.
         with interrupted():
             outcome = self.outcomes.get()
         if isinstance(outcome, BaseException):
@@ -207,7 +209,7 @@ class _RemoteReducer:
 
 
 def end_with_the_command() -> None:
-    """End this process when the command has ended, also in a client's work."""
+    """End this process after the command has ended, even during a client's work."""
     command = multiprocessing.parent_process()
     if command is not None:
         wait([command.sentinel])

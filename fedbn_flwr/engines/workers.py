@@ -1,11 +1,11 @@
-"""Clients in worker processes: a host of ``InProcessGrid`` for several cores.
+"""Clients in worker processes, as a host of ``InProcessGrid`` for several cores.
 
-Each process works on one client after the other. In a synchronised step all its members
-are begun, and one of them computes while the others wait for the answer of the barrier,
-which is in the command's process. No process outlives the command.
+Each process works on one client at a time. In a synchronised step all its members have
+started. One of them computes while the others wait for the answer of the barrier in the
+command's process. No process outlives the command.
 
-A process that dies ends its pipe. Its thread here (``_receive``) notices that, and
-``_replace`` gives its clients error replies and starts another process in its place.
+The death of a process ends its pipe. The receiving thread (``_receive``) notices this.
+``_replace`` then gives error replies for its clients and starts another process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SECONDS_TO_END = 5.0
 
 
 def _pickled(app: ClientApp) -> bytes:
-    """Return the app for a process that is no fork of this one.
+    """Return the pickled app for a process that is not a fork of this one.
 
     Raises:
         ConfigError: cloudpickle is not installed.
@@ -57,8 +57,8 @@ def _pickled(app: ClientApp) -> bytes:
         pickled: bytes = cloudpickle.dumps(app)
     except Exception as error:  # pickling runs user code
         raise EngineError(
-            f"the ClientApp cannot be sent to a process: {type(error).__name__}:"
-            f" {error}"
+            f"the ClientApp cannot be pickled for another process:"
+            f" {type(error).__name__}: {error}"
         ) from error
     return pickled
 
@@ -66,23 +66,23 @@ def _pickled(app: ClientApp) -> bytes:
 class WorkerProcesses:
     """Runs clients in ``count`` processes.
 
-    Where it is safe the processes are forks of this one: they start at once, share its
-    data, and a script's closures need not be pickled. On CUDA and with several torch
-    threads they are new processes, which get the app by cloudpickle.
+    If it is safe, the processes are forks of this one. Forks start quickly, share its
+    data, and do not pickle a script's closures. With CUDA or several torch threads, the
+    processes are new and get the app by cloudpickle.
 
     Args:
         app: the app of every node.
         torch_threads: CPU threads of torch in each process.
         count: number of processes.
-        run_id: the run, for Flower's messages.
+        run_id: id of the run, for Flower's messages.
 
     Attributes:
-        seconds: what the last message of a node took in its process, by node id and
+        seconds: time for the last message of a node in its process, by node id and
             message type.
 
     Raises:
         EngineError: the system is not Linux, the app cannot be sent to a new process,
-            or none can be started.
+            or no process can be started.
     """
 
     def __init__(
@@ -90,18 +90,19 @@ class WorkerProcesses:
     ) -> None:
         if sys.platform != "linux":
             raise EngineError(
-                f"worker processes share memory in a way that {sys.platform} does not"
-                " have"
+                f"worker processes need a kind of shared memory that {sys.platform}"
+                " does not have"
             )
-        # In a fork the thread pools of torch hang, and CUDA refuses to work.
+        # In a fork, torch's thread pools hang and CUDA refuses to work.
         fork = torch_threads == 1 and not torch.cuda.is_available()
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)
         self._app = app
         self._pickled = b"" if fork else _pickled(app)
-        # Of ``_jobs``, ``_workers`` and each worker's jobs. Nothing is sent while it is
-        # held: a full pipe waits for a process that waits to hand its reply to us.
+        # The lock guards ``_jobs``, ``_workers`` and each worker's jobs. Do not send
+        # under the lock. A full pipe waits for its process, and the process may wait
+        # until we receive its reply.
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._broadcasts = Broadcasts()
@@ -110,8 +111,8 @@ class WorkerProcesses:
         self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
         self._threads: list[threading.Thread] = []
-        # At the end of the command, before multiprocessing waits for its processes. The
-        # call has the lists, not ``self``, which it would keep alive.
+        # Run this at the end of the command, before multiprocessing waits for its
+        # processes. The call gets the lists, because ``self`` would keep it alive.
         self._end = Finalize(
             self,
             _end_all,
@@ -128,10 +129,10 @@ class WorkerProcesses:
             ) from error
 
     def submit(self, job: Job) -> None:
-        """Begin a job when a process is free; a member of a step at once."""
+        """Begin a job when a process is free, or immediately for a member of a step."""
         with self._lock:
             if job.member:
-                # the others of its step wait for it at the barrier
+                # The other members of its step wait for it at the barrier.
                 worker = self._for_member(job.member.barrier_id)
             else:
                 idle = (w for w in self._workers if not w.jobs and not w.gone)
@@ -147,12 +148,12 @@ class WorkerProcesses:
             _fail(job, "no worker process is left")
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """Answer the members of a synchronised step."""
+        """Start to answer the members of a synchronised step."""
         self._barriers[barrier_id] = barrier
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the step; the process of a member that hangs is ended in a while."""
-        # from now on a member that calls is told that the step is over
+        """End the step, and later the processes of members that hang."""
+        # From now on, members that call get the answer that the step is over.
         barrier = self._barriers.pop(barrier_id)
         if self._with_member_of(barrier_id):
             timer = threading.Timer(barrier.timeout, self._end_hanging, (barrier_id,))
@@ -167,7 +168,7 @@ class WorkerProcesses:
 
     def _end_hanging(self, barrier_id: str) -> None:
         """End the processes that still have a member of a step that is over."""
-        # The member has the turn of its process, for which all later clients wait.
+        # The member has the turn of its process, so all later clients wait for it.
         for worker in self._with_member_of(barrier_id):
             logger.error(
                 "worker process %d hangs in a synchronised step that is over",
@@ -176,9 +177,9 @@ class WorkerProcesses:
             worker.process.kill()
 
     def close(self) -> None:
-        """End the processes; the jobs that they work on fail."""
+        """End the processes and fail their unfinished jobs."""
         self._end()
-        # After the end: until then a reply may arrive, and each job is done once.
+        # Do this after the end, because a late reply would finish a job twice.
         with self._lock:
             left = list(self._jobs)
             self._jobs.clear()
@@ -190,8 +191,8 @@ class WorkerProcesses:
         self._broadcasts.close()
 
     def _for_member(self, barrier_id: str) -> _Worker | None:
-        """Return the process for a new member: the one with the fewest jobs."""
-        # Without other jobs if possible: a member that hangs takes those along.
+        """Return the process for a new member, with the fewest jobs."""
+        # Prefer a process without other jobs, which a hanging member would delay.
         alive = [w for w in self._workers if not w.gone] or self._workers
         free = [worker for worker in alive if all(worker.works_for(barrier_id))]
         return min(free or alive, key=lambda worker: len(worker.jobs), default=None)
@@ -206,12 +207,12 @@ class WorkerProcesses:
                 Packed.of(job.context),
             )
         except ConnectionError:
-            # The process has died, and ``_replace`` fails the job.
+            # The process has died, so ``_replace`` fails the job.
             return
-        except Exception as error:  # it cannot be pickled, or there is no room for it
+        except Exception as error:  # it cannot be pickled, or memory is full
             with self._lock:
                 known = worker.jobs.pop(number, None)
-            # else ``_replace`` or ``close`` has failed it meanwhile
+            # If it is unknown, ``_replace`` or ``close`` has already failed it.
             if known:
                 _fail(
                     job,
@@ -221,12 +222,12 @@ class WorkerProcesses:
                 self._feed(worker)
 
     def _feed(self, worker: _Worker) -> None:
-        """Give a process its next job, and one in advance while there are many."""
+        """Give a process its next job, and one in advance if there are many."""
         sent = []
         with self._lock:
             while self._jobs and not worker.gone:
-                # A second job spares the pause until the next is sent. While few are
-                # left it would wait here although another process is idle.
+                # A second job avoids a pause until the next job is sent. If only few
+                # are left, it would wait here although another process is idle.
                 most = 2 if len(self._jobs) > len(self._workers) else 1
                 if len(worker.jobs) >= most:
                     break
@@ -236,18 +237,18 @@ class WorkerProcesses:
             self._send(worker, number, job)
 
     def _start(self) -> _Worker:
-        """Start a process, and the thread that receives what it sends."""
+        """Start a process and the thread that receives its messages."""
         ours, others = multiprocessing.Pipe()
-        # A fork has our ends of all pipes, and closes them: a pipe ends with its last
-        # copy, and a process must see that the command has ended.
+        # A fork inherits our ends of all pipes and must close them. A pipe ends only
+        # with its last copy, and a process must notice the end of the command.
         inherited = []
         theirs = [others]
         app: ClientApp | Connection = self._app
         if self._pickled:
             app, source = multiprocessing.Pipe(duplex=False)
             theirs.append(app)
-            # A start would wait until the process has imported all that it needs and
-            # reads the app. So the next one starts meanwhile.
+            # Starting it would wait until the process has imported everything and reads
+            # the app. In a thread, the next process can start meanwhile.
             threading.Thread(
                 target=_hand_over, args=(source, self._pickled), daemon=True
             ).start()
@@ -260,12 +261,12 @@ class WorkerProcesses:
         )
         with forking():
             process.start()
-        # or the pipe would not end here when the process dies
+        # Otherwise the pipe would not end here when the process dies.
         for end in theirs:
             end.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
-        # A daemon, because at the end of a command Python waits for other threads before
-        # it calls ``_end_all``.
+        # It is a daemon, because at the end of a command, Python waits for all other
+        # threads before it calls ``_end_all``.
         thread = threading.Thread(
             target=self._receive, args=(worker,), name="worker", daemon=True
         )
@@ -274,11 +275,11 @@ class WorkerProcesses:
         return worker
 
     def _receive(self, worker: _Worker) -> None:
-        """Take what a process sends, until it ends; then replace it."""
+        """Receive the messages of a process until it ends, then replace it."""
         while True:
             try:
                 (kind, number, *call), values = worker.link.receive()
-            except Exception:  # it has ended, or sent what cannot be read
+            except Exception:  # the process has ended, or its message is unreadable
                 self._replace(worker)
                 return
             if kind == READY:
@@ -288,13 +289,13 @@ class WorkerProcesses:
             else:
                 with self._lock:
                     job = worker.jobs.pop(number, None)
-                # Before the reply: the process works while the server reads it.
+                # Do this before the reply, so the process works while the server reads.
                 self._feed(worker)
-                # none: the grid was closed, which has failed the job
+                # Without a job, the grid was closed and has failed the job.
                 if job:
                     self.seconds[work_of(job.message)] = call[0]
                     _end(job, values)
-                # or this thread would hold the memory of the reply until the next one
+                # Otherwise this thread would keep the memory of the reply meanwhile.
                 del job, values
 
     def _call(
@@ -305,18 +306,18 @@ class WorkerProcesses:
         method: str,
         args: tuple[Any, ...],
     ) -> None:
-        """Do a member's call at its barrier, and answer it."""
+        """Make a member's call at its barrier, and answer it."""
         barrier = None
         job = worker.jobs.get(number)
-        # no job: the grid was closed
+        # Without a job, the grid was closed.
         if job and job.member:
             barrier = self._barriers.get(job.member.barrier_id)
         try:
             if barrier is None:
                 raise Dropped("the synchronised step is over")
             if method == "send":
-                # Answered when the exchange is over: this thread has to take what the
-                # other members in the process send.
+                # The answer follows after the exchange, because this thread has to
+                # receive the calls of other members in the process.
                 attempt, tag, array = args
                 tensor = torch.from_numpy(array)
                 barrier.send(node_id, attempt, tag, tensor, worker.answer)
@@ -324,17 +325,17 @@ class WorkerProcesses:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
         except (Dropped, RetryStep) as error:
             worker.answer({node_id: error})
-        except Exception as error:  # it may be one that cannot travel
+        except Exception as error:  # perhaps one that cannot be pickled
             worker.answer({node_id: EngineError(f"{type(error).__name__}: {error}")})
 
     def _replace(self, worker: _Worker) -> None:
-        """Give the clients of a process that died error replies; start another one."""
-        # No further job goes to it.
+        """Replace a process that died, after error replies for its clients."""
+        # It gets no further jobs.
         with self._lock:
             worker.gone = True
         worker.link.pipe.close()
 
-        # Wait for its exit code. One that has only lost its pipe is killed.
+        # Wait for its exit code, and kill it if it has only lost its pipe.
         worker.process.join(_SECONDS_TO_END)
         worker.process.kill()
         worker.process.join()
@@ -342,11 +343,11 @@ class WorkerProcesses:
 
         fresh = None
         with self._lock:
-            # ``close`` has ended the process, and fails the jobs itself.
+            # After ``close``, which has ended the process and fails the jobs itself.
             if self._closed.is_set():
                 return
 
-            # Start another one, unless it would die in the same way, and so on.
+            # Start another process, unless it would also die at its start.
             self._workers.remove(worker)
             if worker.ready:
                 try:
@@ -354,29 +355,29 @@ class WorkerProcesses:
                     self._workers.append(fresh)
                 except Exception as error:
                     why += (
-                        f", and no other can be started: {type(error).__name__}:"
+                        f", and another one cannot be started: {type(error).__name__}:"
                         f" {error}"
                     )
             else:
                 why += (
-                    ", before it could work (a script with workers begins with `if"
-                    " __name__ == '__main__':`)"
+                    ", before it could work. A script with workers must begin with `if"
+                    " __name__ == '__main__':`"
                 )
 
-            # The members of a step have all begun. Of other clients only the first one
-            # has; the next one waited for its turn, and waits again for a process.
+            # All members of a step have started. Without a step, only the first client
+            # has. The second waited for its turn and now waits for another process.
             lost = list(worker.jobs.values())
             worker.jobs.clear()
             if not any(job.member for job in lost):
                 self._jobs.extendleft(reversed(lost[1:]))
                 lost = lost[:1]
-            # Without a process nobody would take the jobs that wait.
+            # Without any process, nobody would take the waiting jobs.
             stranded = []
             if not self._workers:
                 stranded = list(self._jobs)
                 self._jobs.clear()
 
-        # Say it once for all, and to each client in its reply.
+        # Log it once for all clients, and report it in each client's reply.
         if not fresh:
             logger.error("%s; %d worker processes are left", why, len(self._workers))
         if lost:
@@ -384,44 +385,44 @@ class WorkerProcesses:
                 str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost
             )
             logger.error(
-                "%s; its clients count as failed (partition %s), and the run goes on.",
+                "%s; its clients count as failed (partition %s). The run continues.",
                 why,
                 partitions,
             )
         for job in [*lost, *stranded]:
             _fail(job, why)
-        # A job that came back goes to the new process, or to one that is idle.
+        # A job that was returned goes to the new process, or to an idle one.
         for other in [fresh] if fresh else list(self._workers):
             self._feed(other)
 
 
 def _hand_over(source: Connection, pickled: bytes) -> None:
-    """Send the app to a process that starts."""
-    # one that died before it has read is replaced by the thread of its link
+    """Send the app to a process that is starting."""
+    # If the process dies before reading it, the thread of its link replaces it.
     with suppress(OSError), source:
         source.send_bytes(pickled)
 
 
 def _end(job: Job, values: list[Any]) -> None:
-    """Give a job its reply and context, or an error reply if they cannot be taken."""
+    """Give a job its reply and context, or an error reply if they are unusable."""
     try:
         job.done(*values)
     except Exception as error:
-        _fail(job, f"the reply could not be taken: {type(error).__name__}: {error}")
+        _fail(job, f"the reply could not be used: {type(error).__name__}: {error}")
 
 
 def _fail(job: Job, why: str) -> None:
-    """Give a job an error reply; the client's context stays as it was."""
+    """Give a job an error reply, without a change to the client's context."""
     job.done(app_error(job.message, EngineError(why)), None)
 
 
 @dataclass
 class _Worker:
-    """A process, the link to it, and the jobs that it works on by number.
+    """A process, the link to it, and its current jobs by number.
 
     Attributes:
-        ready: it has begun to receive.
-        gone: it has ended, and gets no further jobs.
+        ready: whether it has started to receive.
+        gone: whether it has ended, so that it gets no further jobs.
     """
 
     process: BaseProcess
@@ -431,21 +432,21 @@ class _Worker:
     gone: bool = False
 
     def reserve(self, job: Job) -> int:
-        """Return the number of a new job."""
+        """Register a new job and return its number."""
         number = next(_numbers)
         self.jobs[number] = job
         return number
 
     def works_for(self, barrier_id: str) -> list[bool]:
-        """Return, for each of its jobs, whether it is a member of this barrier."""
+        """Return for each job whether it is a member of this barrier."""
         return [
             job.member is not None and job.member.barrier_id == barrier_id
             for job in self.jobs.values()
         ]
 
     def answer(self, outcomes: Mapping[int, Any]) -> None:
-        """Send the results of members' calls by node id, or the exceptions."""
-        # One array for one tensor, which most members share: pickle sends it once.
+        """Send the results or exceptions of members' calls, by node id."""
+        # Share one array per tensor, because pickle then sends it only once.
         arrays: dict[int, Any] = {}
         answers = {}
         for node_id, outcome in outcomes.items():
@@ -465,11 +466,12 @@ def _end_all(
     closed: threading.Event,
     lock: threading.Lock,
 ) -> None:
-    """End the processes: idle ones by the end of their link, busy ones by a signal.
-    Then wait for the threads that received from them.
+    """End the processes, then wait for the threads that received from them.
+
+    Idle processes end with their link, busy processes by a signal.
     """
     with lock:
-        closed.set()  # so that none is replaced
+        closed.set()  # prevents replacements
         workers = list(current)
     for worker in workers:
         if worker.jobs:
@@ -480,9 +482,9 @@ def _end_all(
         if worker.process.exitcode is None:
             worker.process.kill()
             worker.process.join()
-    # A thread that frees a tensor while the interpreter ends aborts the process: torch
-    # takes the GIL again, which Python answers with the end of the thread, in a function
-    # of C++ that no exception may leave.
+    # A thread that frees a tensor while the interpreter ends would abort the process.
+    # torch takes the GIL again, and Python then ends the thread. This happens inside a
+    # C++ function that no exception may leave.
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()

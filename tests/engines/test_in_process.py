@@ -94,7 +94,9 @@ def test_nodes_have_the_same_ids_and_contexts_as_in_flower(open_grid) -> None:
         assert context.run_config == {"x": 1}
     assert list(open_grid(num_nodes=5, seed=1).get_node_ids()) != ids
     assert list(open_grid(num_nodes=5).get_node_ids()) == ids
-    with pytest.raises(EngineError, match=r"^num_nodes=0 must be at least 1$"):
+    with pytest.raises(
+        EngineError, match=r"^num_nodes=0 is not allowed: use 1 or more$"
+    ):
         open_grid(num_nodes=0)
 
 
@@ -160,7 +162,7 @@ def test_create_message_and_unknown_nodes(open_grid) -> None:
     grid = open_grid()
     message = grid.create_message(RecordDict(), MessageType.QUERY, 12345, "g", 9.0)
     assert (message.metadata.group_id, message.metadata.ttl) == ("g", 9.0)
-    with pytest.raises(EngineError, match=r"^no node 12345 among the 3 of this grid$"):
+    with pytest.raises(EngineError, match=r"^node 12345 is not one of the 3 nodes of this grid$"):
         grid.push_messages([message])
 
 
