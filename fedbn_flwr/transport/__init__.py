@@ -1,19 +1,20 @@
-"""How the exchanges of a synchronised step travel between the clients of a round.
+"""The exchanges of a synchronised step between the clients of a round.
 
-``transports`` has the mapping ``TRANSPORTS``: a new transport is a file here and a line
-there. A client calls ``reduce(tag, tensor)`` of a ``Reducer``. The answer comes from a
-barrier in this process, over gRPC, or from a log of earlier answers. In reading order:
+``transports`` has the mapping ``TRANSPORTS``. A new transport is a new file here and a
+line in this mapping. A client calls ``reduce(tag, tensor)`` of a ``Reducer``. The
+answer comes from a barrier in this process, over gRPC, or from a log of earlier
+answers. In reading order:
 
-- ``through_user_code``: ``Reducer``, and how it gets past a user's training code.
+- ``through_user_code``: ``Reducer``, and its way past a user's training code.
 - ``transports``: the transports by name, and a client's choice of its reducer.
-- ``step_transport``: what they share: ``Transport``, limits, a step's result.
-- ``barrier``: collects a tensor from each client, and answers all.
-- ``step_by_barrier``: a step whose clients meet there, as in one process.
-- ``step_by_channel``: "channel", a step whose clients reach the barrier by gRPC;
-  ``channel_frame``: a call and its reply as bytes; ``channel_server``: the port;
-  ``grpc_channel``: the client's end.
-- ``step_by_messages``: "messages", a step by Flower's messages; ``replay``: the
-  client's step, run again with the answers so far.
+- ``step_transport``: the shared parts, which are ``Transport``, limits and a step's result.
+- ``barrier``: collects a tensor from each client and answers all clients.
+- ``step_by_barrier``: a step whose clients meet at the barrier, such as in one process.
+- ``step_by_channel``: the transport "channel", a step whose clients reach the barrier
+  by gRPC. ``channel_frame`` encodes a call and its reply as bytes, ``channel_server``
+  opens the port, and ``grpc_channel`` is the client's end.
+- ``step_by_messages``: the transport "messages", a step by Flower's messages.
+  ``replay`` runs the client's step again with the answers so far.
 - ``polling_grid``: messages through Flower's Grid without its pauses.
 """
 

@@ -1,9 +1,9 @@
-"""A barrier that reduces: a tensor from every client, one answer to all of them.
+"""A barrier that reduces the tensors of all clients to one answer for all of them.
 
-In process the clients' own threads wait here. For members behind the gRPC channel and
-in worker processes nobody waits: the answer is sent to them. A member that leaves,
-stalls or sends an unusable tensor is dropped, and the others repeat the step, so the
-step stays exact.
+In one process, the clients' own threads wait here. For members behind the gRPC channel
+and in worker processes, no thread waits; the answer is sent to them. A member that
+leaves, stalls or sends an unusable tensor is dropped. The others repeat the step, so it
+stays exact.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
     "odd_ones",
 ]
 
-TaggedTensor = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
+TaggedTensor = tuple[str, Tensor]  # the tag of an exchange and a client's tensor
 Outcome = Tensor | Dropped | RetryStep
-"""Of an exchange, for one member: the answer, or what its ``reduce`` raises."""
+"""The outcome of an exchange for a member: an answer, or an exception of ``reduce``."""
 
 Then = Callable[[Mapping[int, Outcome]], None]
-"""``then(outcomes)``, by node id."""
+"""A function ``then(outcomes)`` that receives outcomes by node id."""
 
-LOOK = 1.0  # seconds between two looks at the clock while somebody waits
+LOOK = 1.0  # seconds between two checks of the clock while somebody waits
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Member:
     """A client of the round.
 
     Attributes:
-        weight: |D_i|, its examples.
-        batch_size: b_i, the examples of its first batch.
-        name: what error messages call it.
+        weight: |D_i|, the number of its examples.
+        batch_size: b_i, the number of examples in its first batch.
+        name: name of the client in error messages.
     """
 
     weight: float
@@ -65,36 +65,36 @@ class _Exchange:
     """One exchange of one attempt."""
 
     attempt: int
-    deadline: float = 0.0  # 0: no member has sent yet
+    deadline: float = 0.0  # 0 means that no member has sent yet
     sent: dict[int, TaggedTensor] = field(default_factory=dict)
     answer: Tensor | None = None
     over: bool = False  # answered or aborted
-    # what to call then, and the members that wait with it
+    # functions to call at the end, with the members that wait for each
     then: dict[Then, list[int]] = field(default_factory=dict)
 
 
 class Barrier:
-    """The barrier of one round; thread-safe.
+    """The thread-safe barrier of one round.
 
     Args:
         members: the members by node id, in the order of sums.
         timeout: seconds that an exchange waits for its last member after its first.
-        min_members: smallest number of members; with fewer the step is given up.
-        answer: the answer to the members' tensors of an exchange.
-        in_turns: members may compute one after the other, as in one process, and none
-            is late while another computes: the timeout begins anew with each member
-            that begins or sends.
+        min_members: smallest number of members. With fewer, the step is given up.
+        answer: computes the answer from the members' tensors of an exchange.
+        in_turns: whether members may compute one after another, as they do in one
+            process. Then a member is not late while another one computes: the timeout
+            restarts when a member begins or sends.
 
     Attributes:
         members: as given.
         timeout: as given.
-        dropped: node id to the reason why the member was dropped.
+        dropped: the reason for dropping each dropped member, by node id.
         never_began: reasons of the members that did not begin the step in time.
-        exchanges: answered exchanges of all attempts.
+        exchanges: number of answered exchanges in all attempts.
         bytes_down: bytes of the answers; each broadcast counts once.
         bytes_up: bytes of the members' tensors.
-        apart_down: bytes of the columns besides the answers' rows, likewise.
-        apart_up: bytes of the columns besides those of the members' tensors.
+        apart_down: bytes of additional columns of the answers, counted likewise.
+        apart_up: bytes of additional columns of the members' tensors.
     """
 
     def __init__(
@@ -111,16 +111,17 @@ class Barrier:
         self._answer = answer
         self.timeout = timeout
         self._min_members = min_members
-        # Of everything below. Answers are given without it (``_locked``): whoever gets
-        # one may call the barrier again at once, in the same thread.
+        # The lock guards everything below. Answers are given outside of it, see
+        # ``_locked``, because their receiver may call the barrier again immediately, in
+        # the same thread.
         self._lock = threading.Lock()
         self._exchange = _Exchange(0)
-        # since the lock was taken
+        # Exchanges that ended since the lock was taken.
         self._ended: list[_Exchange] = []
         self._begun: set[int] = set()
         self._closed: set[int] = set()
-        self._latest_attempt = 0  # the latest that a member has begun
-        self._looked = 0.0  # when somebody last looked at the clock
+        self._latest_attempt = 0  # latest attempt that a member has begun
+        self._looked = 0.0  # last check of the clock
         self._dropped_in: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
         self.never_began: list[str] = []
@@ -133,7 +134,7 @@ class Barrier:
         return _MemberReducer(self, node_id)
 
     def begin(self, node_id: int) -> tuple[int, int]:
-        """Return (attempt, examples in the batches of all remaining members)."""
+        """Return the attempt and the number of examples in the remaining batches."""
         with self._locked():
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
@@ -144,12 +145,15 @@ class Barrier:
             return self._exchange.attempt, union
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
-        """Return the answer when all members have sent; see ``Reducer.reduce``."""
+        """Return the answer when all members have sent their tensors.
+
+        See ``Reducer.reduce``.
+        """
         wait = None
         with self._locked():
             exchange = self._take(node_id, attempt, tag, tensor)
-            # The last member to send goes on at once, and keeps its turn. For the
-            # others the wait is there before the lock is released: no end is missed.
+            # The last member to send continues immediately and keeps its turn. For the
+            # others, create the wait under the lock, so that they cannot miss the end.
             if not exchange.over:
                 wait = Wait()
                 end = wait.end
@@ -164,11 +168,10 @@ class Barrier:
     def send(
         self, node_id: int, attempt: int, tag: str, tensor: Tensor, then: Then
     ) -> None:
-        """Do an exchange like ``reduce``, and do not wait: ``then`` is called in some
-        thread when it is over.
+        """Do an exchange like ``reduce``, but do not wait for its end.
 
-        It is called once for all members with the same ``then``. Meanwhile call
-        ``drop_late`` every second.
+        At the end, ``then`` is called in some thread, once for all members with the
+        same ``then``. Call ``drop_late`` every second meanwhile.
         """
         try:
             with self._locked():
@@ -181,11 +184,11 @@ class Barrier:
         """Drop the members that have not sent in time."""
         with self._locked():
             now, exchange = time.monotonic(), self._exchange
-            # Nobody has sent yet, so nobody waits.
+            # Nobody has sent a tensor yet, so nobody waits.
             if not exchange.deadline:
                 self._looked = now
                 return
-            # If this process was paused, extend the deadline by that time.
+            # If this process was paused, extend the deadline by the pause.
             exchange.deadline += max(0.0, now - self._looked - LOOK)
             self._looked = now
             if now < exchange.deadline:
@@ -196,7 +199,7 @@ class Barrier:
                 if i in exchange.sent or i in self._closed:
                     continue
                 reasons[i] = self._reason_late(i, exchange)
-                # Without a sent tensor the deadline is that of ``_drop``, for the end.
+                # Without a tensor, this is the deadline of ``_drop`` for the end.
                 if i not in self._begun and exchange.sent:
                     self.never_began.append(reasons[i])
             if reasons:
@@ -204,23 +207,23 @@ class Barrier:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock in the block; then answer the exchanges that ended there."""
+        """Hold the lock in the block, then answer the exchanges that ended there."""
         self._lock.acquire()
         try:
             yield
         finally:
             ended, self._ended = self._ended, []
             self._lock.release()
-            # Also after an exception: a member that is dropped raises one, and the
-            # others have to hear of the exchange that it has aborted.
+            # Do this even after an exception. A dropped member raises one, and the
+            # others must receive the end of the exchange that it aborted.
             for exchange in ended:
                 for then, waiting in exchange.then.items():
                     then({i: self._outcome(i, exchange) for i in waiting})
 
     def _take(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
-        """Take a member's tensor, and return its exchange."""
-        # Refuse what belongs to no exchange that can be answered. A member that has
-        # closed would get no answer: the others do not wait for it.
+        """Take a member's tensor and return its exchange."""
+        # Refuse a tensor whose exchange cannot be answered. A member that has closed
+        # would get no answer, because the others do not wait for it.
         self._refuse_dropped(node_id)
         if node_id in self._closed:
             raise Dropped(
@@ -233,13 +236,13 @@ class Barrier:
                 f"attempt {attempt} is over; attempt {exchange.attempt} has begun"
             )
 
-        # One client that diverges costs itself the round, and not the others theirs.
+        # A client that diverges loses its own round, but must not spoil the others'.
         if not bool(torch.isfinite(tensor).all()):
             reason = f"sent a value that is not finite in exchange '{tag}'"
             self._drop({node_id: coded(NOT_FINITE, reason)})
             self._refuse_dropped(node_id)
 
-        # The last one to send answers all.
+        # The last member to send answers all members.
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
             self._set_deadline(exchange)
@@ -250,10 +253,10 @@ class Barrier:
         return exchange
 
     def _wait(self, wait: Wait, exchange: _Exchange) -> None:
-        """Wait until the exchange is over; drop the members that are late."""
+        """Wait until the exchange is over, and drop the members that are late."""
         with wait:
             while True:
-                # After its end this member may still wait for its turn.
+                # After the end, this member may still wait for its turn.
                 until_look = LOOK
                 if not exchange.over:
                     left = exchange.deadline - time.monotonic()
@@ -267,19 +270,19 @@ class Barrier:
         exchange.deadline = self._looked + self.timeout
 
     def _outcome(self, node_id: int, exchange: _Exchange) -> Outcome:
-        """Return what a member gets from an exchange that is over."""
+        """Return the outcome for a member of an exchange that is over."""
         if exchange.answer is not None:
             return exchange.answer
-        # It was aborted: by the loss of this member, or of another one.
+        # It was aborted, because this member or another one was lost.
         try:
             with self._lock:
                 self._refuse_dropped(node_id)
         except Dropped as error:
             return error
-        return RetryStep("a client was lost in mid-step")
+        return RetryStep("a client was lost during the step")
 
     def close(self, node_id: int) -> None:
-        """Mark a member that needs no more exchanges."""
+        """Mark a member as finished with its exchanges."""
         with self._locked():
             self._closed.add(node_id)
             self._answer_if_complete()
@@ -291,10 +294,10 @@ class Barrier:
                 self._drop({node_id: reason})
 
     def finished_with(self) -> list[int]:
-        """Return the members whose batches are in the finished step, if it is.
+        """Return the members whose batches are in the step if it is finished.
 
-        A member lost after its last exchange is one of them: the others had all their
-        answers, and repeat nothing.
+        A member that was lost after its last exchange is included, because the others
+        have all their answers and repeat nothing.
         """
         if not self._closed - self.dropped.keys():
             return []
@@ -306,7 +309,7 @@ class Barrier:
         return [node_id for node_id in self.members if node_id not in self.dropped]
 
     def _refuse_dropped(self, node_id: int) -> None:
-        """Raise Dropped for a member that is out, or if too few are left."""
+        """Raise Dropped for a dropped member, or if too few members are left."""
         if node_id not in self.members:
             raise Dropped(f"node {node_id} is not a member of this round")
         if node_id in self.dropped:
@@ -319,8 +322,8 @@ class Barrier:
         left = len(self._remaining())
         if left < self._min_members:
             text = (
-                f"{left} clients are left for the synchronised step,"
-                f" {self._min_members} needed"
+                f"{left} clients are left for the synchronised step, fewer than the"
+                f" required {self._min_members}"
             )
             raise Dropped(coded(TOO_FEW_LEFT, text))
 
@@ -328,8 +331,8 @@ class Barrier:
         """Return the reason for dropping a member that did not send in time."""
         if not exchange.sent:
             return (
-                f"did not end its work within {self.timeout:g} s after the step had too"
-                " few clients"
+                f"did not end its work within {self.timeout:g} s after too few clients"
+                " were left for the step"
             )
         if node_id in self._begun:
             tag, _ = next(iter(exchange.sent.values()))
@@ -340,19 +343,19 @@ class Barrier:
                 " before it"
             )
         return (
-            f"did not begin the step within {self.timeout:g} s of the first: all"
-            " clients of a round must run at the same time; in simulation add"
+            f"did not begin the step within {self.timeout:g} s of the first. All"
+            " clients of a round must run at the same time. In simulation, add"
             " --federation-config 'client-resources-num-cpus=1"
             f" init-args-num-cpus={len(self.members)}'"
         )
 
     def _drop(self, reasons: Mapping[int, str]) -> None:
-        """Drop members and abort the exchange; the others repeat the step."""
+        """Drop members and abort the exchange, so that the others repeat the step."""
         aborted = self._exchange
         self.dropped.update(reasons)
         self._dropped_in.update(dict.fromkeys(reasons, aborted.attempt))
         self._exchange = _Exchange(aborted.attempt + 1)
-        # Nobody sends any more, so the deadline begins here: some members may hang.
+        # Nobody sends any more, so set the deadline here, because members may hang.
         if len(self._remaining()) < self._min_members:
             self._set_deadline(self._exchange)
         self._end(aborted)
@@ -366,30 +369,30 @@ class Barrier:
             if i not in exchange.sent and i not in self._closed:
                 return
 
-        # All must be at the same place of the step; one without a tensor has closed.
+        # All must be at the same place in the step. Without a tensor it has closed.
         odd = odd_ones({i: exchange.sent.get(i) for i in left})
         if odd:
             self._drop(odd)
             return
 
-        # Combine in the order of the members, so that the sum has the same bits
-        # whoever sent first.
+        # Combine in the order of the members, so that the bits of the sum do not depend
+        # on the order of arrival.
         tag, _ = exchange.sent[left[0]]
         tensors = [exchange.sent[i][1] for i in left]
         weights = [self.members[i].weight for i in left]
         try:
             exchange.answer = self._answer(tag, tensors, weights)
         except FedBNError as error:  # all members sent the same unusable tensor
-            self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
+            self._drop(dict.fromkeys(left, f"sent an unusable tensor: {error}"))
             return
-        # perhaps once only: the member whose tensor came last pays, and no call hangs
+        # The error may happen only once. Drop the last sender, so that no call hangs.
         except Exception as error:
             last = next(reversed(exchange.sent))
             reason = f"completed exchange '{tag}', whose answer failed: {error}"
             self._drop({last: reason})
             return
 
-        # The next exchange begins before the members hear of this one.
+        # Begin the next exchange before the members receive the answer of this one.
         self.exchanges += 1
         size, apart = exchange_bytes(tag, exchange.answer)
         self.bytes_down += size
@@ -398,24 +401,24 @@ class Barrier:
         self._end(exchange)
 
     def _end(self, exchange: _Exchange) -> None:
-        """End an exchange; ``_locked`` tells those who wait for it."""
+        """End an exchange. ``_locked`` then notifies its waiting members."""
         exchange.over = True
         self._ended.append(exchange)
 
 
 def odd_ones(sent: Mapping[int, TaggedTensor | None]) -> dict[int, str]:
-    """Return why to drop each client that does something else than most.
+    """Return a reason to drop each client that differs from the majority.
 
-    Of two groups of the same size the first one stays.
+    Of two groups of the same size, the first is the majority.
 
     Args:
-        sent: what each client sent, in the order of the members; None = it has finished
-            the step.
+        sent: tensors sent by the clients, in the order of the members. None means that
+            the client has finished the step.
     """
     if not sent:
         return {}
     kinds = {node_id: _kind(tensor) for node_id, tensor in sent.items()}
-    # of the same count, the one that was met first
+    # For equal counts, this takes the first one that was met.
     usual, _ = Counter(kinds.values()).most_common(1)[0]
     return {i: _difference(kind, usual) for i, kind in kinds.items() if kind != usual}
 
@@ -424,7 +427,7 @@ _Kind = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def _kind(sent: TaggedTensor | None) -> _Kind | None:
-    """Return what must be the same for all clients of an exchange."""
+    """Return the properties that must be equal for all clients of an exchange."""
     if sent is None:
         return None
     tag, tensor = sent
@@ -434,18 +437,18 @@ def _kind(sent: TaggedTensor | None) -> _Kind | None:
 def _difference(kind: _Kind | None, usual: _Kind | None) -> str:
     own, others = _place(kind), _place(usual)
     if own == others:
-        return f"sent {kind} where the others sent {usual}"
+        return f"sent {kind}, but the others sent {usual}"
     return (
-        f"{own} where the others {others}: in the first local step every client must"
+        f"{own}, but the others {others}. In the first local step, every client must"
         " call the same BatchNorm layers in the same order. A layer that is skipped at"
-        " random (stochastic depth) or for some inputs cannot be synchronised: switch"
-        " that off in this step, or use a method without a synchronised step, as"
-        " fedavg or fedbn"
+        " random (stochastic depth) or for some inputs cannot be synchronised. Do not"
+        " skip layers in this step, or use a method without a synchronised step, such"
+        " as fedavg or fedbn"
     )
 
 
 def _place(kind: _Kind | None) -> str:
-    """Return where in its step a client is."""
+    """Return the place of a client in its step."""
     if kind is None:
         return "had finished the step"
     name, _, call = kind[0].partition("/")
@@ -464,14 +467,14 @@ class BarrierGrid(Protocol):
     """A grid whose clients run in this process and can wait at a barrier."""
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
-        """Let the members of the barrier run at the same time, and find it by its id."""
+        """Let the members of the barrier run at the same time and find it by its id."""
 
     def close_barrier(self, barrier_id: str) -> None:
         """Remove the barrier."""
 
 
 class _MemberReducer:
-    """A member's reducer, used in the member's own thread."""
+    """A member's reducer, for use in the member's own thread."""
 
     def __init__(self, barrier: Barrier, node_id: int) -> None:
         self._barrier = barrier

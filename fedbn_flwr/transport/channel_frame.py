@@ -1,8 +1,8 @@
-"""A call of the gRPC channel and its reply as bytes, and what else both ends share.
+"""A call of the gRPC channel and its reply as bytes, and constants of both ends.
 
-A frame is the length of its header (4 bytes, big-endian), the header (JSON), and the
-bytes of a tensor, if it has one. What is read here was written by somebody else:
-whatever the bytes are, reading returns a frame or raises ValueError.
+A frame has the length of its header (4 bytes, big-endian), the header (JSON), and
+optionally the bytes of a tensor. The bytes read here come from other people. For any
+bytes, reading returns a frame or raises ValueError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 SERVICE, METHOD = "fedbn.Channel", "Call"
-# Far above three rows of any layer's channels, and little enough to read from anybody.
+# Far above three rows of any layer's channels, but small enough for unknown senders.
 MAX_BYTES = 4 * 2**20
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_BYTES),
@@ -39,11 +39,11 @@ _Size = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 
 
 class _Header(BaseModel):
-    """What a header says of the tensor behind it."""
+    """The header's description of the tensor that follows."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    # int64: masked; None: no tensor
+    # int64 is for masked tensors, None for no tensor.
     dtype: Literal["float32", "float64", "int64"] | None = None
     shape: Annotated[tuple[_Size, ...], Field(min_length=1, max_length=2)] | None = None
 
@@ -52,9 +52,9 @@ class Call(_Header):
     """The header of a client's call.
 
     Attributes:
-        op: what the client asks for.
-        attempt: the attempt of the step that the tensor belongs to.
-        tag: the exchange. It is named in logs, so it is one line.
+        op: the requested operation.
+        attempt: the attempt of the step to which the tensor belongs.
+        tag: name of the exchange. It is one line, because logs contain it.
     """
 
     op: Literal["begin", "reduce", "close"]
@@ -66,11 +66,11 @@ class Reply(_Header):
     """The header of the server's reply.
 
     Attributes:
-        status: whether the call was answered, the step is to be repeated, or the client
-            is out of the round.
-        message: why, if the call was not answered.
-        attempt: to ``begin``: the attempt that has begun.
-        union: to ``begin``: examples in the batches of all members.
+        status: whether the call was answered ("ok"), the step must be repeated
+            ("retry"), or the client is out of the round ("dropped").
+        message: the reason, if the call was not answered.
+        attempt: in a reply to ``begin``, the attempt that has begun.
+        union: in a reply to ``begin``, the number of examples in all members' batches.
     """
 
     status: Literal["ok", "retry", "dropped"]
@@ -82,7 +82,7 @@ class Reply(_Header):
 def pack(header: Call | Reply, tensor: Tensor | None = None) -> bytes:
     """Return the frame of a header and a tensor."""
     body = b""
-    # The header describes the tensor: the bytes alone have no shape.
+    # The header describes the tensor, because its bytes do not include the shape.
     if tensor is not None:
         array = tensor.detach().cpu().contiguous().numpy()
         about: Mapping[str, Any] = {"dtype": str(array.dtype), "shape": array.shape}
@@ -96,14 +96,14 @@ _H = TypeVar("_H", Call, Reply)
 
 
 def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:
-    """Return header and tensor of a frame.
+    """Return the header and the tensor of a frame.
 
     Raises:
-        ValueError: the bytes are no such frame. The text does not repeat them.
+        ValueError: the bytes are not such a frame. The text does not repeat the bytes.
     """
     if not data:
-        raise ValueError("it is empty")
-    # A length that is wrong gives a header that is no JSON.
+        raise ValueError("the frame is empty")
+    # A wrong length leads to a header that is not JSON.
     start = 4 + int.from_bytes(data[:4], "big")
     try:
         header = kind.model_validate_json(data[4:start])
@@ -112,24 +112,24 @@ def unpack(kind: type[_H], data: bytes) -> tuple[_H, Tensor | None]:
     if header.dtype is None:
         if len(data) > start or header.shape is not None:
             raise ValueError(
-                "a tensor follows, or its shape, and the header names no dtype"
+                "a tensor or its shape follows, but the header does not name a dtype"
             )
         return header, None
     if header.shape is None:
-        raise ValueError("the header names a dtype and no shape")
-    # numpy raises ValueError where bytes, dtype and shape do not fit each other. A
-    # copy, as the bytes of a message are read-only.
+        raise ValueError("the header names a dtype but no shape")
+    # numpy raises ValueError if bytes, dtype and shape do not match. Copy the array,
+    # because the bytes of a message are read-only.
     array = np.frombuffer(data, dtype=header.dtype, offset=start)
     return header, torch.from_numpy(array.reshape(header.shape).copy())
 
 
 def _first_problem(kind: type[BaseModel], error: ValidationError) -> str:
-    """Return pydantic's first message, without the bytes of a stranger."""
+    """Return pydantic's first message, without bytes of unknown senders."""
     problem = error.errors(
         include_url=False, include_input=False, include_context=False
     )[0]
     name = str(problem["loc"][0]) if problem["loc"] else ""
-    # The name of a key that is not ours was written by the stranger, too.
+    # Omit names of unknown keys, because they also come from the unknown sender.
     if name in kind.model_fields:
         return f"{name}: {problem['msg']}"
     return problem["msg"]

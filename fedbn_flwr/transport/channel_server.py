@@ -1,10 +1,10 @@
-"""The server's end of the gRPC channel: one port for the clients of a round.
+"""The server's end of the gRPC channel, with one port for the clients of a round.
 
-Every call has a token that belongs to one node for one round. A call without a valid
-token is refused by its metadata, before anything of its body is read. Calls wait in one
-event loop and hold no thread, so nobody can use up the places of others. A member has
-one call at a time; a second one, and each call that cannot be read, drops the member at
-once. TLS is required except on the loopback interface.
+Every call has a token for one node and one round. A call without a valid token is
+refused by its metadata, before any byte of its body is read. Waiting calls share one
+event loop and need no threads, so nobody can take the places of others. A member may
+have one call at a time. A second call, or an unreadable call, drops the member
+immediately. TLS is required except on the loopback interface.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ __all__ = ["ChannelServer"]
 
 logger = logging.getLogger("flwr")
 
-BODY_SECONDS = 30.0  # from the start of a call until its body is there
+BODY_SECONDS = 30.0  # from the start of a call until its body has arrived
 _OPTIONS = [
     *OPTIONS,
-    # a port that another process uses is an error; it is not shared
+    # A port in use by another process is an error instead of being shared.
     ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 60_000),  # a client connects again by itself
+    ("grpc.max_connection_idle_ms", 60_000),  # clients reconnect automatically
 ]
-_MAX_HOSTS = 1000  # hosts of strangers that are counted apart
+_MAX_HOSTS = 1000  # hosts without valid tokens that are counted separately
 _T = TypeVar("_T")
 
 
@@ -55,34 +55,35 @@ class ChannelServer:
     """A gRPC port that finds the barrier of a round by the caller's token.
 
     Args:
-        bind: ``host:port``; port 0 takes a free port.
-        address: the address that clients connect to; "" = ``bind`` with its port.
-        tls_dir: folder with ``ca.crt``, ``server.crt`` and ``server.key``; "" =
-            plaintext, on loopback only.
+        bind: ``host:port``. Port 0 takes a free port.
+        address: the address for clients. If empty, it is ``bind`` with the actual port.
+        tls_dir: folder with ``ca.crt``, ``server.crt`` and ``server.key``. If empty,
+            the port is plaintext and only allowed on loopback.
 
     Attributes:
-        address: the address that clients connect to.
-        certificate: PEM of the CA; b"" = plaintext.
+        address: the address for clients.
+        certificate: PEM of the CA; empty for plaintext.
 
     Raises:
-        ConfigError: plaintext on another interface than loopback, missing certificates,
-            or an address that cannot be bound.
+        ConfigError: the port would be plaintext on an interface other than loopback,
+            certificates are missing, or the address cannot be bound.
     """
 
     def __init__(self, bind: str, address: str = "", tls_dir: str = "") -> None:
         if not tls_dir and not is_loopback(bind):
             raise ConfigError(
-                f"fedtan-bind={bind!r} is reachable from other machines, and"
-                " fedtan-tls-dir is not set: plaintext is allowed on loopback only."
+                f"fedtan-bind={bind!r} is reachable from other machines, but"
+                " fedtan-tls-dir is not set. Plaintext is allowed only on loopback."
                 " Set fedtan-tls-dir to a folder with ca.crt, server.crt and"
                 " server.key."
             )
-        # by token. It is replaced, never changed: calls in the loop's thread read it.
+        # Barrier and node by token. It is replaced, never changed, because the thread
+        # of the loop reads it.
         self._reducers: dict[str, tuple[Barrier, int]] = {}
-        self._calling: set[str] = set()  # tokens that have a call open
+        self._calling: set[str] = set()  # tokens with an open call
         self._strangers: Counter[str] = Counter()
         self.certificate = b""
-        # gRPC's asyncio server lives in one loop. The ServerApp's thread has none.
+        # gRPC's asyncio server needs one loop, and the ServerApp's thread has none.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="channel", daemon=True
@@ -100,8 +101,8 @@ class ChannelServer:
     async def _listen(self, bind: str, tls_dir: str) -> int:
         """Open the port and return its number."""
         self._server = grpc.aio.server(options=_OPTIONS)
-        # The handler reads the body itself, after the token: with a unary handler gRPC
-        # would read it before.
+        # The handler itself reads the body after checking the token. With a unary
+        # handler, gRPC would read the body first.
         handler = grpc.stream_unary_rpc_method_handler(self._call)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})]
@@ -119,7 +120,7 @@ class ChannelServer:
         return int(port)
 
     def admit(self, barrier: Barrier) -> Mapping[int, str]:
-        """Return a fresh token for each member of a barrier, by node id."""
+        """Return a new token for each member of a barrier, by node id."""
         tokens = {node_id: secrets.token_urlsafe(32) for node_id in barrier.members}
         admitted = {token: (barrier, node_id) for node_id, token in tokens.items()}
         self._reducers = self._reducers | admitted
@@ -149,8 +150,8 @@ class ChannelServer:
     async def _call(
         self, _: Any, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> bytes:
-        """Answer a call, or refuse it."""
-        # Whose call it is, by metadata alone: a stranger's body is never read.
+        """Answer or refuse a call."""
+        # Identify the caller only by metadata, so that a stranger's body is never read.
         token = str(dict(context.invocation_metadata() or ()).get("token", ""))
         barrier, node_id = self._reducers.get(token, (None, 0))
         if barrier is None:
@@ -159,7 +160,7 @@ class ChannelServer:
                 context, grpc.StatusCode.UNAUTHENTICATED, "unknown or expired token"
             )
 
-        # A member waits for each answer, so a second call is a fault or a stolen token.
+        # A member waits for each answer. A second call means a fault or a stolen token.
         if token in self._calling:
             barrier.leave(node_id, "sent a call while another of its calls was open")
             await _refuse(
@@ -168,11 +169,11 @@ class ChannelServer:
                 "another call with this token is open",
             )
 
-        # Whatever ends the call early drops the member, or the others would wait.
+        # If anything ends the call early, drop the member, or the others would wait.
         self._calling.add(token)
         try:
             data = await asyncio.wait_for(context.read(), BODY_SECONDS)
-            # gRPC has a constant of its own for the end of a call without a body
+            # At the end of a call without a body, gRPC returns its own constant.
             body = data if isinstance(data, bytes) else b""
             return await answer(barrier, node_id, body)
         except asyncio.CancelledError:
@@ -191,9 +192,9 @@ class ChannelServer:
             self._calling.discard(token)
 
     def _count(self, peer: str) -> None:
-        """Count a call without a valid token; log each host's 1st, 10th, 100th, ..."""
+        """Count a call without a valid token, and log a host's 1st, 10th, 100th, ..."""
         host = peer.rpartition(":")[0]
-        # A stranger with many addresses shall not fill the memory.
+        # A stranger with many addresses must not fill the memory.
         if host not in self._strangers and len(self._strangers) >= _MAX_HOSTS:
             host = "other hosts"
         self._strangers[host] += 1
@@ -217,12 +218,12 @@ async def answer(barrier: Barrier, node_id: int, data: bytes) -> bytes:
     """Return the reply to a member's call.
 
     Raises:
-        ValueError: the call cannot be read; the member is dropped.
+        ValueError: the call cannot be read, and the member is dropped.
     """
     try:
         call, tensor = unpack(Call, data)
         if (tensor is not None) != (call.op == "reduce"):
-            raise ValueError("a tensor comes with 'reduce', and with nothing else")
+            raise ValueError("a tensor must come with 'reduce' and with no other call")
     except ValueError as error:
         barrier.leave(node_id, f"sent a call that cannot be read: {error}")
         raise ValueError(f"a call that cannot be read: {error}") from error
@@ -242,7 +243,7 @@ async def answer(barrier: Barrier, node_id: int, data: bytes) -> bytes:
 
 
 async def _reduce(barrier: Barrier, node_id: int, call: Call, tensor: Tensor) -> Tensor:
-    """Return the barrier's answer. Meanwhile members that are late are dropped.
+    """Return the barrier's answer, and drop late members while waiting.
 
     Raises:
         RetryStep, Dropped: see ``Reducer.reduce``.
@@ -254,7 +255,7 @@ async def _reduce(barrier: Barrier, node_id: int, call: Call, tensor: Tensor) ->
         if not over.done():
             over.set_result(outcome)
 
-    # called in another thread, maybe after the call has lost its connection
+    # This is called in another thread, perhaps after the call has lost its connection.
     def then(outcomes: Mapping[int, Outcome]) -> None:
         loop.call_soon_threadsafe(end, outcomes[node_id])
 

@@ -1,6 +1,7 @@
-"""The client's end of the gRPC channel, for clients in other processes or machines.
+"""The client's end of the gRPC channel.
 
-Clients only open outgoing connections.
+Clients may be in other processes or on other machines. They only open outgoing
+connections.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ __all__ = ["ChannelReducer"]
 
 
 class ChannelReducer:
-    """The client's end.
+    """The client's end of the channel.
 
     Args:
         address: ``host:port`` of the channel.
         token: this node's token for this round.
-        certificate: PEM of the CA; b"" = plaintext, to loopback only.
+        certificate: PEM of the CA; empty for plaintext, which is only for loopback.
         timeout: seconds that the server waits in an exchange.
 
     Raises:
-        ConfigError: plaintext to another address than loopback.
+        ConfigError: the channel would be plaintext to an address other than loopback.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class ChannelReducer:
             self._channel = grpc.insecure_channel(address, OPTIONS)
         else:
             raise ConfigError(
-                f"the channel at {address!r} is not on loopback and has no TLS:"
-                " refused. Set the run's fedtan-tls-dir to a folder on the server with"
-                " ca.crt, server.crt and server.key, or use fedtan-transport=messages."
+                f"the channel at {address!r} is not on loopback and has no TLS, so it"
+                " is refused. Set the run's fedtan-tls-dir to a folder on the server"
+                " with ca.crt, server.crt and server.key, or use"
+                " fedtan-transport=messages."
             )
         self._address, self._token = address, token
-        # The server ends an exchange that is late; a call outlasts that.
+        # The server ends a late exchange, so the call must last longer.
         self._deadline = timeout + 30
         self._call = self._channel.unary_unary(f"/{SERVICE}/{METHOD}")
         self._attempt = 0
@@ -83,14 +85,14 @@ class ChannelReducer:
         self, call: Call, tensor: Tensor | None = None
     ) -> tuple[Reply, Tensor | None]:
         try:
-            # Others in this process compute meanwhile: their tensors complete the
-            # exchange that this call waits for.
+            # Pass on the turn, because tensors of other clients in this process may
+            # complete the exchange.
             with interrupted():
                 data = self._call(
                     pack(call, tensor),
                     metadata=(("token", self._token),),
                     timeout=self._deadline,
-                    # The port is open before a client has its token: if the first call
+                    # The port is open before a client has its token. If the first call
                     # cannot connect, waiting does not help.
                     wait_for_ready=call.op != "begin",
                 )
@@ -103,7 +105,7 @@ class ChannelReducer:
             ) from error
         except ValueError as error:
             raise EngineError(
-                f"channel at {self._address}: a reply that cannot be read: {error}"
+                f"channel at {self._address}: the reply cannot be read: {error}"
             ) from error
         if reply.status == "retry":
             raise RetryStep(reply.message)

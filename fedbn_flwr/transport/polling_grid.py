@@ -1,4 +1,4 @@
-"""A Grid without Flower's pauses, which knows the sender of every reply."""
+"""A Grid without Flower's pauses that knows the sender of every reply."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 
-# Seconds after which the log names the nodes without a reply, and then between two such
-# lines.
+# Seconds until the log names the nodes without a reply for the first time, and seconds
+# between later times.
 _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
@@ -47,11 +47,11 @@ class Pauses(NamedTuple):
     """Pauses between polls.
 
     Attributes:
-        share: a pause as a share of the time since the last reply.
-        shortest: its least seconds.
-        longest: its most seconds.
-        whole: whether it is a share of the time since the messages were sent.
-        first: seconds of the pause before the first poll.
+        share: length of a pause as a share of the time since the last reply.
+        shortest: smallest length in seconds.
+        longest: largest length in seconds.
+        whole: whether the share applies to the time since the messages were sent.
+        first: length of the pause before the first poll, in seconds.
     """
 
     share: float
@@ -62,25 +62,25 @@ class Pauses(NamedTuple):
 
 
 _PAUSES = Pauses(0.5, 0.002, 0.25)
-# Over a network a poll is a request and a write to the SuperLink's database, and a
+# Over a network, a poll is a request and a write to the SuperLink's database, and a
 # reply takes seconds.
 _PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, whole=True, first=0.1)
-_LOADING = 20.0  # seconds at most until a simulation has loaded its app
-# of the seconds of the quickest reply so far to messages of the same type
+_LOADING = 20.0  # most seconds until a simulation has loaded its app
+# Time of the first poll, as a share of the quickest reply to messages of its type.
 _FIRST_POLL = 0.75
 
 
 @runtime_checkable
 class TellsProperties(Protocol):
-    """An app that can tell a node's properties without a message."""
+    """An app that knows a node's properties without a message."""
 
     def node_properties(
         self, config: Mapping[str, Any], context: Context
     ) -> NodeProperties:
-        """Return what the node would answer to the strategies' query.
+        """Return the node's answer to the strategies' query.
 
         Raises:
-            Exception: only the answer to a message can tell.
+            Exception: only the reply to a message has the answer.
         """
 
 
@@ -94,9 +94,9 @@ class ImmediateGrid(Grid):
         *,
         timeout: float,
     ) -> Iterable[Message]:
-        """Send all messages; return the replies when ``enough(replies)`` is true.
+        """Send all messages, and return the replies when ``enough(replies)`` is true.
 
-        The timeout ends the wait, too. A grid that runs the clients itself returns all
+        The timeout also ends the wait. A grid that runs the clients itself returns all
         replies.
         """
         return self.send_and_receive(messages, timeout=timeout)
@@ -104,39 +104,38 @@ class ImmediateGrid(Grid):
     def receive(
         self, messages: Iterable[Message], *, timeout: float | None
     ) -> Sequence[Message]:
-        """Send all messages; return the replies that arrive within ``timeout`` seconds.
+        """Send all messages, and return the replies within ``timeout`` seconds.
 
-        A grid whose clients work beside this process returns at once, and its sequence
-        waits for each reply that it is asked for.
+        If the clients work in other processes, a grid may return immediately. Reading a
+        reply from its sequence then waits for the reply.
         """
         return list(self.send_and_receive(messages, timeout=timeout))
 
     def node_properties(
         self, config: Mapping[str, Any], node_ids: Sequence[int]
     ) -> Mapping[int, NodeProperties]:
-        """Return what nodes would answer to the strategies' query, without messages.
+        """Return nodes' answers to the strategies' query, as far as they are known.
 
-        Nodes that are not in the result must be asked.
+        Other nodes must be asked by a message.
         """
         return {}
 
     def answers_queries(self) -> bool | None:
-        """Return whether the nodes' app has a function for queries; None = not known."""
+        """Return whether the nodes' app answers queries, or None if this is unknown."""
         return None
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
-        """Call the nodes in the log by the text of these objects, by node id."""
+        """Set the names of nodes in the log, given by objects whose text is used."""
 
     def pack_for(self, node_ids: Iterable[int]) -> None:
         """Note that the apps of these nodes read arrays in one piece.
 
-        See ``messages.packing``. A grid that sends arrays without a cost for each one
-        ignores it.
+        See ``messages.packing``. Grids for which single arrays have no cost ignore it.
         """
 
 
 def polling(grid: Grid) -> ImmediateGrid:
-    """Return ``grid`` if it is an ``ImmediateGrid``, else one around it."""
+    """Return ``grid`` if it is an ``ImmediateGrid``, otherwise a wrapper around it."""
     return grid if isinstance(grid, ImmediateGrid) else PollingGrid(grid)
 
 
@@ -146,31 +145,31 @@ def in_simulation(grid: Grid) -> bool:
 
 
 def over_network(grid: Grid) -> bool:
-    """Return whether the grid's nodes are separate processes, which may come and go."""
+    """Return whether the grid's nodes are separate processes that may come and go."""
     return is_network_grid(grid.inner if isinstance(grid, PollingGrid) else grid)
 
 
 class PollingGrid(ImmediateGrid):
     """Any Grid, polled quickly.
 
-    Flower's own ``send_and_receive`` sleeps between polls (0.1 s in simulation, 3 s
-    over a network), and an error reply for a lost node does not have that node's id.
-    This grid finds the sender by ``reply_to_message_id``. In simulation it polls after
-    2 ms, then with longer pauses up to 0.25 s. Over a network a pause is a sixteenth of
-    the time since the messages were sent, 0.1 to 5 s, and the first poll comes after
-    three quarters of the time of the quickest reply to such messages so far.
+    Flower's own ``send_and_receive`` sleeps between polls, 0.1 s in simulation and 3 s
+    over a network. Its error reply for a lost node does not have the id of the node.
+    This grid finds the sender by ``reply_to_message_id``. In simulation, it polls after
+    2 ms, then with longer pauses up to 0.25 s. Over a network, a pause is a sixteenth
+    of the time since the messages were sent, within 0.1 to 5 s. The first poll comes
+    after three quarters of the time of the quickest reply to such messages so far.
 
-    Messages to the nodes of ``pack_for``, and their replies, travel with their arrays
-    in one piece. A reply whose arrays do not fit their manifest becomes an error reply
-    of its node.
+    Messages to the nodes of ``pack_for``, and their replies, are sent with their arrays
+    in one piece. If the arrays of a reply do not fit their manifest, it becomes an
+    error reply of its node.
 
     Args:
-        grid: the grid that is polled.
-        packs: whether arrays travel in one piece; default: over a network, where each
-            array has a cost of its own.
+        grid: the polled grid.
+        packs: whether arrays are sent in one piece. The default is to do so over a
+            network, because there each array has a cost.
 
     Attributes:
-        inner: the grid that is polled.
+        inner: the polled grid.
     """
 
     def __init__(self, grid: Grid, packs: bool | None = None) -> None:
@@ -178,7 +177,7 @@ class PollingGrid(ImmediateGrid):
         self._names: dict[int, object] = {}
         self._packs = is_network_grid(grid) if packs is None else packs
         self._packing: set[int] = set()
-        # for each type of message, seconds until a reply that is no error
+        # Seconds until the first reply without an error, for each type of message.
         self._quickest: dict[str, float] = {}
         retry_http_500(grid)
 
@@ -237,8 +236,8 @@ class PollingGrid(ImmediateGrid):
         reply_to_message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
         """See ``Grid.pull_messages``."""
-        # Flower calls the argument ``reply_to_message_ids`` from 1.43 on. By place it
-        # is the same in both.
+        # Since Flower 1.43 the argument is called ``reply_to_message_ids``. As a
+        # positional argument, it works in all versions.
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
         if wanted is None:
             pulled = self.inner.pull_messages()  # type: ignore[call-arg]
@@ -249,11 +248,12 @@ class PollingGrid(ImmediateGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send all messages; return the replies within ``timeout`` seconds, unordered.
+        """Send all messages, and return the replies within ``timeout`` seconds.
 
-        The log names nodes that do not answer in time, over a network now and then
-        before that, too: a node answers nothing while its connection is up and its apps
-        are not started. The error reply for a lost node has the id of that node.
+        The replies are unordered. The log names nodes that do not answer in time. Over
+        a network it also names them earlier, now and then, because a node with a
+        connection but without started apps never answers. The error reply for a lost
+        node has the id of that node.
 
         Raises:
             EngineError: the messages could not be pushed.
@@ -267,9 +267,9 @@ class PollingGrid(ImmediateGrid):
         *,
         timeout: float,
     ) -> Iterable[Message]:
-        """Send all messages; return the replies when ``enough(replies)`` is true.
+        """Send all messages, and return the replies when ``enough(replies)`` is true.
 
-        The timeout ends the wait, too; then the log names the nodes without a reply.
+        The timeout also ends the wait. Then the log names the nodes without a reply.
         """
         return self._collected(messages, timeout, enough)
 
@@ -282,7 +282,7 @@ class PollingGrid(ImmediateGrid):
         """Return the replies to the messages that arrive in time."""
         network = over_network(self)
         messages = list(messages)
-        # In simulation nodes are always there, and nobody has to be told.
+        # In simulation nodes are always available, so no notice is necessary.
         pauses, notice = _PAUSES, math.inf
         if network:
             pauses, notice = self._pauses(messages), _FIRST_NOTICE
@@ -291,14 +291,14 @@ class PollingGrid(ImmediateGrid):
         replies = []
         for arrived, waiting, seconds in polls(self, messages, pauses, limit):
             replies += arrived
-            # An error comes at once, and tells nothing of how long the work takes.
+            # Errors come quickly and say nothing about the time for the work.
             for reply in arrived:
                 if network and reply.has_content():
                     kind = reply.metadata.message_type
                     quickest = self._quickest.get(kind, seconds)
                     self._quickest[kind] = min(seconds, quickest)
 
-            # End, by the answers or by the clock.
+            # End if there are enough replies or the time is up.
             if not waiting or enough(replies):
                 break
             if seconds >= limit:
@@ -309,22 +309,22 @@ class PollingGrid(ImmediateGrid):
                 )
                 break
 
-            # A long wait names those that are waited for, and not too often.
+            # During a long wait, name the awaited nodes, but not too often.
             if seconds >= notice:
                 notice = seconds + _NEXT_NOTICES
                 logger.info(
-                    "%.0f s: still waiting for %s. A node may be at work; or it is"
-                    " online and its superexec-clientapp, which starts its apps, is not"
-                    " running.",
+                    "%.0f s: still waiting for %s. A node may be at work. Or it is"
+                    " online, but its superexec-clientapp, which starts its apps, is"
+                    " not running.",
                     seconds,
                     self._listed(waiting.values()),
                 )
         return replies
 
     def _pauses(self, messages: Sequence[Message]) -> Pauses:
-        """Return the pauses over a network of a wait for replies to these messages."""
+        """Return the pauses over a network in a wait for replies to these messages."""
         kinds = {message.metadata.message_type for message in messages}
-        # 0: a kind without a reply so far may be quicker than all others
+        # Use 0 for a kind without a reply so far, because it may be the quickest.
         quickest = min((self._quickest.get(kind, 0.0) for kind in kinds), default=0.0)
         first = max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest)
         return _PAUSES_OVER_NETWORK._replace(first=first)
@@ -340,17 +340,17 @@ def polls(
 ) -> Iterator[tuple[list[Message], Mapping[str, int], float]]:
     """Send all messages, and poll until each has a reply.
 
-    The caller may stop earlier, and does so at its timeout.
+    The caller may stop earlier, and must stop at its own timeout.
 
     Args:
-        grid: sends and receives; Flower's own method would pause, and log.
-        messages: may be none.
+        grid: the grid. Its own ``send_and_receive`` would pause and log.
+        messages: the messages, possibly none.
         pauses: the pauses between two polls.
-        timeout: seconds after which there is a poll without such a pause.
+        timeout: seconds after which there is a poll without a pause.
 
     Yields:
-        For each poll: the replies that have arrived, message id -> node id of those
-        without a reply, and the seconds from the push to this poll.
+        For each poll: the replies that have arrived; the node ids of messages without a
+        reply, by message id; and the seconds from the push to this poll.
 
     Raises:
         EngineError: the messages could not be pushed.
@@ -360,30 +360,30 @@ def polls(
     pause = pauses.first
     while waiting:
         time.sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
-        # before the pull, whose own seconds are none of the wait
+        # Take the time before the pull, because the pull is not part of the wait.
         now = time.monotonic()
         arrived = _pull(grid, waiting)
         if arrived:
             latest = now
         yield arrived, waiting, now - begun
-        # The longer nothing comes, the less a longer pause delays.
+        # After a long time without replies, a longer pause causes little extra delay.
         since = begun if pauses.whole else latest
         pause = max(pauses.share * (now - since), pauses.shortest)
         pause = min(pause, pauses.longest)
 
 
 def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
-    """Push the messages; return message id -> node id of those that were accepted.
+    """Push the messages and return the node ids of accepted messages, by message id.
 
     Raises:
         EngineError: the messages could not be pushed.
     """
     node_ids = [message.metadata.dst_node_id for message in messages]
     message_ids = list(grid.push_messages(messages))
-    # Flower refuses all messages by a shorter list, and one by an empty id.
+    # Flower refuses all messages by a shorter list, one of them by an empty id.
     if len(message_ids) != len(messages):
         raise EngineError(
-            f"only {len(message_ids)} of {len(messages)} messages could be sent;"
+            f"only {len(message_ids)} of {len(messages)} messages could be sent."
             " Flower's log gives the reason. A message may be too large."
         )
     waiting = {}
@@ -402,21 +402,21 @@ def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
 
 
 def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
-    """Return the replies that have arrived; remove their messages from ``waiting``.
+    """Return arrived replies, and remove their messages from ``waiting``.
 
-    Each reply gets the id of the node that was asked: Flower's error reply for a lost
+    Each reply gets the id of the asked node, because Flower's error reply for a lost
     node does not have it.
     """
     replies = []
     for reply in grid.pull_messages(list(waiting)):
         node_id = waiting.pop(reply.metadata.reply_to_message_id, None)
-        # for example a second reply to one message
+        # This may be a second reply to one message.
         if node_id is None:
             what = "no error"
             if reply.has_error():
                 what = f"error {reply.error.code}: {reply.error.reason}"
             logger.warning(
-                "A reply to none of the messages that are waited for is left out (%s).",
+                "A reply that answers none of the awaited messages is ignored (%s).",
                 what,
             )
             continue

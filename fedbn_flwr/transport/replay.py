@@ -1,9 +1,10 @@
 """A synchronised step replayed from recorded answers.
 
-For every message the step runs again from its beginning, with the same batch and the
-same random numbers. An exchange with a recorded answer uses it. The first exchange
-without an answer stops the step: the client sends it next. If all have answers, the end
-of the step stops it too, except in the training message, in which the training goes on.
+For every message, the step runs again from its beginning, with the same batch and the
+same random numbers. Each exchange uses its recorded answer. The first exchange without
+an answer stops the step, and the client sends it next. If all exchanges have answers,
+the end of the step also stops it, except in the training message. There the training
+continues.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fedbn_flwr.transport.through_user_code import NextExchange, StopStep
 
 __all__ = ["Replay"]
 
-# relative, absolute: more than the order of a sum on a GPU changes, far less than
-# another batch
+# Relative and absolute tolerance: larger than rounding errors of sums on a GPU, far
+# smaller than the difference to another batch.
 _SAME = 1e-2, 1e-5
 
 
@@ -28,8 +29,8 @@ class Replay:
 
     Args:
         answers: the recorded answers by tag.
-        union_batch_size: examples in the union of all clients' batches.
-        sent: the tensors that this client sent before, by tag; given for a user's
+        union_batch_size: number of examples in all clients' batches together.
+        sent: the tensors that this client sent before, by tag. It is given for a user's
             training, which may not repeat itself exactly.
         step_only: whether the training ends with the step.
     """
@@ -59,15 +60,15 @@ class Replay:
         """
         if tag not in self._answers:
             raise StopStep(NextExchange({tag: tensor}))
-        # With another batch the answer, which has the first one in it, would be wrong.
+        # With another batch the answer would be wrong, as it includes the first batch.
         if tag in self._sent and not torch.allclose(
             tensor.cpu(), self._sent[tag], *_SAME
         ):
             raise DataError(
-                f"the step was run again and sent something else in exchange '{tag}':"
-                " by messages the first batch must be the same each time the training"
-                " function is called in a round. Draw it from a generator seeded with"
-                " the round, or use the channel."
+                "the step was run again and sent a different tensor in exchange"
+                f" '{tag}'. With messages, the first batch must be the same each time"
+                " the training function is called in a round. Draw it from a generator"
+                " seeded with the round, or use the channel."
             )
         return self._answers[tag]
 
@@ -77,7 +78,7 @@ class Replay:
         Raises:
             StopStep: the training ends here.
         """
-        # No exchange is left to send: the client says that, and its next message
+        # No exchange is left to send. The client reports this, and its next message
         # trains.
         if self._step_only:
             raise StopStep(NextExchange({}))

@@ -1,5 +1,6 @@
-"""A synchronised step whose clients meet at a barrier in this process: in the engine's
-process, or through the server's port.
+"""A synchronised step whose clients meet at a barrier in this process.
+
+They meet inside the engine's process, or through the server's port.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ def step_by_barrier(
     members: Mapping[int, Member],
     limits: Limits,
 ) -> StepResult:
-    """Send each client one training message; the clients wait for each other at a
-    barrier in this process.
+    """Send one training message to each client, and let them meet at a barrier.
 
-    ``barriers`` is the same object as ``grid``.
+    The barrier is in this process. ``barriers`` is the same object as ``grid``.
     """
     barrier_id = str(uuid4())
     barrier = Barrier(
@@ -57,13 +57,14 @@ def step_by_barrier(
 def play_step(
     grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limits
 ) -> StepResult:
-    """Send the messages; wait until all clients that were not dropped have replied, at
-    most ``reply_timeout``.
+    """Send the messages, and wait until all clients have replied or were dropped.
+
+    The wait ends at the latest after ``reply_timeout``.
     """
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-        # A reply ends a client's part: the others must not wait for it. One that has
-        # finished the step is not dropped by this.
+        # A reply ends a client's part, so the others must not wait for the client. This
+        # does not drop clients that have finished the step.
         for node_id in replies:
             barrier.leave(node_id, _ENDED)
         barrier.drop_late()
@@ -80,7 +81,7 @@ def play_step(
         barrier.apart_up,
     )
     members = barrier.finished_with()
-    # A member that ended after its last exchange has a reply that says why.
+    # The reply of a member that ended after its last exchange has the reason.
     dropped = {
         node_id: reason
         for node_id, reason in barrier.dropped.items()
@@ -90,8 +91,9 @@ def play_step(
 
 
 def release(barrier: Barrier) -> None:
-    """Drop the members that still wait, for example after Ctrl-C: else the command ends
-    only after their timeout.
+    """Drop the members that still wait, for example after Ctrl-C.
+
+    Otherwise the command would end only after their timeout.
     """
     for node_id in barrier.members:
         barrier.leave(node_id, _ENDED)

@@ -1,7 +1,7 @@
-"""The transport "channel": the clients meet at a barrier in the server's process, which
-they reach through a gRPC port.
+"""The transport "channel", with a barrier in the server's process.
 
-``channel_server`` is the port, ``grpc_channel`` a client's end of it.
+The clients reach the barrier through a gRPC port. ``channel_server`` is the port,
+``grpc_channel`` is the client's end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fedbn_flwr.transport.step_transport import (
 )
 from fedbn_flwr.transport.through_user_code import Reducer
 
-# gRPC takes a while to import, and most runs open no channel: both ends are imported
-# where one is opened.
+# gRPC takes a while to import, and most runs open no channel. Therefore both ends are
+# imported only when they are opened.
 if TYPE_CHECKING:
     from fedbn_flwr.transport.channel_server import ChannelServer
 
@@ -41,7 +41,7 @@ __all__ = ["ByChannel"]
 
 
 class ByChannel(Transport):
-    """The clients exchange through the server's port, which stays open for the run."""
+    """The clients exchange through the server's port, open during the run."""
 
     all_at_once = True
     has_port = True
@@ -57,7 +57,7 @@ class ByChannel(Transport):
         members: Mapping[int, Member],
         limits: Limits,
     ) -> StepResult:
-        """Send each client one training message, with its own token.
+        """Send one training message with a token to each client.
 
         Raises:
             EngineError: Flower's simulation does not run all clients at the same time.
@@ -78,7 +78,7 @@ class ByChannel(Transport):
             own.append(with_config(message, {**config, CHANNEL_TOKEN: token}))
         try:
             result = play_step(grid, own, barrier, limits)
-            # A simulation with too few actors would lose as many in every round.
+            # A simulation with too few actors would lose clients in every round.
             if in_simulation(grid) and barrier.never_began:
                 raise EngineError(
                     f"{len(barrier.never_began)} of {len(members)} clients"
@@ -90,7 +90,7 @@ class ByChannel(Transport):
             channel.dismiss(barrier)
 
     def close(self) -> None:
-        """Close the port: its address is free again."""
+        """Close the port, so that its address is free again."""
         if self._server is not None:
             self._server.close()
             self._server = None

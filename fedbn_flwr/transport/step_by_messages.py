@@ -1,7 +1,7 @@
-"""The transport "messages": the exchanges travel in Flower's messages. No port, no
-barrier, a round trip each.
+"""The transport "messages", with the exchanges in Flower's messages.
 
-The client's half is its log of answers, in ``client.replay_log``.
+It needs no port and no barrier, but each exchange is a round trip. The client's half is
+its log of answers, in ``client.replay_log``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ByMessages(Transport):
 
     def __init__(self, settings: LinkSettings) -> None:
         super().__init__(settings)
-        # Nodes whose app has no function for such queries: they are sent training
-        # messages in their place, the last of which is answered with the model.
+        # Nodes whose app has no function for such queries. They get training messages
+        # instead, and answer the last one with the model.
         self._without_query: set[int] = set()
 
     def step(
@@ -63,14 +63,13 @@ class ByMessages(Transport):
         members: Mapping[int, Member],
         limits: Limits,
     ) -> StepResult:
-        """Send the exchanges as queries and then the training messages, whose replies
-        hold the models.
+        """Send the exchanges as queries, then the training messages, and return models.
 
-        Messages after the first hold only the newest answer: model, batch and earlier
-        answers stay in the client's ``Context.state``. A client that fails, stalls or
-        sends an unusable tensor is dropped, and the others repeat the step. Clients
-        that have finished the step do the whole round (the step again, with its
-        answers, and local steps 2..E) and reply with the model within
+        Messages after the first contain only the newest answer. The model, the batch
+        and earlier answers stay in the client's ``Context.state``. A client that fails,
+        stalls or sends an unusable tensor is dropped, and the others repeat the step.
+        Clients that have finished the step do the whole round: the step again, with its
+        answers, and local steps 2..E. They reply with the model within
         ``limits.reply_timeout``. If no client finishes, the replies are the clients'
         errors.
         """
@@ -91,10 +90,11 @@ class ByMessages(Transport):
                 if node_id in replies and replies[node_id].has_error():
                     failed.append(replies[node_id])
 
-            # Nobody has sent a further tensor: the step is finished.
+            # Nobody has sent another tensor, so the step is finished.
             if done and not sent:
-                # Who is lost now has sent all its exchanges, if there were any: its
-                # batch stays in the step, and it is not dropped if it only fell silent.
+                # Clients that are lost now have sent all their exchanges, if there were
+                # any, so their batches stay in the step. They are not dropped if they
+                # only fell silent.
                 included = list(left if answer else done)
                 for node_id, reason in lost.items():
                     reply = replies.get(node_id)
@@ -104,7 +104,7 @@ class ByMessages(Transport):
                 trained = post.train(done, config)
                 return StepResult([*trained, *failed], traffic, included, dropped)
 
-            # An exchange: all have sent the same, and get the answer in the next turn.
+            # All have sent the same exchange, and get its answer in the next turn.
             if not lost:
                 (tag, _), *_ = sent.values()
                 local = [sent[node_id][1] for node_id in left]
@@ -112,7 +112,7 @@ class ByMessages(Transport):
                 try:
                     total = limits.answer(tag, local, weights)
                 except FedBNError as error:  # all have sent the same unusable tensor
-                    why = f"sent what cannot be combined: {error}"
+                    why = f"sent an unusable tensor: {error}"
                     lost = dict.fromkeys(left, why)
                 else:
                     answer = to_record({tag: total})
@@ -121,7 +121,7 @@ class ByMessages(Transport):
                     for tensor in local:
                         traffic.count_up(exchange_bytes(tag, tensor))
 
-            # The batch of a lost client is in the answers so far: begin anew without it.
+            # The answers so far include the batch of a lost client, so start again.
             if lost:
                 dropped |= lost
                 for node_id in lost:
@@ -137,8 +137,8 @@ class _Post:
         grid: the nodes.
         messages: the training message of each node.
         limits: the limits of a wait.
-        without_query: ids of nodes whose app has no function for such queries; gets
-            those that are found here.
+        without_query: ids of nodes whose app has no function for such queries. Nodes
+            that are found here are added.
     """
 
     def __init__(
@@ -157,8 +157,9 @@ class _Post:
     def exchange(
         self, nodes: Sequence[int], answer: ArrayRecord, config: Mapping[str, Any]
     ) -> dict[int, Message]:
-        """Send the newest answer, with the model the first time; return the replies by
-        node id.
+        """Send the newest answer, and return the replies by node id.
+
+        The first time, the messages also contain the model.
         """
         replies = self._send(nodes, answer, config)
         lacking = [
@@ -168,12 +169,12 @@ class _Post:
         ]
         if lacking:
             logger.warning(
-                "The app of %d node(s) has no function for FedTAN's exchanges. They go"
-                " as training messages, and mods of the training see all of them. Write"
-                " @app.query('exchange') above @app.train().",
+                "The app of %d node(s) has no function for FedTAN's exchanges. They are"
+                " sent as training messages, so mods of the training see all of them."
+                " Write @app.query('exchange') above @app.train().",
                 len(lacking),
             )
-            # Flower has refused the query before the app saw it, and the model with it.
+            # Flower refused the query, and with it the model, before the app saw it.
             self._without_query.update(lacking)
             self._begun.difference_update(lacking)
             replies |= self._send(lacking, answer, config)
@@ -182,11 +183,11 @@ class _Post:
     def train(
         self, done: Mapping[int, Message], config: Mapping[str, Any]
     ) -> list[Message]:
-        """Let the clients that have finished the step train; return their replies.
+        """Let the clients that have finished the step train, and return their replies.
 
         Args:
-            done: the last reply of each client; those to training messages hold the
-                model already.
+            done: the last reply of each client. Replies to training messages contain
+                the model already.
             config: the config of the last exchange.
         """
         models, messages = [], []
@@ -210,11 +211,11 @@ class _Post:
     def _message(
         self, node_id: int, answer: ArrayRecord | None, config: Mapping[str, Any]
     ) -> Message:
-        """Return the message with an answer, or the training message if there is none."""
+        """Return the message with an answer, or the training message without one."""
         by_query = answer is not None and node_id not in self._without_query
         entries = {**config, STEP_ONLY: True} if by_query else config
         message = with_config(self._first[node_id], entries)
-        # The client has kept the model and what travels besides it.
+        # The client has kept the model and the records that are sent with it.
         if node_id in self._begun:
             for key in of_kind(message.content, ArrayRecord):
                 message.content[key] = ArrayRecord()
@@ -225,11 +226,11 @@ class _Post:
         return message
 
     def _patience(self, queries: bool) -> Enough:
-        """Return the rule that ends a wait: ``exchange_timeout`` after the first
-        tensor, ``reply_timeout`` without one.
+        """Return the rule that ends a wait.
 
-        If all messages are ``queries``, a reply without a tensor comes from a client
-        that has finished the step: the others should follow at once.
+        A wait lasts ``exchange_timeout`` after the first tensor, and ``reply_timeout``
+        without a tensor. If all messages are ``queries``, a reply without a tensor
+        comes from a client that has finished the step, so it counts like a tensor.
         """
         limits = self._limits
         first: float | None = None  # seconds until the first tensor
@@ -250,8 +251,9 @@ class _Post:
 def _sort(
     left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
 ) -> tuple[dict[int, TaggedTensor], dict[int, Message], dict[int, str]]:
-    """Sort the replies: tensors of the next exchange, those of finished clients, and
-    the reasons of lost clients.
+    """Sort the replies into tensors, replies of finished clients, and lost clients.
+
+    The lost clients have a reason each.
     """
     sent: dict[int, TaggedTensor] = {}
     done: dict[int, Message] = {}
@@ -261,7 +263,7 @@ def _sort(
         if reply is None:
             continue
         if reply.has_error():
-            lost[node_id] = "failed in mid-step"
+            lost[node_id] = "failed during the step"
         elif not _tensors_of(reply):
             done[node_id] = reply
         else:
@@ -275,7 +277,7 @@ def _sort(
     for node_id in left:
         if node_id not in replies:
             lost[node_id] = f"did not answer an exchange {limit}"
-    # Clients that call other layers than most, or have finished before them.
+    # Add clients that call other layers than most, or have finished before them.
     odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
     sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
     done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}
@@ -287,8 +289,10 @@ def _tensors_of(reply: Message) -> ArrayRecord:
 
 
 def _read(record: ArrayRecord) -> TaggedTensor:
-    """Return tag and tensor of an exchange; ReplyError if the record is not one finite
-    floating tensor.
+    """Return the tag and the tensor of an exchange.
+
+    Raises:
+        ReplyError: the record is not one finite floating-point tensor.
     """
     if len(record) != 1:
         raise ReplyError(f"sent {len(record)} tensors in one exchange")

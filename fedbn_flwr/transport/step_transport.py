@@ -1,5 +1,6 @@
-"""What all transports of a synchronised step share: settings, limits, the result, and
-how messages are sent and awaited.
+"""The parts that all transports of a synchronised step share.
+
+These are settings, limits, the result, and the sending of messages.
 """
 
 from __future__ import annotations
@@ -28,26 +29,28 @@ __all__ = [
 ]
 
 Enough = Callable[[Mapping[int, Message], float], bool]
-"""``enough(replies, seconds)``: whether to stop, given the replies by node id and the
-seconds waited so far.
+"""A function ``enough(replies, seconds)`` that returns whether to stop waiting.
+
+It gets the replies by node id and the seconds so far.
 """
 
 _PAUSES = Pauses(0.02, 0.001, 0.1)  # a step has many exchanges of a few milliseconds
-# At a poll the others are told of a client that has failed, so it is not put off.
+# The other clients learn of a failed client at a poll, so do not wait long.
 _PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 1.0, whole=True, first=0.1)
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """How the exchanges of a synchronised step travel between processes; in one process
-    clients wait at a barrier.
+    """Settings for exchanges of a synchronised step between processes.
+
+    In one process, clients wait at a barrier instead.
 
     Attributes:
         transport: a name in ``TRANSPORTS``.
         timeout: seconds that an exchange waits for its last client.
-        bind: address of the server's port, host:port, where the transport has one.
-        address: address that clients connect to; "" = ``bind`` with the port in use.
-        tls_dir: folder of the port's certificates; "" = loopback only.
+        bind: address of the server's port, host:port, if the transport has a port.
+        address: address for clients. If empty, it is ``bind`` with the port in use.
+        tls_dir: folder of the port's certificates. If empty, only loopback is allowed.
     """
 
     transport: str = "messages"
@@ -59,14 +62,14 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a synchronised step is given up, and the arithmetic of its exchanges.
+    """The limits of a synchronised step and the arithmetic of its exchanges.
 
     Attributes:
         exchange_timeout: seconds that an exchange waits for its last client after its
-            first; in one process for the next one.
+            first. In one process it waits as long for each further client.
         reply_timeout: seconds to wait for the models.
-        min_members: smallest number of clients.
-        answer: the answer to the clients' tensors of an exchange.
+        min_members: smallest number of clients. With fewer, the step is given up.
+        answer: computes the answer from the clients' tensors of an exchange.
     """
 
     exchange_timeout: float
@@ -83,11 +86,10 @@ class StepResult:
         replies: the clients' replies, with their models or errors.
         traffic: traffic of the exchanges, without the models.
         members: ids of the nodes whose batches are in the finished step; empty if it
-            was not finished. A node may be lost after the step, in which its batch
-            stays.
-        dropped: node id to the reason why the client was dropped. The step was repeated
-            without it if it is no member. A member that failed by itself after its last
-            exchange is not named.
+            was not finished. If a node is lost after the step, its batch stays in it.
+        dropped: the reason for dropping each dropped client, by node id. If the client
+            is not a member, the step was repeated without it. A member that failed on
+            its own after its last exchange is not included.
     """
 
     replies: list[Message]
@@ -97,13 +99,15 @@ class StepResult:
 
 
 class Transport:
-    """A way of the exchanges between processes: the server's half, made once in a run,
-    and the client's.
+    """A way to transport the exchanges between processes.
+
+    An object is the server's half, and exists once in a run. ``reducer`` returns the
+    client's half.
 
     Attributes:
-        all_at_once: whether all clients of a round must run at the same time, each in a
-            process of its own.
-        has_port: whether clients connect to a port of the server's: the settings
+        all_at_once: whether all clients of a round must run at the same time, each in
+            its own process.
+        has_port: whether clients connect to a port of the server, with the settings
             ``bind``, ``address`` and ``tls_dir``.
     """
 
@@ -126,17 +130,18 @@ class Transport:
             grid: the nodes.
             messages: a training message for each member.
             members: the clients by node id, in the order of sums.
-            limits: when the step is given up.
+            limits: the limits of the step.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close what is open between the rounds of a run."""
+        """Close the resources that stay open between the rounds of a run."""
 
     @staticmethod
     def reducer(config: Mapping[str, Any]) -> Reducer | None:
-        """Return the client's half, given the config of the training message; None if
-        the exchanges of this message do not travel so.
+        """Return the client's half, given the config of the training message.
+
+        Return None if the exchanges of this message use another transport.
         """
         return None
 
@@ -144,12 +149,12 @@ class Transport:
 def send_until(
     grid: Grid, messages: Sequence[Message], enough: Enough
 ) -> dict[int, Message]:
-    """Send all messages; return the replies by node id when all have arrived or
-    ``enough`` returns True.
+    """Send all messages, and return the replies by node id when there are enough.
 
-    ``enough`` also gets the time, so the caller gives up a client when it wants to and
-    logs it itself; ``ImmediateGrid.send_and_receive_until`` has one timeout and logs
-    who is silent.
+    The wait ends when all replies have arrived or ``enough`` returns True. Because
+    ``enough`` also gets the time, the caller decides when to give up a client, and logs
+    it. In contrast, ``ImmediateGrid.send_and_receive_until`` has one timeout and logs
+    the silent nodes itself.
 
     Raises:
         EngineError: the messages could not be pushed.
@@ -164,7 +169,7 @@ def send_until(
 
 
 def with_config(message: Message, config: Mapping[str, Any]) -> Message:
-    """Return a copy of the message with further entries in its config."""
+    """Return a copy of the message with additional entries in its config."""
     content = RecordDict(dict(message.content))
     for key, record in of_kind(message.content, ConfigRecord).items():
         content[key] = ConfigRecord({**record, **config})

@@ -1,19 +1,20 @@
-"""A client's reducer, and what passes through a user's training code.
+"""A client's reducer, and its way through a user's training code.
 
 A synchronised step waits inside a BatchNorm layer, in the middle of a forward or
-backward pass. Between that layer and the message that asks for the step lies code that
-is not ours: the user's app and training loop, other mods.
+backward pass. Code of other authors is between that layer and the message that asks for
+the step: the user's app and training loop, and other mods.
 
-In: their functions have no argument for a reducer, so the engine and the mods leave it
-in a context variable.
+On the way in, the functions of these authors have no argument for a reducer. Therefore
+the engine and the mods leave it in a context variable.
 
-Out: by messages the client must send a tensor and end its work in mid-step. Nothing but
-an exception leaves a function of others from the inside; a thread that waits in the
-layer would need the process to live until the next message, and Flower may end it. The
-step then runs again from its beginning, with the answers so far. ``StopStep`` is no
-error, and a user's ``except Exception`` must let it pass: it is a BaseException. It is
-caught where the message came in (``TorchClient.train``, ``bn_mod``), and becomes a
-value. So is ``RetryStep``, which repeats the step at once.
+On the way out, with the transport "messages", the client must send a tensor and end its
+work in the middle of the step. Only an exception can leave the functions of others from
+inside. A waiting thread would need the process to live until the next message, but
+Flower may end it. Later the step runs again from its beginning, with the answers so
+far. ``StopStep`` is not an error, and must pass a user's ``except Exception``, so it is
+a BaseException. The receiver of the message (``TorchClient.train``, ``bn_mod``) catches
+it and turns it into a value. ``RetryStep`` works in the same way, but repeats the step
+immediately.
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ __all__ = [
 class Dropped(FedBNError):
     """This client is out of the round.
 
-    It was too late, sent an unusable tensor, or too few clients remain.
+    It was late or sent an unusable tensor, or too few clients remain.
     """
 
     code = "dropped"
 
 
 class Reducer(Protocol):
-    """Sends a client's tensors; returns those of all clients, reduced."""
+    """Sends a client's tensors, and returns the reduced tensors of all clients."""
 
     def begin(self) -> int:
         """Begin the step, or repeat it after ``RetryStep``.
 
         Returns:
-            Examples in all clients' batches.
+            Number of examples in all clients' batches.
 
         Raises:
             Dropped: this client is out of the round.
         """
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        """Send ``tensor``, and return the reduced one of exchange ``tag``.
+        """Send ``tensor``, and return the reduced tensor of exchange ``tag``.
 
         Raises:
             RetryStep: the step must be repeated.
@@ -73,26 +74,26 @@ class Reducer(Protocol):
         """
 
     def close(self) -> None:
-        """End the step: this client sends no more exchanges."""
+        """End the step, so that this client sends no more exchanges."""
 
 
 @dataclass(frozen=True)
 class NextExchange:
-    """What a client sends in mid-step, in place of a trained model.
+    """The content of a client's reply during the step, instead of a trained model.
 
     Attributes:
-        tensors: the tensor of the next exchange, by its tag; empty once the step has
-            all its answers.
+        tensors: the tensor of the next exchange, by its tag; empty if the step has all
+            its answers.
     """
 
     tensors: Mapping[str, Tensor]
 
 
 class StopStep(BaseException):
-    """Leaves the user's training: its message ends here.
+    """Leaves the user's training and ends the work on its message.
 
     Attributes:
-        exchange: what the client sends.
+        exchange: the content of the client's reply.
     """
 
     def __init__(self, exchange: NextExchange) -> None:
@@ -103,7 +104,7 @@ class StopStep(BaseException):
 
 
 class _OfClient(NamedTuple):
-    """What the engine and the mods give to a client's training."""
+    """Functions that the engine and the mods give to a client's training."""
 
     find: Callable[[str], Reducer] | None = None
     wrap: Callable[[Reducer], Reducer] | None = None
@@ -149,27 +150,26 @@ def in_process_reducer(barrier_id: str) -> Reducer:
         with suppress(KeyError):
             return find(barrier_id)
     raise EngineError(
-        f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages"
-        " or channel"
+        f"there is no barrier {barrier_id!r} in this process. Set fedtan-transport to"
+        " messages or channel"
     )
 
 
 def wrapped(reducer: Reducer, required: bool) -> Reducer:
-    """Return the reducer as a mod of the client wraps it.
+    """Return the reducer, wrapped by a mod of the client if there is one.
 
     Args:
         reducer: the reducer.
         required: whether nothing may leave the client without such a mod.
 
     Raises:
-        EngineError: it is required, and the training runs in another thread than the
-            mod.
+        EngineError: a mod is required, but the training runs in a different thread.
     """
     wrap = _OF_CLIENT.get(_NOTHING).wrap
     if wrap is None and required:
         raise EngineError(
-            "the server asks for masked sums, and this training runs where the mod"
-            " masked_update does not reach it: make it the app's first mod, and train"
-            " in the thread that calls the app"
+            "the server asks for masked sums, but the mod masked_update does not reach"
+            " this training. Make it the app's first mod, and train in the thread that"
+            " calls the app"
         )
     return wrap(reducer) if wrap else reducer

@@ -1,8 +1,8 @@
-"""The transports of a synchronised step by their names in ``fedtan-transport``.
+"""The transports of a synchronised step, by their names in ``fedtan-transport``.
 
-A new one is a file here with a class of ``Transport``, a line in ``TRANSPORTS``, and
-its name in the setting, which a test compares. In one process clients meet at a barrier
-whatever the setting is (``step_by_barrier``).
+A new transport is a new file here with a subclass of ``Transport``, a line in
+``TRANSPORTS``, and its name in the setting. A test compares the names. In one process,
+clients always meet at a barrier (``step_by_barrier``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ TRANSPORTS: Mapping[str, type[Transport]] = {
 
 
 def connect(config: Mapping[str, Any]) -> Reducer:
-    """Return this client's reducer: of the transport that the config of the training
-    message is of, else at a barrier in this process.
+    """Return this client's reducer for a training message.
+
+    It belongs to the transport of the message's config, or else to a barrier in this
+    process.
 
     Raises:
-        EngineError: there is no such barrier, or masks are required and no mod makes
+        EngineError: there is no such barrier, or masks are required but no mod makes
             them.
     """
     for transport in TRANSPORTS.values():

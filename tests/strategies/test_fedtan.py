@@ -153,7 +153,7 @@ def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
 
 def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:
     strategy = synchronised(FedTAN, "channel", fedtan_bind="0.0.0.0:0")
-    with pytest.raises(ConfigError, match="plaintext is allowed on loopback only"):
+    with pytest.raises(ConfigError, match="Plaintext is allowed only on loopback"):
         run_step(
             strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel"
         )

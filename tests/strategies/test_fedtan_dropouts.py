@@ -146,7 +146,7 @@ LOST = {
     "raises in the backward pass": Lost("lights out", cut_backward),
     "sends NaN": Lost("not finite in exchange 'mean/1/6'", not_a_number),
     "sends a wrong shape": Lost(
-        "of call 1 where the others called BatchNorm layer '6'", wrong_shape
+        "of call 1, but the others called BatchNorm layer '6'", wrong_shape
     ),
     "dies before the first exchange": Lost("lights out", fit=leaves),
     "does not synchronise": Lost("", fit=does_not_synchronise),
@@ -400,12 +400,12 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], frozenset[int], str]] = {
     "one layer less": (
         skipping,
         frozenset({BAD}),
-        "had finished the step where the others called BatchNorm layer 'block'",
+        "had finished the step, but the others called BatchNorm layer 'block'",
     ),
     "one layer more": (
         skipping,
         OTHERS,
-        "called BatchNorm layer 'block' where the others had finished",
+        "called BatchNorm layer 'block', but the others had finished",
     ),
 }
 

@@ -203,7 +203,7 @@ def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -
     )
     assert all(isinstance(error, Dropped) for error in done)
     assert barrier.dropped[101].startswith(
-        "sent what cannot be combined: exchange 'moments/0' needs tensors of shape"
+        "sent an unusable tensor: exchange 'moments/0' needs tensors of shape"
     )
 
 
@@ -324,7 +324,7 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
         assert in_process_reducer("a").begin() == 2
         with pytest.raises(
             EngineError,
-            match="no barrier 'b' in this process; fedtan-transport must be",
+            match="no barrier 'b' in this process. Set fedtan-transport to",
         ):
             in_process_reducer("b")
         (elsewhere,) = at_once(partial(in_process_reducer, "a"))

@@ -242,7 +242,7 @@ def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
             == []
         )
     assert (
-        "A reply to none of the messages that are waited for is left out (error 5: Node"
+        "A reply that answers none of the awaited messages is ignored (error 5: Node"
         " unavailable)." in caplog.text
     )
 

@@ -132,7 +132,7 @@ def test_fedtan_by_channel_with_fewer_actors_than_clients_is_refused_with_advice
             },
         )
     assert (
-        "4 of 5 clients did not begin the step within 2 s of the first: all clients of"
+        "4 of 5 clients did not begin the step within 2 s of the first. All clients of"
         " a round must run at the" in str(caught.value)
     )
     assert "'client-resources-num-cpus=1 init-args-num-cpus=5'" in str(caught.value)
